@@ -1,0 +1,144 @@
+"""NVRTC: from flattened source to a cubin, with what the compiler says about it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import KernelCompileError
+from .settings import dump_directory
+from .source import KernelSource
+
+__all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_version"]
+
+_log = logging.getLogger("fa2cupy")
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code, and the compiler's report on it.
+
+    Attributes
+    ----------
+    symbol : str
+    cubin : bytes
+    registers : int
+        Per thread.
+    spill_bytes : int
+        Stores and loads of registers that did not fit, per thread.
+    log : str
+        NVRTC's program log.
+    seconds : float
+        What the compilation took.
+    path : pathlib.Path or None
+        The cubin's file, if it was read from the disk cache.
+    """
+
+    symbol: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    log: str
+    seconds: float
+    path: Path | None = None
+
+
+def _nvrtc():
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except ImportError as error:
+        raise KernelCompileError(
+            "compiling a kernel needs CuPy, which is not installed: pip install 'fa2cupy[cuda12]' "
+            "(or 'fa2cupy[cuda13]' with a driver for CUDA 13)"
+        ) from error
+    except Exception as error:  # CuPy reports a missing shared library in several ways
+        raise KernelCompileError(
+            f"the NVRTC library cannot be loaded ({error}): pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or "
+            "nvidia-cuda-nvrtc (CUDA 13), in the version that CuPy was built for"
+        ) from error
+    return nvrtc
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of the NVRTC that CuPy loads."""
+    return tuple(_nvrtc().getVersion())
+
+
+def compile_options(arch: str) -> tuple[str, ...]:
+    """What NVRTC is called with. The kernels include no CUDA header, so there is no include path."""
+    options = (f"-arch={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v")
+    # Since 12.9 NVRTC may answer from a cache of its own, with an empty log.
+    return options + ("--no-cache",) if nvrtc_version() >= (12, 9) else options
+
+
+def compile_source(source: KernelSource) -> CompiledKernel:
+    """Compiles for the spec's architecture.
+
+    Raises
+    ------
+    KernelCompileError
+        NVRTC is missing or too old for the architecture, or it refused the source.
+    """
+    spec = source.spec
+    nvrtc = _nvrtc()
+    version = ".".join(map(str, nvrtc_version()))
+    if int(re.sub(r"\D", "", spec.arch)) not in nvrtc.getSupportedArchs():
+        raise KernelCompileError(
+            f"NVRTC {version} cannot compile for {spec.arch}: install a CuPy and NVRTC of a newer CUDA "
+            "(pip install -U 'fa2cupy[cuda13]')"
+        )
+    options = compile_options(spec.arch)
+    start = time.perf_counter()
+    program = nvrtc.createProgram(source.text, f"{spec.symbol}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
+        log = nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    seconds = time.perf_counter() - start
+
+    registers = _REGISTERS.search(log)
+    spills = _SPILLS.search(log)
+    kernel = CompiledKernel(
+        symbol=spec.symbol,
+        cubin=cubin,
+        registers=int(registers[1]) if registers else 0,
+        spill_bytes=int(spills[2]) + int(spills[3]) if spills else 0,
+        log=log,
+        seconds=seconds,
+    )
+    _log.info("compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes)
+    if dump_directory() is not None:
+        _dump(dump_directory(), source, kernel)
+    return kernel
+
+
+def _dump(directory: Path, source: KernelSource, kernel: CompiledKernel) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = f"{source.spec.symbol}.{source.spec.arch}"
+    (directory / f"{stem}.cu").write_text(source.text, encoding="utf-8")
+    (directory / f"{stem}.cubin").write_bytes(kernel.cubin)
+    (directory / f"{stem}.log").write_text(kernel.log, encoding="utf-8")
+
+
+def _failure(source: KernelSource, options: tuple[str, ...], version: str, log: str) -> str:
+    directory = dump_directory()
+    where = "set FA2CUPY_DUMP_DIR to have the source written there"
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{source.spec.symbol}.{source.spec.arch}.cu"
+        path.write_text(source.text, encoding="utf-8")
+        where = f"the source is in {path}"
+    return f"NVRTC {version} refused {source.spec}\noptions: {' '.join(options)}\n{where}\n{log}"

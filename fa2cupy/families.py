@@ -1,0 +1,119 @@
+"""The table of kernel families, and the choice of family and tile for a problem on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .device import DeviceInfo
+from .errors import UnsupportedProblemError
+from .problem import AttentionProblem
+from .tile_table import TILE_TABLE
+from .tiles import OPERATIONS, TileConfig, padded_head_dim, why_illegal
+from .tuning import tuned_tile
+
+__all__ = ["FAMILIES", "Family", "choose_family", "choose_tile", "method_operations"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A set of kernels that share their main loops.
+
+    Attributes
+    ----------
+    name : str
+    dtypes : tuple of str
+    min_compute_capability : int
+        Oldest GPU that runs it.
+    needs_aligned_rows : bool
+        Whether rows must start on 16 bytes and head_dim be a multiple of 8.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    min_compute_capability: int
+    needs_aligned_rows: bool
+
+    def supports(self, problem: AttentionProblem, device: DeviceInfo) -> bool:
+        """Whether the family has kernels for the problem on the device."""
+        return problem.dtype in self.dtypes and device.compute_capability >= self.min_compute_capability
+
+
+#: The first row that supports the problem on the device wins.
+FAMILIES = (
+    Family("sm80", ("float16", "bfloat16"), 80, needs_aligned_rows=True),
+    Family("simt", ("float32", "float64"), 60, needs_aligned_rows=False),
+)
+
+
+def method_operations(method: str) -> tuple[str, ...]:
+    """The tiled kernels of a backward scheme."""
+    return ("backward",) if method == "single_pass" else ("backward_dq", "backward_dkdv")
+
+
+def choose_family(problem: AttentionProblem, device: DeviceInfo, family: str | None = None) -> str:
+    """The family's name; `family` insists on one.
+
+    Raises
+    ------
+    ValueError
+        `family` is not a family.
+    UnsupportedProblemError
+        No family, or not the one asked for, supports the problem on the device.
+    """
+    names = [row.name for row in FAMILIES]
+    if family is not None and family not in names:
+        raise ValueError(f"family: expected one of {names}, got {family!r}")
+    for row in FAMILIES:
+        if family in (None, row.name) and row.supports(problem, device):
+            return row.name
+    covered = "; ".join(
+        f"{row.name}: {', '.join(row.dtypes)} from compute capability {row.min_compute_capability / 10}" for row in FAMILIES
+    )
+    wanted = f"family {family!r}" if family else "a kernel family"
+    raise UnsupportedProblemError(f"{wanted} for {problem.dtype} on {device.name} ({device.arch}): there is {covered}")
+
+
+def choose_tile(
+    operation: str,
+    family: str,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+) -> TileConfig:
+    """The tile of one kernel: the caller's, else the user's tuning file's, else the table's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `config` is not a TileConfig (or mapping), or not legal for the kernel on the device.
+    """
+    if isinstance(config, Mapping):
+        unknown = set(config) - set(OPERATIONS)
+        if unknown:
+            raise ValueError(f"config: {sorted(unknown)} are no operations; those are {list(OPERATIONS)}")
+        config = config.get(operation)
+    arguments = (operation, family, problem.dtype, problem.head_dim)
+    if config is not None:
+        if not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
+        reason = why_illegal(*arguments, config, device)
+        if reason:
+            raise ValueError(f"config: {config} is not legal for {operation} at head_dim {problem.head_dim}: {reason}")
+        return config
+    tuned = tuned_tile(*arguments, problem.causal, device)
+    if tuned is not None:
+        return tuned
+    for row in TILE_TABLE:
+        if (
+            (row.family, row.operation) == (family, operation)
+            and padded_head_dim(family, problem.head_dim) <= row.head_dim
+            and row.causal in (None, problem.causal)
+            and (row.dtypes is None or problem.dtype in row.dtypes)
+            and why_illegal(*arguments, row.tile, device) is None
+        ):
+            return row.tile
+    raise UnsupportedProblemError(
+        f"no default tile of {operation} ({family}) at head_dim {problem.head_dim}, {problem.dtype} fits "
+        f"{device.name}; pass config= with one of fa2cupy.legal_configs"
+    )

@@ -1,0 +1,130 @@
+"""The parameter record of a launch: one field list that yields both the C struct and the bytes for it."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Field", "ParamLayout", "param_layout"]
+
+# kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
+_KINDS = {
+    "input": ("const Element* {name}", "Q"),
+    "output": ("Element* {name}", "Q"),
+    "input_accum": ("const Accum* {name}", "Q"),
+    "output_accum": ("Accum* {name}", "Q"),
+    "strides": ("Strides {name}", "qqq"),
+    "real": ("Accum {name}", "f"),
+    "int": ("int32 {name}", "i"),
+}
+_POINTERS = ("input", "output", "input_accum", "output_accum")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member of the record: its C name and its kind, a key of the table above."""
+
+    name: str
+    kind: str
+
+    @property
+    def declaration(self) -> str:
+        """The member as C++ declares it, without the semicolon."""
+        return _KINDS[self.kind][0].format(name=self.name)
+
+
+class ParamLayout:
+    """The record of one kind of kernel.
+
+    Pointers come first, so that a warm launch replaces only the front; then strides, reals and ints, an order in which
+    C adds no padding.
+
+    Attributes
+    ----------
+    fields : tuple of Field
+    pointers : tuple of str
+        Names of the pointer members.
+    pointer_packer : struct.Struct
+        Packs their addresses.
+    nbytes : int
+        ``sizeof`` the C struct.
+    """
+
+    def __init__(self, fields: tuple[Field, ...], double: bool):
+        self.fields = fields
+        self.pointers = tuple(f.name for f in fields if f.kind in _POINTERS)
+        self.pointer_packer = struct.Struct(f"={len(self.pointers)}Q")
+        self._constants = fields[len(self.pointers) :]
+        formats = "".join(_KINDS[f.kind][1] for f in self._constants)
+        self._packer = struct.Struct("=" + (formats.replace("f", "d") if double else formats))
+        self._padding = bytes(-self._packer.size % 8)
+        self.nbytes = self.pointer_packer.size + self._packer.size + len(self._padding)
+
+    def pack_constants(self, values: Mapping[str, object]) -> bytes:
+        """The bytes behind the pointers. `values` has exactly the names of the members that are not pointers."""
+        if set(values) != {f.name for f in self._constants}:
+            raise KeyError(f"the record has {[f.name for f in self._constants]}, got {list(values)}")
+        flat: list[object] = []
+        for field in self._constants:
+            value = values[field.name]
+            flat.extend(value) if field.kind == "strides" else flat.append(value)
+        return self._packer.pack(*flat) + self._padding
+
+
+# operation: (pointers, tensors whose strides the kernel takes, reals, ints besides the schedule's)
+_SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
+_LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
+_BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
+_RECORDS = {
+    "forward": (
+        "q:input k:input v:input o:output lse:output_accum",
+        ("q", "k", "v", "o"),
+        ("scale_log2",),
+        _LENGTHS + _SCHEDULE,
+    ),
+    "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
+    "backward_dq": (
+        f"{_BACKWARD_INPUTS} dq:output",
+        ("q", "k", "v", "dout", "dq"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    "backward_dkdv": (
+        f"{_BACKWARD_INPUTS} dk:output dv:output",
+        ("q", "k", "v", "dout", "dk", "dv"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    # simt adds to dK and dV in place, the tensor-core families to a workspace of dQ.
+    ("backward", "simt"): (
+        f"{_BACKWARD_INPUTS} dq:output dk:output dv:output",
+        ("q", "k", "v", "dout", "dq", "dk", "dv"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    ("backward", "sm80"): (
+        f"{_BACKWARD_INPUTS} dq_accum:output_accum dk:output dv:output",
+        ("q", "k", "v", "dout", "dk", "dv"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    "convert_dq": (
+        "dq_accum:input_accum dq:output",
+        ("dq",),
+        ("softmax_scale",),
+        ("num_heads", "seqlen_q", "num_tiles"),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=None)
+def param_layout(operation: str, family: str, dtype: str) -> ParamLayout:
+    """The record that kernels of this operation, family and dtype take."""
+    pointers, strides, reals, ints = _RECORDS.get(operation) or _RECORDS[operation, family]
+    fields = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    fields += [Field(f"{name}_strides", "strides") for name in strides]
+    fields += [Field(name, "real") for name in reals]
+    fields += [Field(name, "int") for name in ints]
+    return ParamLayout(tuple(fields), double=dtype == "float64")

@@ -1,0 +1,195 @@
+"""From a problem to the kernels that solve it: stages, workspaces, grids and records. Pure arithmetic, no GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .device import DeviceInfo
+from .families import choose_family, choose_tile
+from .problem import AttentionProblem
+from .spec import KernelSpec
+from .tiles import TileConfig, padded_head_dim
+
+__all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
+
+_LOG2_E = math.log2(math.e)
+_DELTA_WARPS = 4
+_CONVERT_WARPS = 8
+
+#: Element strides of the batch, row and head axes.
+Strides = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel launch, complete but for its pointers."""
+
+    spec: KernelSpec
+    blocks: int
+    constants: bytes
+
+    @property
+    def threads(self) -> int:
+        """Threads in a block."""
+        return self.spec.tile.num_threads
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory that a call needs beyond its inputs and outputs."""
+
+    name: str
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does, in order: clear, then launch.
+
+    Attributes
+    ----------
+    stages : tuple of Stage
+        A stage without blocks (an empty problem) is left out.
+    workspaces : tuple of Workspace
+    cleared : tuple of str
+        Workspaces and outputs that must be zero before the first stage.
+    """
+
+    stages: tuple[Stage, ...]
+    workspaces: tuple[Workspace, ...] = ()
+    cleared: tuple[str, ...] = ()
+
+
+class _Planner:
+    """Shared state of the planning of one call."""
+
+    def __init__(self, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides], family: str | None):
+        self.problem = problem
+        self.device = device
+        self.strides = strides
+        self.family = choose_family(problem, device, family)
+
+    def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
+        return choose_tile(operation, self.family, self.problem, self.device, config)
+
+    def stage(self, operation: str, tile: TileConfig, blocks: int, **values: object) -> Stage:
+        problem = self.problem
+        tiled = operation not in ("delta", "convert_dq")
+        family = "common" if operation == "delta" else self.family
+        spec = KernelSpec(
+            operation, family, self.device.arch, problem.dtype, problem.head_dim, problem.causal and tiled, tile
+        )
+        available = {
+            **{f"{name}_strides": strides for name, strides in self.strides.items()},
+            "scale_log2": problem.softmax_scale * _LOG2_E,
+            "softmax_scale": problem.softmax_scale,
+            "num_heads": problem.num_heads,
+            "heads_per_group": problem.heads_per_group,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "batch": problem.batch,
+            **values,
+        }
+        constants = spec.params.pack_constants(
+            {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
+        )
+        return Stage(spec, blocks, constants)
+
+    def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
+        """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
+        problem = self.problem
+        num_tiles = -(-problem.seqlen_q // tile.b_r)
+        section = self._heads_per_section(problem.seqlen_k) * problem.heads_per_group
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
+
+    def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
+        """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO."""
+        problem = self.problem
+        num_tiles = -(-problem.seqlen_k // tile.b_c)
+        section = self._heads_per_section(problem.seqlen_q * problem.heads_per_group)
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
+
+    def _scheduled(self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int) -> Stage:
+        return self.stage(
+            operation,
+            tile,
+            num_tiles * heads * self.problem.batch,
+            num_tiles=num_tiles,
+            scheduled_heads=heads,
+            heads_per_section=section,
+        )
+
+    def _heads_per_section(self, rows: int) -> int:
+        # Without a mask all tiles are equally long, and one head after the other reads the least memory.
+        if not self.problem.causal:
+            return 1
+        bytes_per_head = 2 * rows * self.problem.head_dim * self.problem.itemsize
+        return max(1, self.device.l2_bytes * 5 // 8 // max(1, bytes_per_head))
+
+
+def plan_forward(
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, Strides],
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+) -> Plan:
+    """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
+    planner = _Planner(problem, device, strides, family)
+    return _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
+
+
+def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
+    """One stage. `strides` has ``o`` and ``dout``."""
+    return _plan(_delta_stage(_Planner(problem, device, strides, None)))
+
+
+def plan_backward(
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, Strides],
+    method: str,
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+    with_delta: bool = True,
+) -> Plan:
+    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
+    planner = _Planner(problem, device, strides, family)
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    stages, workspaces = [], []
+    if with_delta:
+        stages.append(_delta_stage(planner))
+        workspaces.append(Workspace("delta", rows, problem.accumulator_dtype))
+    if method == "two_pass":
+        stages.append(planner.by_query_tiles("backward_dq", planner.tile("backward_dq", config)))
+        stages.append(planner.by_key_tiles("backward_dkdv", planner.tile("backward_dkdv", config)))
+        return _plan(*stages, workspaces=workspaces)
+    tile = planner.tile("backward", config)
+    if planner.family == "simt":
+        stages.append(planner.by_query_tiles("backward", tile))
+        return _plan(*stages, workspaces=workspaces, cleared=("dk", "dv"))
+    stages.append(planner.by_key_tiles("backward", tile))
+    num_tiles = -(-problem.seqlen_q // tile.b_r)
+    heads = problem.batch * problem.num_heads
+    columns = padded_head_dim(planner.family, problem.head_dim)
+    workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns, "float32"))
+    convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
+    stages.append(planner.stage("convert_dq", convert, heads * num_tiles, num_tiles=num_tiles))
+    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum",))
+
+
+def _delta_stage(planner: _Planner) -> Stage:
+    problem = planner.problem
+    vector = 8 if problem.itemsize == 2 else 1
+    lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
+    rows_per_block = 32 * _DELTA_WARPS // lanes
+    num_tiles = -(-problem.seqlen_q // rows_per_block)
+    tile = TileConfig(rows_per_block, 1, _DELTA_WARPS)
+    return planner.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
+
+
+def _plan(*stages: Stage, workspaces: list[Workspace] | None = None, cleared: tuple[str, ...] = ()) -> Plan:
+    return Plan(tuple(s for s in stages if s.blocks), tuple(workspaces or ()), cleared)

@@ -1,0 +1,282 @@
+"""What the caller asked, and every check of it.
+
+All checks run before anything is allocated, launched or written, and name the argument, what came and what is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import UnsupportedProblemError
+
+__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "array_backend", "check_array", "check_method", "check_output", "check_overlap"]
+
+MAX_HEAD_DIM = 256
+_MAX_LENGTH = 2**31 - 2**16  # tile arithmetic is in 32 bits
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_METHODS = ("single_pass", "two_pass")
+
+# The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
+_AXES = {
+    ("bshd", 4): (0, 1, 2, 3),
+    ("bshd", 3): (None, 0, 1, 2),
+    ("bshd", 2): (None, 0, None, 1),
+    ("bhsd", 4): (0, 2, 1, 3),
+    ("bhsd", 3): (None, 1, 0, 2),
+    ("bhsd", 2): (None, 0, None, 1),
+}
+
+
+def array_backend(**arrays: object) -> str:
+    """``"numpy"`` or ``"cupy"``: whose arrays these all are (None is passed over).
+
+    Raises
+    ------
+    TypeError
+        An argument is something else, or the two are mixed.
+    """
+    cupy = sys.modules.get("cupy")
+    found: dict[str, str] = {}
+    for name, array in arrays.items():
+        if isinstance(array, np.ndarray):
+            found[name] = "numpy"
+        elif cupy is not None and isinstance(array, cupy.ndarray):
+            found[name] = "cupy"
+        elif array is not None:
+            raise TypeError(_conversion_hint(name, array))
+    first, backend = next(iter(found.items()))
+    for name, other in found.items():
+        if other != backend:
+            raise TypeError(f"{name}: expected a {backend} array like {first}, got a {other} array")
+    return backend
+
+
+def _conversion_hint(name: str, array: object) -> str:
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    if hasattr(array, "__cuda_array_interface__"):
+        hint = f"; convert it with cupy.asarray({name}), which copies nothing"
+    elif hasattr(array, "__dlpack__"):
+        hint = f"; convert it with cupy.from_dlpack({name}) or numpy.from_dlpack({name}), which copy nothing"
+    else:
+        hint = f"; convert it with numpy.asarray({name}) or cupy.asarray({name})"
+    return f"{name}: expected a numpy.ndarray or cupy.ndarray, got {kind}{hint}"
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Sizes, dtype and options of one attention call.
+
+    Attributes
+    ----------
+    dtype : str
+    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim : int
+    causal : bool
+    softmax_scale : float
+    layout : {"bshd", "bhsd"}
+    rank : int
+        2, 3 or 4: which axes the caller's arrays have.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    causal: bool
+    softmax_scale: float
+    layout: str
+    rank: int
+
+    @classmethod
+    def from_arrays(cls, q, k, v, *, causal=False, softmax_scale=None, layout="bshd") -> AttentionProblem:
+        """Checks q, k, v and the options against each other."""
+        if layout not in ("bshd", "bhsd"):
+            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+        if not isinstance(causal, bool | np.bool_):
+            raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+        batch, seqlen_q, num_heads, head_dim = cls._sizes("q", q, layout)
+        for name, array in (("k", k), ("v", v)):
+            if array.ndim != q.ndim:
+                raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
+            if array.dtype != q.dtype:
+                raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}")
+        batch_k, seqlen_k, num_heads_kv, head_dim_k = cls._sizes("k", k, layout)
+        if (batch_k, head_dim_k) != (batch, head_dim):
+            wanted = cls._compose(layout, q.ndim, batch, "seqlen_k", "num_heads_kv", head_dim)
+            raise ValueError(f"k: expected shape {wanted} to match q {q.shape}, got {k.shape}")
+        if v.shape != k.shape:
+            raise ValueError(f"v: expected shape {k.shape} to match k, got {v.shape}")
+        if num_heads_kv == 0 if num_heads else False:
+            raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
+        if num_heads_kv and num_heads % num_heads_kv:
+            raise ValueError(
+                f"k: the number of heads of q ({num_heads}) must be a multiple of that of k and v, got {num_heads_kv}"
+            )
+        for name, length in (("q", seqlen_q), ("k", seqlen_k)):
+            if length > _MAX_LENGTH:
+                raise UnsupportedProblemError(f"{name}: sequences of up to {_MAX_LENGTH} rows are supported, got {length}")
+        scale = cls._scale(softmax_scale, head_dim)
+        return cls(
+            q.dtype.name, batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, bool(causal), scale, layout, q.ndim
+        )
+
+    @classmethod
+    def from_outputs(cls, o, dout, *, layout="bshd") -> AttentionProblem:
+        """The query side of a problem alone, which is all that delta needs."""
+        if layout not in ("bshd", "bhsd"):
+            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+        batch, seqlen_q, num_heads, head_dim = cls._sizes("o", o, layout)
+        problem = cls(o.dtype.name, batch, seqlen_q, 0, num_heads, num_heads, head_dim, False, 1.0, layout, o.ndim)
+        check_array("do", dout, problem.q_shape, o.dtype, "o")
+        return problem
+
+    @staticmethod
+    def _sizes(name: str, array, layout: str) -> tuple[int, int, int, int]:
+        if array.ndim not in (2, 3, 4):
+            wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
+            raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")
+        if array.dtype.name not in _ITEMSIZE:
+            raise TypeError(f"{name}: expected dtype {', '.join(_ITEMSIZE)}, got {array.dtype}")
+        sizes = tuple(1 if axis is None else array.shape[axis] for axis in _AXES[layout, array.ndim])
+        if sizes[3] == 0:
+            raise ValueError(f"{name}: head_dim must be at least 1, got shape {array.shape}")
+        if sizes[3] > MAX_HEAD_DIM:
+            raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {array.shape}")
+        return sizes
+
+    @staticmethod
+    def _scale(softmax_scale, head_dim: int) -> float:
+        if softmax_scale is None:
+            return head_dim**-0.5
+        if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
+            raise TypeError(f"softmax_scale: expected a real number or None, got {type(softmax_scale).__name__}")
+        if not math.isfinite(softmax_scale):
+            raise ValueError(f"softmax_scale: expected a finite number, got {softmax_scale}")
+        return float(softmax_scale)
+
+    @staticmethod
+    def _compose(layout: str, rank: int, batch, seqlen, heads, head_dim) -> tuple:
+        if rank == 2:
+            return (seqlen, head_dim)
+        inner = (seqlen, heads, head_dim) if layout == "bshd" else (heads, seqlen, head_dim)
+        return inner if rank == 3 else (batch, *inner)
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def accumulator_dtype(self) -> str:
+        """Dtype of lse and delta."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape of q, o and their gradients, as the caller sees it."""
+        return self._compose(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        """Shape of k, v and their gradients, as the caller sees it."""
+        return self._compose(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of lse and delta: (batch, num_heads, seqlen_q), without the axes that the caller left out."""
+        return (self.batch, self.num_heads, self.seqlen_q)[4 - self.rank :]
+
+    def canonical_view(self, array):
+        """The array as (batch, row, head, column), a view."""
+        batch, row, head, column = _AXES[self.layout, self.rank]
+        present = tuple(axis for axis in (batch, row, head, column) if axis is not None)
+        view = array.transpose(present)
+        if head is None:
+            view = view[:, None, :]
+        return view if batch is not None else view[None]
+
+    def kernel_strides(self, array) -> tuple[int, int, int]:
+        """Element strides of (batch, row, head); 0 for axes of length 1, whose stride means nothing."""
+        axes = _AXES[self.layout, self.rank][:3]
+        return tuple(
+            0 if axis is None or array.shape[axis] == 1 else array.strides[axis] // array.itemsize for axis in axes
+        )
+
+
+def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:
+    """An input that must have the shape and dtype that other arguments ask for."""
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {np.dtype(dtype)} to match {like}, got {array.dtype}")
+
+
+def check_method(method: str | None, deterministic: bool) -> None:
+    """`method` is a scheme, and `deterministic` a flag."""
+    if method is not None and method not in _METHODS:
+        raise ValueError(f"method: expected None, {' or '.join(map(repr, _METHODS))}, got {method!r}")
+    if not isinstance(deterministic, bool | np.bool_):
+        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
+
+
+def check_output(name: str, array, shape: tuple[int, ...], dtype) -> None:
+    """An array of the caller's that is to be written."""
+    check_array(name, array, shape, dtype, "the result")
+    if getattr(array.flags, "writeable", True) is False:
+        raise ValueError(f"{name}: the array is read-only")
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if length > 1 and stride == 0:
+            raise ValueError(f"{name}: elements share memory (an axis of stride 0), so that they cannot hold a result each")
+
+
+def check_overlap(outputs: dict[str, object], inputs: dict[str, object]) -> None:
+    """No output shares memory with an input or another output."""
+    written = [(name, array, _memory_range(array)) for name, array in outputs.items()]
+    others = [(name, array, _memory_range(array)) for name, array in inputs.items()]
+    for position, (name, array, (low, high)) in enumerate(written):
+        for other_name, other, (other_low, other_high) in written[:position] + others:
+            if low < other_high and other_low < high and np.shares_memory(_shadow(array), _shadow(other)):
+                raise ValueError(f"{name}: overlaps {other_name} in memory")
+
+
+def _address(array) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def _memory_range(array) -> tuple[int, int]:
+    low = high = _address(array)
+    if array.size == 0:
+        return low, low
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        extent = (length - 1) * stride
+        low, high = low + min(extent, 0), high + max(extent, 0)
+    return low, high + array.itemsize
+
+
+class _Shadow:
+    """Addresses without memory behind them, so that NumPy's exact overlap test also serves device arrays."""
+
+    def __init__(self, array):
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+            "data": (_address(array), False),
+        }
+
+
+def _shadow(array) -> np.ndarray:
+    return np.asarray(_Shadow(array))

@@ -1,0 +1,74 @@
+"""The key of a compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .params import ParamLayout, param_layout
+from .tiles import OPERATIONS, TileConfig, shared_memory_bytes
+
+__all__ = ["DTYPES", "KernelSpec"]
+
+#: dtype: (C++ name, name in kernel symbols)
+DTYPES = {
+    "float16": ("float16", "fp16"),
+    "bfloat16": ("bfloat16", "bf16"),
+    "float32": ("float", "fp32"),
+    "float64": ("double", "fp64"),
+}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that the compiler must know of a kernel, and nothing else.
+
+    Batch, heads, lengths, strides and the scale are not here: they travel in the parameter record, so that a training
+    loop compiles once.
+
+    Attributes
+    ----------
+    operation : str
+        Entry file in ``kernels/``: ``"forward"``, ``"delta"``, ``"backward"``, ``"backward_dq"``, ``"backward_dkdv"``
+        or ``"convert_dq"``.
+    family : str
+        Folder of its body: ``"simt"``, ``"sm80"``, or ``"common"`` where the families share it.
+    arch : str
+        What NVRTC compiles for, such as ``"sm_90"``.
+    dtype : str
+    head_dim : int
+    causal : bool
+    tile : TileConfig
+    """
+
+    operation: str
+    family: str
+    arch: str
+    dtype: str
+    head_dim: int
+    causal: bool
+    tile: TileConfig
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel in the cubin, made to be read in a profile."""
+        name = f"fa2_{self.operation}_{self.family}_{DTYPES[self.dtype][1]}_d{self.head_dim}"
+        name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
+        return name + ("_causal" if self.causal else "")
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Dynamic shared memory of a launch."""
+        if self.operation not in OPERATIONS:
+            return 0
+        return shared_memory_bytes(self.operation, self.family, self.dtype, self.head_dim, self.tile)
+
+    @property
+    def params(self) -> ParamLayout:
+        """The record that the kernel takes."""
+        return param_layout(self.operation, self.family, self.dtype)
+
+    def __str__(self) -> str:
+        causal = ", causal" if self.causal else ""
+        return (
+            f"{self.operation} ({self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile})"
+        )

@@ -1,0 +1,81 @@
+"""Default tiles: data only.
+
+A row serves head dimensions up to `head_dim` (of the family's padded size); the first row of an operation that is legal
+on the device wins. `measured` names the GPU and date of the sweep behind a row; rows without one are by arithmetic
+(they fit, and spill nothing) and wait for such a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .tiles import TileConfig
+
+__all__ = ["TILE_TABLE", "TileRow"]
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """One default: where it applies, the tile, and where it was measured."""
+
+    family: str
+    operation: str
+    head_dim: int
+    tile: TileConfig
+    causal: bool | None = None
+    dtypes: tuple[str, ...] | None = None
+    measured: str = ""
+
+
+def _rows(family: str, operation: str, *rows: tuple, dtypes: tuple[str, ...] | None = None) -> list[TileRow]:
+    return [TileRow(family, operation, head_dim, tile, dtypes=dtypes) for head_dim, tile in rows]
+
+
+_FLOAT, _DOUBLE = ("float32",), ("float64",)
+
+TILE_TABLE: tuple[TileRow, ...] = (
+    *_rows(
+        "sm80",
+        "forward",
+        (64, TileConfig(128, 64, 4, 2, 2)),
+        (128, TileConfig(128, 64, 4, 2, 2)),
+        (128, TileConfig(64, 64, 4, 1, 2)),
+        (256, TileConfig(128, 64, 8, 2)),
+        (256, TileConfig(64, 64, 4, 1)),
+        (256, TileConfig(64, 32, 4, 1)),
+    ),
+    *_rows(
+        "sm80",
+        "backward",
+        (128, TileConfig(64, 128, 8, 2)),
+        (128, TileConfig(64, 64, 8, 1)),
+        (128, TileConfig(32, 64, 8, 1)),
+        (256, TileConfig(64, 64, 8, 1)),
+        (256, TileConfig(16, 32, 4, 1)),
+    ),
+    *_rows(
+        "sm80",
+        "backward_dq",
+        (128, TileConfig(128, 32, 4, 2, 2)),
+        (128, TileConfig(64, 32, 4, 2)),
+        (256, TileConfig(64, 32, 4, 1)),
+        (256, TileConfig(32, 32, 2, 1)),
+    ),
+    *_rows(
+        "sm80",
+        "backward_dkdv",
+        (128, TileConfig(64, 128, 8, 2)),
+        (128, TileConfig(64, 64, 8, 1)),
+        (128, TileConfig(32, 64, 8, 1)),
+        (256, TileConfig(64, 64, 8, 1)),
+        (256, TileConfig(32, 32, 4, 1)),
+    ),
+    *_rows("simt", "forward", (128, TileConfig(32, 32, 4)), (256, TileConfig(16, 32, 4)), dtypes=_FLOAT),
+    *_rows("simt", "forward", (64, TileConfig(32, 32, 4)), (256, TileConfig(16, 16, 4)), dtypes=_DOUBLE),
+    *_rows("simt", "backward", (128, TileConfig(32, 32, 4)), (256, TileConfig(16, 16, 4)), dtypes=_FLOAT),
+    *_rows("simt", "backward", (64, TileConfig(32, 32, 4)), (256, TileConfig(8, 16, 4)), dtypes=_DOUBLE),
+    *_rows("simt", "backward_dq", (128, TileConfig(32, 32, 4)), (256, TileConfig(16, 16, 4)), dtypes=_FLOAT),
+    *_rows("simt", "backward_dq", (64, TileConfig(32, 32, 4)), (256, TileConfig(8, 16, 4)), dtypes=_DOUBLE),
+    *_rows("simt", "backward_dkdv", (128, TileConfig(32, 32, 4)), (256, TileConfig(16, 16, 4)), dtypes=_FLOAT),
+    *_rows("simt", "backward_dkdv", (64, TileConfig(32, 16, 4)), (256, TileConfig(16, 8, 4)), dtypes=_DOUBLE),
+)

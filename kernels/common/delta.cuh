@@ -1,0 +1,51 @@
+// delta_i = sum_d dO_id O_id: what the softmax gradient subtracts from dP (FlashAttention-2, Algorithm 2, line 4).
+//
+// A group of kLanes lanes takes a row, 16 bytes a lane and step where rows are whole 16-byte chunks, else an element.
+#pragma once
+#include "common/math.cuh"
+#include "common/params.cuh.j2"
+
+namespace fa2::common {
+
+template <class Element, int kVector>
+struct alignas(sizeof(Element) * kVector) Vector {
+    Element item[kVector];
+};
+
+template <class Spec>
+struct Delta {
+    using Element = typename Spec::Element;
+    using Accum = typename ElementTraits<Element>::Accum;
+    static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
+    static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
+    static constexpr int kSteps = ceil_div(Spec::kHeadDim, kVector * kLanes);
+    static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
+
+    __device__ static void run(const Params& params) {
+        using Load = Vector<Element, kVector>;
+        const int32 head = blockIdx.x / params.num_tiles % params.num_heads;
+        const int32 batch = blockIdx.x / params.num_tiles / params.num_heads;
+        const int32 row = blockIdx.x % params.num_tiles * Spec::kBr + threadIdx.x / kLanes;
+        const int32 lane = threadIdx.x % kLanes;
+        const bool valid = row < params.seqlen_q;
+        const Element* o = params.o + params.o_strides.offset(batch, valid ? row : 0, head);
+        const Element* dout = params.dout + params.dout_strides.offset(batch, valid ? row : 0, head);
+
+        Accum sum = 0;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int32 column = (lane + step * kLanes) * kVector;
+            if (column < Spec::kHeadDim && valid) {
+                const Load x = *reinterpret_cast<const Load*>(o + column);
+                const Load y = *reinterpret_cast<const Load*>(dout + column);
+#pragma unroll
+                for (int e = 0; e < kVector; ++e) sum += to_accum(x.item[e]) * to_accum(y.item[e]);
+            }
+        }
+        sum = row_sum<kLanes>(sum);
+        if (lane == 0 && valid)
+            params.delta[(static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q + row] = sum;
+    }
+};
+
+}  // namespace fa2::common

@@ -1,0 +1,59 @@
+// The fragment contract: how a warp's rows x columns of scores lie in its lanes. Masks and softmax are written against
+// it once, and serve the tensor-core families (mma.sync and wgmma accumulators share the quad layout) and simt alike.
+//
+//   kRows, kCols       rows and columns of which this lane holds an element each
+//   kLanesPerRow       neighbouring lanes that share a row
+//   row(i, lane), col(j, lane)    position within the warp's tile
+//   (i, j)             the element
+#pragma once
+#include "common/types.cuh"
+
+namespace fa2::common {
+
+// fp32 accumulators of m16n8 tensor-core tiles, kN8 of them side by side: a lane holds columns 2t, 2t+1 (t = lane % 4)
+// of each tile in rows g and g+8 (g = lane / 4).
+template <int kN8>
+struct QuadFragment {
+    static constexpr int kRows = 2;
+    static constexpr int kCols = 2 * kN8;
+    static constexpr int kLanesPerRow = 4;
+
+    float value[kN8][4];
+
+    __device__ static int32 row(int i, int32 lane) { return lane / 4 + 8 * i; }
+    __device__ static int32 col(int j, int32 lane) { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
+    __device__ float& operator()(int i, int j) { return value[j / 2][2 * i + j % 2]; }
+    __device__ float operator()(int i, int j) const { return value[j / 2][2 * i + j % 2]; }
+
+    __device__ void fill(float x) {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) value[n][e] = x;
+    }
+};
+
+// Left operand of one m16n8k16.
+struct OperandA {
+    uint32 reg[4];
+};
+
+// The same numbers rounded to 16 bits: since accumulators and left operands share the quad layout, k16(s) is the operand
+// of the s-th k-step without any exchange between lanes.
+template <class Element, int kN8>
+struct PackedFragment {
+    uint32 word[kN8][2];
+
+    __device__ void set(int i, int n8, float even, float odd) { word[n8][i] = pack<Element>(even, odd); }
+    __device__ void set(const QuadFragment<kN8>& x) {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) set(i, n, x.value[n][2 * i], x.value[n][2 * i + 1]);
+    }
+    __device__ OperandA k16(int s) const {
+        return {{word[2 * s][0], word[2 * s][1], word[2 * s + 1][0], word[2 * s + 1][1]}};
+    }
+};
+
+}  // namespace fa2::common

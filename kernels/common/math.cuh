@@ -1,0 +1,68 @@
+// Scalar functions and reductions over the lanes that share a row.
+#pragma once
+#include "common/types.cuh"
+
+namespace fa2::common {
+
+inline constexpr uint32 kFullWarp = 0xffffffffu;
+inline constexpr double kLn2 = 0.69314718055994530942;
+inline constexpr double kLog2e = 1.44269504088896340736;
+
+template <class T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+    return (a + b - 1) / b;
+}
+template <class T>
+__host__ __device__ constexpr T round_up(T a, T b) {
+    return ceil_div(a, b) * b;
+}
+template <class T>
+__host__ __device__ constexpr T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+__host__ __device__ constexpr T max_of(T a, T b) {
+    return a > b ? a : b;
+}
+
+template <class T>
+__device__ __forceinline__ T infinity();
+template <>
+__device__ __forceinline__ float infinity<float>() {
+    return __int_as_float(0x7f800000);
+}
+template <>
+__device__ __forceinline__ double infinity<double>() {
+    return __longlong_as_double(0x7ff0000000000000ll);
+}
+
+// The fast unit's 2^x (2 ulp): right for 16-bit data, whose P is rounded to 8 or 11 bits next.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The library's 2^x, for data that keep all its digits.
+__device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
+__device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }
+
+// NaN operands are ignored, as by fmax: NaN scores come back through exp2.
+__device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+
+// A row is shared by kLanes neighbouring lanes; every one of them gets the result.
+template <int kLanes, class T>
+__device__ __forceinline__ T row_maximum(T x) {
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) x = maximum(x, __shfl_xor_sync(kFullWarp, x, mask));
+    return x;
+}
+template <int kLanes, class T>
+__device__ __forceinline__ T row_sum(T x) {
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+    return x;
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,30 @@
+// From the linear block index to a tile of a head. The hardware starts blocks in index order, so this order is the
+// schedule: heads are taken in sections whose K and V fit the L2 cache together, and within a section the tiles go
+// round the heads, the longest (causal) tiles first, so that no long tile starts last.
+#pragma once
+#include "common/math.cuh"
+
+namespace fa2::common {
+
+struct TileCoordinates {
+    int32 tile, head, batch;
+};
+
+struct TileSchedule {
+    int32 num_tiles, num_heads, batch, heads_per_section;
+};
+
+// kLongestLast: the last tile has the most work (query tiles under a causal mask).
+template <bool kLongestLast>
+__device__ __forceinline__ TileCoordinates tile_of_block(const TileSchedule& schedule) {
+    const int32 blocks_per_section = schedule.heads_per_section * schedule.num_tiles;
+    const int32 section = static_cast<int32>(blockIdx.x) / blocks_per_section;
+    const int32 rank = static_cast<int32>(blockIdx.x) - section * blocks_per_section;
+    const int32 first_head = section * schedule.heads_per_section;
+    const int32 heads = min_of(schedule.heads_per_section, schedule.batch * schedule.num_heads - first_head);
+    const int32 tile = rank / heads;
+    const int32 head = first_head + rank - tile * heads;
+    return {kLongestLast ? schedule.num_tiles - 1 - tile : tile, head % schedule.num_heads, head / schedule.num_heads};
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,77 @@
+// Fixed-width names, element types and their conversions. NVRTC has no <cstdint>, and the four conversions that the
+// kernels need are four instructions, so nothing here includes a CUDA header.
+#pragma once
+
+namespace fa2 {
+
+using int32 = int;
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+// Storage of the 16-bit types; arithmetic happens in float.
+struct float16 {
+    uint16 bits;
+};
+struct bfloat16 {
+    uint16 bits;
+};
+
+// Element strides of a (batch, row, head, column) tensor whose last axis is contiguous.
+struct Strides {
+    int64 batch, row, head;
+
+    __device__ int64 offset(int32 batch_index, int32 row_index, int32 head_index) const {
+        return batch_index * batch + row_index * row + head_index * head;
+    }
+};
+
+namespace common {
+
+// Accum: what scores, statistics and sums are kept in.
+template <class Element>
+struct ElementTraits {
+    using Accum = float;
+};
+template <>
+struct ElementTraits<double> {
+    using Accum = double;
+};
+
+__device__ __forceinline__ float to_accum(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+__device__ __forceinline__ float to_accum(bfloat16 x) { return __uint_as_float(static_cast<uint32>(x.bits) << 16); }
+__device__ __forceinline__ float to_accum(float x) { return x; }
+__device__ __forceinline__ double to_accum(double x) { return x; }
+
+// Two floats, rounded to nearest even, in one register: `lo` in the lower half.
+template <class Element>
+__device__ __forceinline__ uint32 pack(float lo, float hi);
+template <>
+__device__ __forceinline__ uint32 pack<float16>(float lo, float hi) {
+    uint32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+template <>
+__device__ __forceinline__ uint32 pack<bfloat16>(float lo, float hi) {
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
+template <class Element>
+__device__ __forceinline__ float unpack_lo(uint32 x) {
+    return to_accum(Element{static_cast<uint16>(x)});
+}
+template <class Element>
+__device__ __forceinline__ float unpack_hi(uint32 x) {
+    return to_accum(Element{static_cast<uint16>(x >> 16)});
+}
+
+}  // namespace common
+}  // namespace fa2

@@ -1,0 +1,9 @@
+// O and lse of a query tile.
+#include "common/spec.cuh.j2"
+#include "{{ family }}/forward.cuh"
+
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
+{{ symbol }}(const fa2::Params params) {
+    extern __shared__ __align__(128) char smem[];
+    fa2::{{ family }}::Forward<fa2::Spec>::run(params, smem);
+}

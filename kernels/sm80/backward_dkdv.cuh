@@ -1,0 +1,307 @@
+// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`, the
+// tile's share of dQ added to an fp32 workspace.
+//
+//   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
+//   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
+//
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and dV
+// are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the left
+// operand of the second product without leaving its registers.
+//
+// Warps work in pairs on kPairKeys = 16 kM16 keys, one role each, with the same two products on swapped operands:
+//   probability warp: S^T, then dV        derivative warp: dP^T, then dK
+// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every right
+// operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other (fp32,
+// register order, no bank conflicts). Warps w and w + kPairs share a scheduler: one takes exponentials while the other
+// keeps the tensor cores busy. dQ of the previous query tile, which all warps share, fills the wait for P^T.
+//
+// Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
+// Barriers: __syncthreads at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
+// the slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
+#pragma once
+#include "common/mask.cuh"
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+#include "sm80/dq_workspace.cuh"
+#include "sm80/multiply.cuh"
+
+namespace fa2::sm80 {
+
+template <class Spec, bool kWithDq = false, class Params = fa2::Params>
+struct BackwardDkdv {
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
+    static constexpr int kHeadDim = Spec::kHeadDim;
+    static constexpr int kD = common::round_up(kHeadDim, 16);
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kPairs = kWarps / 2;
+    static constexpr int kPairKeys = kBc / kPairs;
+    static constexpr int kM16 = kPairKeys / 16;
+
+    using KeyTile = SmemTile<kBc, kD>;
+    using QueryTile = SmemTile<kBr, kD>;
+    using ScoreTile = SmemTile<kBc, kBr>;
+    using Scores = QuadFragment<kBr / 8>;
+    using Gradient = QuadFragment<kD / 8>;
+
+    static constexpr int kK = 0;
+    static constexpr int kV = kK + KeyTile::kBytes;
+    static constexpr int kQ = kV + KeyTile::kBytes;
+    static constexpr int kDo = kQ + QueryTile::kBytes;
+    static constexpr int kStageBytes = 2 * QueryTile::kBytes;
+    static constexpr int kDs = kQ + kStages * kStageBytes;
+    static constexpr int kP = kDs + (kWithDq ? 2 * ScoreTile::kBytes : 0);
+    static constexpr int kRowStats = kP + kBc * kBr * 4;
+    static constexpr int kRowStatsBytes = 2 * kBr * 4;
+    static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+    static_assert(2 * kBr <= kThreads);
+
+    // dQ: kBr x kD over all warps, 32 rows a warp where the columns divide, 16 otherwise.
+    static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
+    static constexpr int kDqWarpsM = kBr / kDqWarpRows;
+    static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
+    static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
+    static_assert(kWarps % kDqWarpsM == 0);
+
+    // A position in the sequence of (query head of the group, query tile).
+    struct Step {
+        int32 head, tile;
+    };
+
+    const Params& params;
+    uint32 smem;
+    common::TileCoordinates where;
+    common::QueryTileRange tiles;
+    int32 thread, lane, warp, pair;
+
+    __device__ static void run(const Params& params, char* smem) {
+        const auto where = common::tile_of_block<false>(params.schedule());
+        const auto tiles =
+            common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
+        BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, warp % kPairs};
+        block.load_key_tile();
+        if (warp < kPairs)
+            block.template loop<true>();
+        else
+            block.template loop<false>();
+    }
+
+    __device__ void load_key_tile() const {
+        const Element* k = params.k + params.k_strides.offset(where.batch, 0, where.head);
+        const Element* v = params.v + params.v_strides.offset(where.batch, 0, where.head);
+        load_tile_async<KeyTile, kThreads, kHeadDim>(smem + kK, k, params.k_strides.row, where.tile * kBc,
+                                                     params.seqlen_k, thread);
+        load_tile_async<KeyTile, kThreads, kHeadDim>(smem + kV, v, params.v_strides.row, where.tile * kBc,
+                                                     params.seqlen_k, thread);
+    }
+
+    __device__ void load_query_tile(Step step, int32 slot) const {
+        const Element* q = params.q + params.q_strides.offset(where.batch, 0, step.head);
+        const Element* dout = params.dout + params.dout_strides.offset(where.batch, 0, step.head);
+        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
+                                                       step.tile * kBr, params.seqlen_q, thread);
+        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
+                                                       step.tile * kBr, params.seqlen_q, thread);
+    }
+
+    // lse * log2(e) in the first kBr threads, -delta in the next. A row past the end or without a visible key gets an
+    // lse of +inf: its P is then zero without a mask.
+    __device__ float load_row_stat(Step step) const {
+        const int32 row = step.tile * kBr + thread % kBr;
+        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * params.seqlen_q;
+        const bool valid = row < params.seqlen_q;
+        if (thread < kBr) {
+            const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
+            return lse == -common::infinity<float>() ? -lse : lse * static_cast<float>(common::kLog2e);
+        }
+        if (thread < 2 * kBr) return valid ? -params.delta[first + row] : 0.0f;
+        return 0.0f;
+    }
+    __device__ void store_row_stat(float x, int32 parity) const {
+        if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
+    }
+
+    __device__ uint32 exchange_address(int m, int n8) const {
+        return smem + kP + (((pair * kM16 + m) * (kBr / 8) + n8) * 32 + lane) * 16;
+    }
+
+    // The role's half of an iteration: 'own' is K or V, 'right' the query-side tile of the first product, 'second' that
+    // of the second.
+    template <bool kProbability>
+    __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
+        const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
+        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys, lane);
+        const LaneAddress<QueryTile, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
+        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
+        const uint32 row_stats = smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
+
+        Scores x[kM16];
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n) {
+            float minus_delta[2] = {};
+            if constexpr (!kProbability) load_shared(row_stats + n * 32, minus_delta);
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[m].value[n][e] = minus_delta[e % 2];
+        }
+        multiply<Element, kD / 16>(
+            x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
+            [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
+
+        if constexpr (kProbability) {
+#pragma unroll
+            for (int n = 0; n < kBr / 8; ++n) {
+                float lse[2];
+                load_shared(row_stats + n * 32, lse);
+#pragma unroll
+                for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        x[m].value[n][e] = common::exp2_approx(x[m].value[n][e] * params.scale_log2 - lse[e % 2]);
+            }
+            if (step.tile < tiles.full_begin) {
+                const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+#pragma unroll
+                for (int m = 0; m < kM16; ++m)
+                    common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
+                                            lane, 0.0f);
+            }
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int n = 0; n < kBr / 8; ++n) store_shared(exchange_address(m, n), x[m].value[n]);
+            barrier_arrive(1 + pair, 64);
+        } else {
+            barrier_sync(1 + pair, 64);
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int n = 0; n < kBr / 8; ++n) {
+                    float p[4];
+                    load_shared(exchange_address(m, n), p);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x[m].value[n][e] *= p[e];
+                }
+        }
+
+        PackedFragment<Element, kBr / 8> packed[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
+        if constexpr (kWithDq && !kProbability) {
+            const uint32 ds = smem + kDs + parity * ScoreTile::kBytes;
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int n = 0; n < kBr / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int32 key = pair * kPairKeys + 16 * m + Scores::row(i, lane);
+                        store_shared(ds + ScoreTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
+                    }
+        }
+        multiply<Element, kBr / 16>(
+            gradient, [&](int m, int kk) { return packed[m].k16(kk); },
+            [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, n)); });
+    }
+
+    // This warp's part of dQ += dS K for the query tile of `step`, whose dS lies in buffer `parity`.
+    __device__ void add_dq(Step step, int32 parity) const {
+        using Part = QuadFragment<2 * kDqN16>;
+        constexpr int kPartM16 = kDqWarpRows / 16;
+        const int32 m0 = warp % kDqWarpsM * kPartM16, n0 = warp / kDqWarpsM * kDqN16;
+        const LaneAddress<ScoreTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * ScoreTile::kBytes, 0, lane);
+        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
+        Part part[kPartM16];
+#pragma unroll
+        for (int m = 0; m < kPartM16; ++m) part[m].fill(0.0f);
+        multiply<Element, kBc / 16>(
+            part, [&](int m, int kk) { return ldmatrix_x4<true>(ds.at(kk, m0 + m)); },
+            [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
+
+        using Workspace = DqWorkspace<kBr, kD>;
+        const int64 head = static_cast<int64>(where.batch) * params.num_heads + step.head;
+        float* workspace = params.dq_accum + (head * ceil_div(params.seqlen_q, kBr) + step.tile) * Workspace::kTileElements;
+#pragma unroll
+        for (int m = 0; m < kPartM16; ++m)
+#pragma unroll
+            for (int n = 0; n < 2 * kDqN16; ++n)
+                if (kD / 16 % kDqWarpsN == 0 || 2 * n0 + n < kD / 8)
+                    add_accumulators(workspace + Workspace::offset(m0 + m, 2 * n0 + n, lane, 0), part[m].value[n]);
+    }
+
+    template <bool kProbability>
+    __device__ void loop() const {
+        Gradient gradient[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
+
+        const int32 tiles_per_head = tiles.end - tiles.begin;
+        const int32 steps = tiles_per_head * params.heads_per_group;
+        const int32 first_head = where.head * params.heads_per_group;
+        Step step{first_head, tiles.begin};
+        const auto next = [&](Step s) {
+            return s.tile + 1 < tiles.end ? Step{s.head, s.tile + 1} : Step{s.head + 1, tiles.begin};
+        };
+        if (steps > 0) {
+            if constexpr (kStages > 1) load_query_tile(step, 0);
+            store_row_stat(load_row_stat(step), 0);
+        }
+        cp_async_commit();
+
+        Step previous = step;
+        for (int32 t = 0; t < steps; ++t) {
+            const int32 slot = t % kStages;
+            const Step following = next(step);
+            const bool more = t + 1 < steps;
+            if constexpr (kStages == 1) {
+                __syncthreads();
+                load_query_tile(step, 0);
+                cp_async_commit();
+            }
+            cp_async_wait<0>();
+            __syncthreads();
+            if constexpr (kStages > 1) {
+                if (more) load_query_tile(following, (t + 1) % kStages);
+                cp_async_commit();
+            }
+            const float row_stat = more ? load_row_stat(following) : 0.0f;
+            if constexpr (kWithDq && !kProbability)
+                if (t > 0) add_dq(previous, (t + 1) % 2);
+            iterate<kProbability>(gradient, slot, t % 2, step);
+            if constexpr (kWithDq && kProbability)
+                if (t > 0) add_dq(previous, (t + 1) % 2);
+            store_row_stat(row_stat, (t + 1) % 2);
+            previous = step;
+            step = following;
+        }
+        cp_async_wait<0>();
+        __syncthreads();
+        if constexpr (kWithDq) {
+            if (steps > 0) add_dq(previous, (steps + 1) % 2);
+            __syncthreads();
+        }
+        store_gradient<kProbability>(gradient);
+    }
+
+    // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
+    template <bool kProbability>
+    __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
+        if constexpr (!kProbability)
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) gradient[m].value[n][e] *= params.softmax_scale;
+        const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
+        Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
+        store_rows<KeyTile, kM16, kHeadDim>(smem + (kProbability ? kK : kV), pair * kPairKeys, gradient, gmem,
+                                            strides.row, where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
+    }
+};
+
+}  // namespace fa2::sm80

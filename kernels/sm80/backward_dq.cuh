@@ -1,0 +1,165 @@
+// FlashAttention-2 backward by query tiles on mma.sync: dQ of a query tile, without atomics (first pass of `two_pass`).
+//
+//   S = Q K^T        P = exp(scale S - lse)        dP = dO V^T        dS = P o (dP - delta)        dQ = scale dS K
+//
+// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key tiles
+// that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
+//
+// Shared memory: Q [kBr][D] | dO [kBr][D] | (K, V) [kStages] each [kBc][D]. dQ leaves through Q's rows.
+// Barriers: as in the forward.
+#pragma once
+#include "common/mask.cuh"
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+#include "sm80/multiply.cuh"
+
+namespace fa2::sm80 {
+
+template <class Spec>
+struct BackwardDq {
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kHeadDim = Spec::kHeadDim;
+    static constexpr int kD = common::round_up(kHeadDim, 16);
+    static constexpr int kThreads = Spec::kWarps * 32;
+    static constexpr int kWarpRows = kBr / Spec::kWarps;
+    static constexpr int kM16 = kWarpRows / 16;
+
+    using QueryTile = SmemTile<kBr, kD>;
+    using KeyTile = SmemTile<kBc, kD>;
+    static constexpr int kQ = 0;
+    static constexpr int kDo = QueryTile::kBytes;
+    static constexpr int kKeys = 2 * QueryTile::kBytes;
+    static constexpr int kStageBytes = 2 * KeyTile::kBytes;
+    static constexpr int kSharedBytes = kKeys + kStages * kStageBytes;
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+
+    using Scores = QuadFragment<kBc / 8>;
+    using Gradient = QuadFragment<kD / 8>;
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const uint32 smem = shared_address(dynamic_smem);
+        const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule());
+        const int32 first_row = where.tile * kBr, warp_row = warp * kWarpRows;
+        const int32 head_kv = where.head / params.heads_per_group;
+        const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
+        const Element* dout = params.dout + params.dout_strides.offset(where.batch, 0, where.head);
+        const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
+        const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
+
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+
+        const auto load_keys = [&](int32 tile) {
+            if (tile >= tiles.begin) {
+                const uint32 slot = smem + kKeys + (tile % kStages) * kStageBytes;
+                load_tile_async<KeyTile, kThreads, kHeadDim>(slot, k, params.k_strides.row, tile * kBc, params.seqlen_k,
+                                                             thread);
+                load_tile_async<KeyTile, kThreads, kHeadDim>(slot + KeyTile::kBytes, v, params.v_strides.row, tile * kBc,
+                                                             params.seqlen_k, thread);
+            }
+            cp_async_commit();
+        };
+
+        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
+                                                       thread);
+        load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
+                                                       params.seqlen_q, thread);
+        cp_async_commit();
+#pragma unroll
+        for (int s = 1; s < kStages; ++s) load_keys(tiles.end - s);
+
+        // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+        float lse[kM16][2], minus_delta[kM16][2];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
+                const bool valid = row < params.seqlen_q;
+                const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
+                lse[m][i] = natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
+                minus_delta[m][i] = valid ? -params.delta[first_stat + row] : 0.0f;
+            }
+
+        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
+        const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> do_address(smem + kDo, warp_row, lane);
+        Gradient dq[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) dq[m].fill(0.0f);
+
+        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+            if constexpr (kStages == 1) {
+                __syncthreads();
+                load_keys(tile);
+                cp_async_wait<0>();
+            } else {
+                cp_async_wait<kStages - 2>();
+            }
+            __syncthreads();
+            if constexpr (kStages > 1) load_keys(tile - (kStages - 1));
+
+            const uint32 slot = smem + kKeys + (tile % kStages) * kStageBytes;
+            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
+            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
+            const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
+
+            Scores p[kM16], ds[kM16];
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+                p[m].fill(0.0f);
+#pragma unroll
+                for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = minus_delta[m][e / 2];
+            }
+            multiply<Element, kD / 16>(
+                p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
+                [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+#pragma unroll
+                for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        p[m].value[n][e] = common::exp2_approx(p[m].value[n][e] * params.scale_log2 - lse[m][e / 2]);
+                if (tile >= tiles.full_end)
+                    common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+            }
+            multiply<Element, kD / 16>(
+                ds, [&](int m, int kk) { return ldmatrix_x4<false>(do_address.at(m, kk)); },
+                [&](int n, int kk) { return ldmatrix_x4<false>(v_rows.at(n, kk)); });
+
+            PackedFragment<Element, kBc / 8> packed[kM16];
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+#pragma unroll
+                for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] *= p[m].value[n][e];
+                packed[m].set(ds[m]);
+            }
+            multiply<Element, kBc / 16>(
+                dq, [&](int m, int kk) { return packed[m].k16(kk); },
+                [&](int n, int kk) { return ldmatrix_x4<true>(k_columns.at(kk, n)); });
+        }
+
+        // Without a key tile, Q's copy is still under way where dQ is about to be written.
+        cp_async_wait<0>();
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dq[m].value[n][e] *= params.softmax_scale;
+        store_rows<QueryTile, kM16, kHeadDim>(smem + kQ, warp_row, dq,
+                                              params.dq + params.dq_strides.offset(where.batch, 0, where.head),
+                                              params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
+    }
+};
+
+}  // namespace fa2::sm80

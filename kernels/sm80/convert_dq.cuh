@@ -1,0 +1,48 @@
+// dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
+//
+// A thread takes eight columns of rows g and g + 8 of a 16-row tile: in the workspace they are the four neighbouring lanes
+// 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
+#pragma once
+#include "common/math.cuh"
+#include "common/params.cuh.j2"
+#include "sm80/dq_workspace.cuh"
+
+namespace fa2::sm80 {
+
+template <class Spec>
+struct ConvertDq {
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr;
+    static constexpr int kD = common::round_up(Spec::kHeadDim, 16);
+    static constexpr int kChunks = Spec::kHeadDim / 8;
+    using Workspace = DqWorkspace<kBr, kD>;
+
+    __device__ static void run(const Params& params) {
+        const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
+        const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
+        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
+
+        for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
+            const int32 n8 = index % kChunks, g = index / kChunks % 8, m16 = index / (kChunks * 8);
+            float x[4][4];  // [lane of the four][accumulator]
+#pragma unroll
+            for (int t = 0; t < 4; ++t)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    x[t][e] = params.softmax_scale * workspace[Workspace::offset(m16, n8, 4 * g + t, e)];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = tile * kBr + 16 * m16 + g + 8 * i;
+                if (row >= params.seqlen_q) continue;
+                uint4 chunk;
+                chunk.x = common::pack<Element>(x[0][2 * i], x[0][2 * i + 1]);
+                chunk.y = common::pack<Element>(x[1][2 * i], x[1][2 * i + 1]);
+                chunk.z = common::pack<Element>(x[2][2 * i], x[2][2 * i + 1]);
+                chunk.w = common::pack<Element>(x[3][2 * i], x[3][2 * i + 1]);
+                *reinterpret_cast<uint4*>(dq + row * params.dq_strides.row + n8 * 8) = chunk;
+            }
+        }
+    }
+};
+
+}  // namespace fa2::sm80

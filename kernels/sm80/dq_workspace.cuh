@@ -1,0 +1,38 @@
+// The fp32 workspace in which `single_pass` adds up dQ. It holds the accumulators in the order in which mma.sync leaves
+// them in registers, so that a warp's additions are contiguous: [head][query tile][16 rows][8 columns][32 lanes x 4].
+// Since sm_90 a lane adds its four in one instruction; before, the four lie a warp apart, so that each of four
+// instructions covers a full line.
+#pragma once
+#include "common/types.cuh"
+
+namespace fa2::sm80 {
+
+#if __CUDA_ARCH__ >= 900
+inline constexpr int kLaneStride = 4, kElementStride = 1;
+#else
+inline constexpr int kLaneStride = 1, kElementStride = 32;
+#endif
+
+template <int kBr, int kD>
+struct DqWorkspace {
+    static constexpr int64 kTileElements = kBr * kD;
+
+    // Accumulator `element` of `lane` in the m16n8 tile (m16, n8) of a query tile.
+    __device__ static int32 offset(int32 m16, int32 n8, int32 lane, int32 element) {
+        return (m16 * (kD / 8) + n8) * 128 + lane * kLaneStride + element * kElementStride;
+    }
+};
+
+__device__ __forceinline__ void add_accumulators(float* address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address + e * kElementStride), "f"(x[e]) : "memory");
+#endif
+}
+
+}  // namespace fa2::sm80

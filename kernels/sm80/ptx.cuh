@@ -1,0 +1,84 @@
+// The instructions of the family: cp.async, ldmatrix, mma.sync, named barriers, reductions into global memory.
+#pragma once
+#include "common/fragment.cuh"
+
+namespace fa2::sm80 {
+
+using common::OperandA;
+
+__device__ __forceinline__ uint32 shared_address(const void* p) {
+    return static_cast<uint32>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes from global to shared memory past the registers; zeros where `valid` is false (nothing is read then).
+__device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
+template <bool kTranspose>
+__device__ __forceinline__ OperandA ldmatrix_x4(uint32 address) {
+    OperandA x;
+    if constexpr (kTranspose)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                     : "r"(address)
+                     : "memory");
+    return x;
+}
+
+// d += a b on a 16 x 8 x 16 tile.
+template <class Element>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const OperandA& a, uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_m16n8k16<float16>(float (&d)[4], const OperandA& a, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const OperandA& a, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
+}
+
+// A barrier among some warps of the block: `arrive` does not wait. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32 address, float (&x)[4]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32 address, float (&x)[2]) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+}  // namespace fa2::sm80

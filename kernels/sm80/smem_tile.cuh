@@ -1,0 +1,128 @@
+// A tile of 16-bit elements in shared memory, its XOR swizzle, and the copies to and from global memory.
+#pragma once
+#include "common/math.cuh"
+#include "sm80/ptx.cuh"
+
+namespace fa2::sm80 {
+
+using common::ceil_div;
+using common::min_of;
+
+__host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
+__host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
+
+// How the four 8x8 matrices of an ldmatrix.x4 cover a 16 x 16 block (8 rows x one 16-byte chunk each).
+//   kRowsFirst    (row 0, chunk 0), (row 8, chunk 0), (row 0, chunk 1), (row 8, chunk 1)
+//                 left operand stored [m][k]; transposed: right operand stored [k][n]
+//   kChunksFirst  (row 0, chunk 0), (row 0, chunk 1), (row 8, chunk 0), (row 8, chunk 1)
+//                 right operand stored [n][k]; transposed: left operand stored [k][m]
+enum class MatrixOrder { kRowsFirst, kChunksFirst };
+
+// kRows x kCols elements, rows unpadded. The eight rows of an 8x8 matrix must fall into eight different 16-byte bank
+// groups. Row r starts in group r * kChunks mod 8, which takes 8 / kPeriod values, kPeriod = the power of two in kChunks
+// (at most 8); XORing log2(kPeriod) bits of the row, taken above those that already differ, spreads the rest.
+template <int kRows_, int kCols_>
+struct SmemTile {
+    static constexpr int kRows = kRows_;
+    static constexpr int kCols = kCols_;
+    static constexpr int kChunks = kCols / 8;
+    static constexpr int kRowBytes = kCols * 2;
+    static constexpr int kBytes = kRows * kRowBytes;
+    static constexpr int kPeriod = min_of(lowest_set_bit(kChunks), 8);
+    static constexpr int kSwizzleMask = kPeriod - 1;
+    static constexpr int kSwizzleShift = 3 - log2_of(kPeriod);
+    static_assert(kCols % 16 == 0 && kRows % 16 == 0);
+
+    __device__ static uint32 swizzle(int32 row) { return row >> kSwizzleShift & kSwizzleMask; }
+    __device__ static uint32 offset(int32 row, int32 chunk) {
+        return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+    }
+};
+
+// This lane's ldmatrix addresses in a tile. The swizzle depends on row % 8 only, so that stepping by 16 rows or 16
+// columns is an addition of a constant to one of at most four precomputed addresses.
+template <class Tile, MatrixOrder kOrder>
+class LaneAddress {
+  public:
+    __device__ LaneAddress(uint32 tile, int32 first_row, int32 lane) {
+        const int32 row = kOrder == MatrixOrder::kRowsFirst ? lane % 16 : lane % 8 + lane / 16 * 8;
+        const int32 chunk = kOrder == MatrixOrder::kRowsFirst ? lane / 16 : lane / 8 % 2;
+        row_ = tile + (first_row + row) * Tile::kRowBytes;
+        chunk_ = (chunk ^ Tile::swizzle(row)) << 4;
+    }
+    // The 16 x 16 block at row 16 * r16, column 16 * c16.
+    __device__ uint32 at(int r16, int c16) const {
+        const uint32 swizzled = (2 * c16 & Tile::kSwizzleMask) << 4;
+        const uint32 plain = (2 * c16 & ~Tile::kSwizzleMask) << 4;
+        return row_ + (chunk_ ^ swizzled) + plain + r16 * 16 * Tile::kRowBytes;
+    }
+
+  private:
+    uint32 row_, chunk_;
+};
+
+// Where this thread copies: neighbouring threads take neighbouring 16-byte chunks of a row, at most eight (a 128-byte
+// line, one conflict-free write), the rest of the row in further steps.
+template <class Tile, int kThreads>
+struct CopyMap {
+    static constexpr int kChunksPerStep = Tile::kPeriod;
+    static constexpr int kColSteps = Tile::kChunks / kChunksPerStep;
+    static constexpr int kRowsPerStep = kThreads / kChunksPerStep;
+    static constexpr int kRowSteps = ceil_div(Tile::kRows, kRowsPerStep);
+    static constexpr bool kLastStepPartial = Tile::kRows % kRowsPerStep != 0;
+};
+
+// Starts the copy of rows [first_row, first_row + kRows) of a (row, column) matrix into the tile. Rows past `num_rows`
+// and columns past kHeadDim arrive as zeros, so that they add nothing to any product.
+template <class Tile, int kThreads, int kHeadDim, class Element>
+__device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem, int64 row_stride, int32 first_row,
+                                                int32 num_rows, int32 thread) {
+    using Map = CopyMap<Tile, kThreads>;
+    const int32 col_chunk = thread % Map::kChunksPerStep;
+    const int32 row0 = thread / Map::kChunksPerStep;
+    const Element* source = gmem + (first_row + row0) * row_stride + col_chunk * 8;
+#pragma unroll
+    for (int r = 0; r < Map::kRowSteps; ++r) {
+        const int32 row = row0 + r * Map::kRowsPerStep;
+        if (Map::kLastStepPartial && r == Map::kRowSteps - 1 && row >= Tile::kRows) break;
+        const bool row_valid = first_row + row < num_rows;
+#pragma unroll
+        for (int c = 0; c < Map::kColSteps; ++c) {
+            const int32 chunk = col_chunk + c * Map::kChunksPerStep;
+            const bool valid = row_valid && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);
+            cp_async_16(tile + Tile::offset(row, chunk), source + c * Map::kChunksPerStep * 8, valid);
+        }
+        source += Map::kRowsPerStep * row_stride;
+    }
+}
+
+// A warp writes kRows16 * 16 rows of fp32 accumulators as 16-bit rows: through its own rows of a tile, then 16 bytes a
+// lane, so that whole sectors reach the memory.
+template <class Tile, int kRows16, int kHeadDim, class Element, class Fragment>
+__device__ __forceinline__ void store_rows(uint32 tile, int32 tile_row, Fragment (&rows)[kRows16], Element* gmem,
+                                           int64 row_stride, int32 first_row, int32 num_rows, int32 lane) {
+#pragma unroll
+    for (int m = 0; m < kRows16; ++m)
+#pragma unroll
+        for (int n = 0; n < Tile::kCols / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = tile_row + 16 * m + Fragment::row(i, lane);
+                store_shared(tile + Tile::offset(row, n) + lane % 4 * 4,
+                             common::pack<Element>(rows[m].value[n][2 * i], rows[m].value[n][2 * i + 1]));
+            }
+    __syncwarp();
+    constexpr int kChunks = kHeadDim / 8;
+#pragma unroll 4
+    for (int32 index = lane; index < kRows16 * 16 * kChunks; index += 32) {
+        const int32 row = index / kChunks, chunk = index % kChunks;
+        if (first_row + row < num_rows) {
+            float x[4];
+            load_shared(tile + Tile::offset(tile_row + row, chunk), x);
+            *reinterpret_cast<float4*>(gmem + (first_row + row) * row_stride + chunk * 8) =
+                make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
+}  // namespace fa2::sm80
