@@ -38,8 +38,8 @@ struct OnlineSoftmax {
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const Real even = kExp2(scores(i, 2 * n) * scale_log2 - reference[i]);
-                const Real odd = kExp2(scores(i, 2 * n + 1) * scale_log2 - reference[i]);
+                const Real even = kExp2(fma(scores(i, 2 * n), scale_log2, -reference[i]));
+                const Real odd = kExp2(fma(scores(i, 2 * n + 1), scale_log2, -reference[i]));
                 share[i] += even;
                 share[i] += odd;
                 p.set(i, n, even, odd);

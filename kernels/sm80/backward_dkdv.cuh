@@ -161,7 +161,7 @@ struct BackwardDkdv {
                 for (int m = 0; m < kM16; ++m)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        x[m].value[n][e] = common::exp2_approx(x[m].value[n][e] * params.scale_log2 - lse[e % 2]);
+                        x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
             }
             if (step.tile < tiles.full_begin) {
                 const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};

@@ -125,7 +125,7 @@ struct BackwardDq {
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        p[m].value[n][e] = common::exp2_approx(p[m].value[n][e] * params.scale_log2 - lse[m][e / 2]);
+                        p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
                 if (tile >= tiles.full_end)
                     common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
             }
