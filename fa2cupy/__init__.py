@@ -1,0 +1,27 @@
+"""FlashAttention-2 for CuPy and NumPy arrays: forward, Delta and backward as functions."""
+
+from ._version import __version__
+from .api import attention, backward, delta, forward
+from .cache import clear_cache
+from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
+from .inspection import info, legal_configs, precompile
+from .settings import cache_dir, configure_logging
+from .tiles import TileConfig
+
+__all__ = [
+    "KernelCompileError",
+    "KernelLaunchError",
+    "TileConfig",
+    "UnsupportedProblemError",
+    "__version__",
+    "attention",
+    "backward",
+    "cache_dir",
+    "clear_cache",
+    "delta",
+    "forward",
+    "info",
+    "legal_configs",
+    "precompile",
+]
+configure_logging()

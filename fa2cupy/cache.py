@@ -27,15 +27,15 @@ __all__ = ["cached_kernel", "clear_cache", "entry_path"]
 
 _log = logging.getLogger("fa2cupy")
 _SCHEMA = 1
-_lock = threading.Lock()
+_locks: dict[KernelSpec, threading.Lock] = {}
 
 
 def cached_kernel(spec: KernelSpec) -> CompiledKernel:
     """The compiled kernel: from memory, else from disk, else compiled and stored.
 
-    Threads that ask for the same kernel at once wait for one compilation.
+    Threads that ask for the same kernel at once wait for one compilation; different kernels are compiled side by side.
     """
-    with _lock:
+    with _locks.setdefault(spec, threading.Lock()):
         return _cached_kernel(spec, cache_dir())
 
 

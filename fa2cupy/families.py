@@ -1,9 +1,11 @@
-"""The table of kernel families, and the choice of family and tile for a problem on a device."""
+"""The table of kernel families, and the choice of family, method and tile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
@@ -12,7 +14,7 @@ from .tile_table import TILE_TABLE
 from .tiles import OPERATIONS, TileConfig, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Family", "choose_family", "choose_tile", "method_operations"]
+__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile"]
 
 
 @dataclass(frozen=True)
@@ -25,53 +27,66 @@ class Family:
     dtypes : tuple of str
     min_compute_capability : int
         Oldest GPU that runs it.
-    needs_aligned_rows : bool
-        Whether rows must start on 16 bytes and head_dim be a multiple of 8.
+    row_alignment : int
+        Bytes on whose multiples rows must start.
+    head_dim_step : int
+        What head_dim must be a multiple of.
     """
 
     name: str
     dtypes: tuple[str, ...]
     min_compute_capability: int
-    needs_aligned_rows: bool
+    row_alignment: int
+    head_dim_step: int
 
-    def supports(self, problem: AttentionProblem, device: DeviceInfo) -> bool:
-        """Whether the family has kernels for the problem on the device."""
-        return problem.dtype in self.dtypes and device.compute_capability >= self.min_compute_capability
+    def supports(self, dtype: str, device: DeviceInfo) -> bool:
+        """Whether the family has kernels for the dtype on the device."""
+        return dtype in self.dtypes and device.compute_capability >= self.min_compute_capability
 
 
-#: The first row that supports the problem on the device wins.
+#: The first row that supports the dtype on the device wins.
 FAMILIES = (
-    Family("sm80", ("float16", "bfloat16"), 80, needs_aligned_rows=True),
-    Family("simt", ("float32", "float64"), 60, needs_aligned_rows=False),
+    Family("sm80", ("float16", "bfloat16"), 80, row_alignment=16, head_dim_step=8),
+    Family("simt", ("float32", "float64"), 60, row_alignment=1, head_dim_step=1),
 )
 
 
-def method_operations(method: str) -> tuple[str, ...]:
-    """The tiled kernels of a backward scheme."""
-    return ("backward",) if method == "single_pass" else ("backward_dq", "backward_dkdv")
+#: The faster backward scheme of each family.
+_DEFAULT_METHODS = {"sm80": "single_pass", "simt": "two_pass"}
 
 
-def choose_family(problem: AttentionProblem, device: DeviceInfo, family: str | None = None) -> str:
-    """The family's name; `family` insists on one.
+def choose_method(family: str, method: str | None, deterministic: bool) -> str:
+    """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the family's faster one."""
+    if method not in (None, "single_pass", "two_pass"):
+        raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
+    if not isinstance(deterministic, bool | np.bool_):
+        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
+    if deterministic and method == "single_pass":
+        raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
+    return method or ("two_pass" if deterministic else _DEFAULT_METHODS[family])
+
+
+def choose_family(dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
+    """The row for a dtype on a device; `family` insists on one by name.
 
     Raises
     ------
     ValueError
         `family` is not a family.
     UnsupportedProblemError
-        No family, or not the one asked for, supports the problem on the device.
+        No family, or not the one asked for, supports the dtype on the device.
     """
     names = [row.name for row in FAMILIES]
     if family is not None and family not in names:
         raise ValueError(f"family: expected one of {names}, got {family!r}")
     for row in FAMILIES:
-        if family in (None, row.name) and row.supports(problem, device):
-            return row.name
+        if family in (None, row.name) and row.supports(dtype, device):
+            return row
     covered = "; ".join(
         f"{row.name}: {', '.join(row.dtypes)} from compute capability {row.min_compute_capability / 10}" for row in FAMILIES
     )
     wanted = f"family {family!r}" if family else "a kernel family"
-    raise UnsupportedProblemError(f"{wanted} for {problem.dtype} on {device.name} ({device.arch}): there is {covered}")
+    raise UnsupportedProblemError(f"{wanted} for {dtype} on {device.name} ({device.arch}): there is {covered}")
 
 
 def choose_tile(

@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from .cache import cached_kernel
+from .compiler import CompiledKernel
 from .errors import KernelLaunchError
 from .plan import Plan, Stage
 from .spec import KernelSpec
@@ -28,15 +29,15 @@ def load_kernel(spec: KernelSpec):
     """
     from cupy.cuda import runtime
 
+    compiled = cached_kernel(spec)
     with _lock:
-        return _load_kernel(spec, runtime.getDevice())
+        return _load_kernel(compiled, spec, runtime.getDevice())
 
 
 @functools.lru_cache(maxsize=None)
-def _load_kernel(spec: KernelSpec, ordinal: int):
+def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int):
     import cupy
 
-    compiled = cached_kernel(spec)
     try:
         if compiled.path is not None:
             function = cupy.RawModule(path=str(compiled.path)).get_function(compiled.symbol).kernel

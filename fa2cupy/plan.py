@@ -70,7 +70,7 @@ class _Planner:
         self.problem = problem
         self.device = device
         self.strides = strides
-        self.family = choose_family(problem, device, family)
+        self.family = choose_family(problem.dtype, device, family).name
 
     def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
         return choose_tile(operation, self.family, self.problem, self.device, config)

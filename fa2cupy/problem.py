@@ -14,12 +14,11 @@ import numpy as np
 
 from .errors import UnsupportedProblemError
 
-__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "array_backend", "check_array", "check_method", "check_output", "check_overlap"]
+__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "array_backend", "check_array", "check_outputs", "check_overlap", "unpack_out"]
 
 MAX_HEAD_DIM = 256
 _MAX_LENGTH = 2**31 - 2**16  # tile arithmetic is in 32 bits
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_METHODS = ("single_pass", "two_pass")
 
 # The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
 _AXES = {
@@ -113,7 +112,7 @@ class AttentionProblem:
             raise ValueError(f"k: expected shape {wanted} to match q {q.shape}, got {k.shape}")
         if v.shape != k.shape:
             raise ValueError(f"v: expected shape {k.shape} to match k, got {v.shape}")
-        if num_heads_kv == 0 if num_heads else False:
+        if num_heads and not num_heads_kv:
             raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
         if num_heads_kv and num_heads % num_heads_kv:
             raise ValueError(
@@ -207,32 +206,50 @@ class AttentionProblem:
             view = view[:, None, :]
         return view if batch is not None else view[None]
 
-    def kernel_strides(self, array) -> tuple[int, int, int]:
-        """Element strides of (batch, row, head); 0 for axes of length 1, whose stride means nothing."""
+    def kernel_strides(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> tuple[int, int, int]:
+        """Element strides of (batch, row, head), from strides in bytes or for C order.
+
+        Axes of length 1, whose stride means nothing, get 0.
+        """
+        if strides is None:
+            strides = tuple(self.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         axes = _AXES[self.layout, self.rank][:3]
-        return tuple(
-            0 if axis is None or array.shape[axis] == 1 else array.strides[axis] // array.itemsize for axis in axes
-        )
+        return tuple(0 if axis is None or shape[axis] == 1 else strides[axis] // self.itemsize for axis in axes)
+
+    def check_backward_inputs(self, o, lse, do, delta) -> None:
+        """What the forward left and what arrives from above fit q."""
+        check_array("o", o, self.q_shape, self.dtype, "q")
+        check_array("lse", lse, self.lse_shape, self.accumulator_dtype, "q")
+        check_array("do", do, self.q_shape, self.dtype, "q")
+        if delta is not None:
+            check_array("delta", delta, self.lse_shape, self.accumulator_dtype, "q")
 
 
 def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:
     """An input that must have the shape and dtype that other arguments ask for."""
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
-    if array.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {np.dtype(dtype)} to match {like}, got {array.dtype}")
+    if array.dtype.name != getattr(dtype, "name", dtype):
+        raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}")
 
 
-def check_method(method: str | None, deterministic: bool) -> None:
-    """`method` is a scheme, and `deterministic` a flag."""
-    if method is not None and method not in _METHODS:
-        raise ValueError(f"method: expected None, {' or '.join(map(repr, _METHODS))}, got {method!r}")
-    if not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
+def unpack_out(out, names: tuple[str, ...]) -> tuple:
+    """`out` as one array or None for each result."""
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple | list) or len(out) != len(names):
+        raise TypeError(f"out: expected a tuple ({', '.join(names)}) of arrays or None, got {type(out).__name__}")
+    return tuple(out)
 
 
-def check_output(name: str, array, shape: tuple[int, ...], dtype) -> None:
-    """An array of the caller's that is to be written."""
+def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arrays: tuple) -> None:
+    """Arrays of the caller's that are to be written fit the results (name, shape, dtype); None is passed over."""
+    for (name, shape, dtype), array in zip(outputs, arrays, strict=True):
+        if array is not None:
+            _check_output(f"out ({name})", array, shape, dtype)
+
+
+def _check_output(name: str, array, shape: tuple[int, ...], dtype) -> None:
     check_array(name, array, shape, dtype, "the result")
     if getattr(array.flags, "writeable", True) is False:
         raise ValueError(f"{name}: the array is read-only")
