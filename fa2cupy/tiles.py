@@ -13,6 +13,7 @@ OPERATIONS = ("forward", "backward", "backward_dq", "backward_dkdv")
 
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_REGISTERS = 255
+_WIDE = 128  # above it, two warps share the rows of the sm80 forward
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class TileConfig:
 
 
 def padded_head_dim(family: str, head_dim: int) -> int:
-    """Columns that a row occupies on chip: whole k-steps of the tensor core, or whole warps of lanes."""
-    step = 32 if family == "simt" else 16
+    """Columns that a row occupies on chip."""
+    # simt: whole warps of lanes. sm80: whole k-steps, and pairs of them where two warps share a row's columns.
+    step = 32 if family == "simt" or head_dim > _WIDE else 16
     return -(-head_dim // step) * step
 
 
@@ -78,7 +80,8 @@ def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, 
             "backward_dkdv": 2 * b_r * row + 2 * b_r * _ITEMSIZE[dtype],
         }[operation]
     if operation == "forward":
-        return b_r * row + tile.num_stages * 2 * b_c * row
+        exchange = 2 * b_r * b_c + 8 * b_r if head_dim > _WIDE else 0
+        return b_r * row + tile.num_stages * 2 * b_c * row + exchange
     if operation == "backward_dq":
         return 2 * b_r * row + tile.num_stages * 2 * b_c * row
     ds_bytes = 2 * b_r * b_c * 2 if operation == "backward" else 0
@@ -106,6 +109,19 @@ def _register_rule(accumulators: int, operands: int, tile: TileConfig) -> str | 
     if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
     return None
+
+
+def _sm80_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
+    if head_dim <= _WIDE:
+        return _sm80_query_rule(tile, head_dim, 1)
+    pairs = tile.num_warps // 2
+    if tile.b_c % 32:
+        return f"b_c={tile.b_c} is not a multiple of 32"
+    if tile.num_warps % 2 or pairs > 15 or tile.b_r % (16 * pairs) or tile.b_r // pairs not in (16, 32):
+        return f"b_r={tile.b_r} does not give each pair of {tile.num_warps} warps 16 or 32 rows"
+    if tile.num_stages > 4:
+        return f"num_stages={tile.num_stages} is more than 4"
+    return _register_rule(tile.b_r // pairs // 16 * (head_dim + tile.b_c) // 4, 40, tile)
 
 
 def _sm80_query_rule(tile: TileConfig, head_dim: int, score_fragments: int) -> str | None:
@@ -160,7 +176,7 @@ def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
 
 
 _SHAPE_RULES = {
-    ("sm80", "forward"): lambda tile, d, _: _sm80_query_rule(tile, d, 1),
+    ("sm80", "forward"): lambda tile, d, _: _sm80_forward_rule(tile, d),
     ("sm80", "backward_dq"): lambda tile, d, _: _sm80_query_rule(tile, d, 2),
     ("sm80", "backward"): lambda tile, d, _: _sm80_key_rule(tile, d, True),
     ("sm80", "backward_dkdv"): lambda tile, d, _: _sm80_key_rule(tile, d, False),

@@ -1,29 +1,35 @@
 // Visibility, applied to a fragment. Only tiles that tile_range.cuh calls not full come here.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/math.cuh"
 
 namespace fa2::common {
 
+// Visible pairs are a range of keys for every query, and a range of queries for every key.
 template <bool kCausal>
 struct Mask {
     int32 seqlen_k;
     int32 diagonal;  // seqlen_k - seqlen_q
 
-    __device__ bool visible(int32 query, int32 key) const {
-        return key < seqlen_k && (!kCausal || key <= query + diagonal);
+    __device__ int32 end_key(int32 query) const { return kCausal ? min_of(seqlen_k, query + diagonal + 1) : seqlen_k; }
+    __device__ int32 first_query(int32 key) const {
+        if (key >= seqlen_k) return 0x7fffffff;
+        return kCausal ? key - diagonal : 0;
     }
 };
 
-// Writes `value` over every element that is not visible. first_query, first_key: position of the fragment's tile.
+// Writes `value` over every element that is not visible. first_query, first_key: position of the fragment's tile. The
+// bound is moved to the lane's first column, so that the columns are constants.
 template <class Fragment, bool kCausal, class Real>
 __device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal>& mask, int32 first_query,
                                             int32 first_key, int32 lane, Real value) {
 #pragma unroll
-    for (int i = 0; i < Fragment::kRows; ++i)
+    for (int i = 0; i < Fragment::kRows; ++i) {
+        const int32 end = mask.end_key(first_query + Fragment::row(i, lane)) - first_key - Fragment::col(0, lane);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
-            if (!mask.visible(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane)))
-                scores(i, j) = value;
+            if (Fragment::col(j, 0) >= end) scores(i, j) = value;
+    }
 }
 
 // The same for a fragment of S^T, whose rows are keys.
@@ -31,11 +37,12 @@ template <class Fragment, bool kCausal, class Real>
 __device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCausal>& mask, int32 first_query,
                                                 int32 first_key, int32 lane, Real value) {
 #pragma unroll
-    for (int i = 0; i < Fragment::kRows; ++i)
+    for (int i = 0; i < Fragment::kRows; ++i) {
+        const int32 begin = mask.first_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
-            if (!mask.visible(first_query + Fragment::col(j, lane), first_key + Fragment::row(i, lane)))
-                scores(i, j) = value;
+            if (Fragment::col(j, 0) < begin) scores(i, j) = value;
+    }
 }
 
 }  // namespace fa2::common

@@ -5,8 +5,8 @@
 //
 // The reference cancels in O / sum, so any value does that lets P fit its type. `update` moves it to the running maximum,
 // as everybody does. `try_reference` does not look for a maximum at all: it takes the exponentials against the reference
-// at hand and keeps them if a warp vote finds that every row's share stays small; on random scores that is nearly always
-// so, and the maximum, its shuffles and the rescaling of O drop out of the loop.
+// at hand and keeps them if a vote finds that every row's share stays small; on random scores that is nearly always so,
+// and the maximum, its shuffles and the rescaling of O drop out of the loop.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/math.cuh"
@@ -29,11 +29,12 @@ struct OnlineSoftmax {
         }
     }
 
-    // P against the present reference, rounded into `p`; false (and nothing changed but `p`) if a lane of the warp found
-    // it too large. Rows that have seen no key yet (reference = -inf), infinities and NaN vote against, too.
+    // P against the present reference, rounded into `p`; true if this lane's share of it is small enough to keep. Rows that
+    // have seen no key yet (reference = -inf), infinities and NaN are not.
     template <class Fragment, class Packed>
-    __device__ bool try_reference(const Fragment& scores, Real scale_log2, Packed& p) {
-        Real share[kRows] = {};
+    __device__ bool attempt(const Fragment& scores, Real scale_log2, Packed& p, Real (&share)[kRows]) const {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) share[i] = 0;
 #pragma unroll
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
@@ -47,26 +48,45 @@ struct OnlineSoftmax {
         bool fits = true;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) fits &= share[i] <= kLargestShare;
-        if (!__all_sync(kFullWarp, fits)) return false;
+        return fits;
+    }
+    // ... which all lanes that share the rows must do together.
+    __device__ void keep(const Real (&share)[kRows]) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) sum[i] += share[i];
+    }
+
+    // Both for rows that one warp has whole: false, and nothing changed but `p`, if a lane of the warp voted against.
+    template <class Fragment, class Packed>
+    __device__ bool try_reference(const Fragment& scores, Real scale_log2, Packed& p) {
+        Real share[kRows];
+        if (!__all_sync(kFullWarp, attempt(scores, scale_log2, p, share))) return false;
+        keep(share);
         return true;
     }
 
-    // Moves the reference to the maximum over all keys so far and turns `scores` (already scaled to base 2 and masked
-    // with -inf) into P. rescale[i] is what sums taken so far must be multiplied by; `sum` already is.
+    // The row maxima over the reference and `scores`, which are already scaled to base 2 and masked with -inf.
     template <class Fragment>
-    __device__ void update(Fragment& scores, Real (&rescale)[kRows]) {
+    __device__ void maximum_of(const Fragment& scores, Real (&highest)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            Real highest = reference[i];
+            highest[i] = reference[i];
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j) highest = maximum(highest, scores(i, j));
-            highest = row_maximum<kLanesPerRow>(highest);
+            for (int j = 0; j < Fragment::kCols; ++j) highest[i] = maximum(highest[i], scores(i, j));
+            highest[i] = row_maximum<kLanesPerRow>(highest[i]);
+        }
+    }
+
+    // Moves the reference there and turns `scores` into P. rescale[i] is what sums taken so far must be multiplied by;
+    // `sum` already is.
+    template <class Fragment>
+    __device__ void move_reference(const Real (&highest)[kRows], Fragment& scores, Real (&rescale)[kRows]) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
             // A row without a visible key keeps -inf; -inf - (-inf) would be NaN.
-            const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
+            const Real shift = highest[i] == -infinity<Real>() ? Real(0) : highest[i];
             rescale[i] = kExp2(reference[i] - shift);
-            reference[i] = highest;
+            reference[i] = highest[i];
             sum[i] *= rescale[i];
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) {
@@ -76,15 +96,28 @@ struct OnlineSoftmax {
         }
     }
 
-    // After the last key tile: 1 / sum (0 for a row without a visible key) and the natural log-sum-exp.
-    __device__ void finish(Real (&inverse_sum)[kRows], Real (&lse)[kRows]) const {
+    // Both for rows that one warp has whole.
+    template <class Fragment>
+    __device__ void update(Fragment& scores, Real (&rescale)[kRows]) {
+        Real highest[kRows];
+        maximum_of(scores, highest);
+        move_reference(highest, scores, rescale);
+    }
+
+    // After the last key tile: 1 / total (0 for a row without a visible key) and the natural log-sum-exp.
+    __device__ void finish(const Real (&total)[kRows], Real (&inverse)[kRows], Real (&lse)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const Real total = row_sum<kLanesPerRow>(sum[i]);
-            const bool empty = total == Real(0);
-            inverse_sum[i] = empty ? Real(0) : Real(1) / total;
-            lse[i] = empty ? -infinity<Real>() : reference[i] * Real(kLn2) + log(total);
+            const bool empty = total[i] == Real(0);
+            inverse[i] = empty ? Real(0) : Real(1) / total[i];
+            lse[i] = empty ? -infinity<Real>() : reference[i] * Real(kLn2) + log(total[i]);
         }
+    }
+    __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
+        Real total[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow>(sum[i]);
+        finish(total, inverse, lse);
     }
 };
 

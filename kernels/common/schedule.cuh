@@ -16,10 +16,10 @@ struct TileSchedule {
 
 // kLongestLast: the last tile has the most work (query tiles under a causal mask).
 template <bool kLongestLast>
-__device__ __forceinline__ TileCoordinates tile_of_block(const TileSchedule& schedule) {
+__device__ __forceinline__ TileCoordinates tile_of_block(const TileSchedule& schedule, int32 block) {
     const int32 blocks_per_section = schedule.heads_per_section * schedule.num_tiles;
-    const int32 section = static_cast<int32>(blockIdx.x) / blocks_per_section;
-    const int32 rank = static_cast<int32>(blockIdx.x) - section * blocks_per_section;
+    const int32 section = block / blocks_per_section;
+    const int32 rank = block - section * blocks_per_section;
     const int32 first_head = section * schedule.heads_per_section;
     const int32 heads = min_of(schedule.heads_per_section, schedule.batch * schedule.num_heads - first_head);
     const int32 tile = rank / heads;

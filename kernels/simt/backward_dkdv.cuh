@@ -30,7 +30,7 @@ struct BackwardDkdv {
         Real* lse_tile = do_tile + Warp::kTileElements;
         Real* delta_tile = lse_tile + kBr;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const auto where = common::tile_of_block<false>(params.schedule());
+        const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
         const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
 

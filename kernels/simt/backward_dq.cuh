@@ -29,7 +29,7 @@ struct BackwardDq {
         Real* dk_tile = v_tile + Warp::kTileElements;
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule());
+        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);

@@ -33,7 +33,7 @@ struct BackwardDkdv {
     using Element = typename Spec::Element;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = common::round_up(kHeadDim, 16);
+    static constexpr int kD = padded_head_dim(kHeadDim);
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kPairs = kWarps / 2;
     static constexpr int kPairKeys = kBc / kPairs;
@@ -77,7 +77,7 @@ struct BackwardDkdv {
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
-        const auto where = common::tile_of_block<false>(params.schedule());
+        const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
         const auto tiles =
             common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
@@ -99,8 +99,9 @@ struct BackwardDkdv {
     }
 
     __device__ void load_query_tile(Step step, int32 slot) const {
-        const Element* q = params.q + params.q_strides.offset(where.batch, 0, step.head);
-        const Element* dout = params.dout + params.dout_strides.offset(where.batch, 0, step.head);
+        const int32 thread = computed_anew(this->thread), batch = computed_anew(where.batch);
+        const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
+        const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
                                                        step.tile * kBr, params.seqlen_q, thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
@@ -110,6 +111,7 @@ struct BackwardDkdv {
     // lse * log2(e) in the first kBr threads, -delta in the next. A row past the end or without a visible key gets an
     // lse of +inf: its P is then zero without a mask.
     __device__ float load_row_stat(Step step) const {
+        const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * params.seqlen_q;
         const bool valid = row < params.seqlen_q;
@@ -132,6 +134,7 @@ struct BackwardDkdv {
     // of the second.
     template <bool kProbability>
     __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
+        const int32 lane = computed_anew(this->lane);
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
         const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys, lane);
         const LaneAddress<QueryTile, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
@@ -212,6 +215,7 @@ struct BackwardDkdv {
     __device__ void add_dq(Step step, int32 parity) const {
         using Part = QuadFragment<2 * kDqN16>;
         constexpr int kPartM16 = kDqWarpRows / 16;
+        const int32 lane = computed_anew(this->lane);
         const int32 m0 = warp % kDqWarpsM * kPartM16, n0 = warp / kDqWarpsM * kDqN16;
         const LaneAddress<ScoreTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * ScoreTile::kBytes, 0, lane);
         const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
@@ -297,9 +301,10 @@ struct BackwardDkdv {
                 for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) gradient[m].value[n][e] *= params.softmax_scale;
+        const auto where = common::tile_of_block<false>(params.schedule(), computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
-        store_rows<KeyTile, kM16, kHeadDim>(smem + (kProbability ? kK : kV), pair * kPairKeys, gradient, gmem,
+        store_rows<KeyTile, kM16, kHeadDim>(smem + (kProbability ? kK : kV), pair * kPairKeys, 0, gradient, gmem,
                                             strides.row, where.tile * kBc + pair * kPairKeys, params.seqlen_k, lane);
     }
 };

@@ -12,6 +12,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/tile_range.cuh"
+#include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 
 namespace fa2::sm80 {
@@ -19,9 +20,9 @@ namespace fa2::sm80 {
 template <class Spec>
 struct BackwardDq {
     using Element = typename Spec::Element;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = common::round_up(kHeadDim, 16);
+    static constexpr int kD = padded_head_dim(kHeadDim);
     static constexpr int kThreads = Spec::kWarps * 32;
     static constexpr int kWarpRows = kBr / Spec::kWarps;
     static constexpr int kM16 = kWarpRows / 16;
@@ -31,8 +32,8 @@ struct BackwardDq {
     static constexpr int kQ = 0;
     static constexpr int kDo = QueryTile::kBytes;
     static constexpr int kKeys = 2 * QueryTile::kBytes;
-    static constexpr int kStageBytes = 2 * KeyTile::kBytes;
-    static constexpr int kSharedBytes = kKeys + kStages * kStageBytes;
+    using Ring = KeyRing<Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    static constexpr int kSharedBytes = kKeys + Ring::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     using Scores = QuadFragment<kBc / 8>;
@@ -41,7 +42,7 @@ struct BackwardDq {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule());
+        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr, warp_row = warp * kWarpRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
@@ -52,24 +53,14 @@ struct BackwardDq {
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
         const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
 
-        const auto load_keys = [&](int32 tile) {
-            if (tile >= tiles.begin) {
-                const uint32 slot = smem + kKeys + (tile % kStages) * kStageBytes;
-                load_tile_async<KeyTile, kThreads, kHeadDim>(slot, k, params.k_strides.row, tile * kBc, params.seqlen_k,
-                                                             thread);
-                load_tile_async<KeyTile, kThreads, kHeadDim>(slot + KeyTile::kBytes, v, params.v_strides.row, tile * kBc,
-                                                             params.seqlen_k, thread);
-            }
-            cp_async_commit();
-        };
-
+        const Ring ring{smem + kKeys, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
+                        tiles.end, thread};
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
                                                        params.seqlen_q, thread);
         cp_async_commit();
-#pragma unroll
-        for (int s = 1; s < kStages; ++s) load_keys(tiles.end - s);
+        ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
@@ -92,17 +83,7 @@ struct BackwardDq {
         for (int m = 0; m < kM16; ++m) dq[m].fill(0.0f);
 
         for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            if constexpr (kStages == 1) {
-                __syncthreads();
-                load_keys(tile);
-                cp_async_wait<0>();
-            } else {
-                cp_async_wait<kStages - 2>();
-            }
-            __syncthreads();
-            if constexpr (kStages > 1) load_keys(tile - (kStages - 1));
-
-            const uint32 slot = smem + kKeys + (tile % kStages) * kStageBytes;
+            const uint32 slot = ring.acquire(tile);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
@@ -156,7 +137,7 @@ struct BackwardDq {
             for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) dq[m].value[n][e] *= params.softmax_scale;
-        store_rows<QueryTile, kM16, kHeadDim>(smem + kQ, warp_row, dq,
+        store_rows<QueryTile, kM16, kHeadDim>(smem + kQ, warp_row, 0, dq,
                                               params.dq + params.dq_strides.offset(where.batch, 0, where.head),
                                               params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
     }

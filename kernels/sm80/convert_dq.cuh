@@ -3,9 +3,9 @@
 // A thread takes eight columns of rows g and g + 8 of a 16-row tile: in the workspace they are the four neighbouring lanes
 // 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
 #pragma once
-#include "common/math.cuh"
 #include "common/params.cuh.j2"
 #include "sm80/dq_workspace.cuh"
+#include "sm80/smem_tile.cuh"
 
 namespace fa2::sm80 {
 
@@ -13,7 +13,7 @@ template <class Spec>
 struct ConvertDq {
     using Element = typename Spec::Element;
     static constexpr int kBr = Spec::kBr;
-    static constexpr int kD = common::round_up(Spec::kHeadDim, 16);
+    static constexpr int kD = padded_head_dim(Spec::kHeadDim);
     static constexpr int kChunks = Spec::kHeadDim / 8;
     using Workspace = DqWorkspace<kBr, kD>;
 

@@ -1,155 +1,17 @@
-// FlashAttention-2 forward (Algorithm 1) on mma.sync.
-//
-//   S = scale Q K^T        P = exp(S - reference)        O = P V / rowsum(P)        lse = reference + log(rowsum(P))
-//
-// A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
-// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles that
-// the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
-//
-// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D]. O leaves through Q's rows.
-// Barriers: one __syncthreads per key tile. After it, tile n has landed for everybody and nobody reads the slot of tile
-// n + 1 any more, so the copy of tile n - (kStages - 1) may start.
+// The forward has two main loops: a warp keeps whole rows of O while its registers hold 32 of them, and two warps share
+// them beyond.
 #pragma once
-#include "common/mask.cuh"
-#include "common/online_softmax.cuh"
-#include "common/params.cuh.j2"
-#include "common/schedule.cuh"
-#include "common/tile_range.cuh"
-#include "sm80/multiply.cuh"
+#include "sm80/forward_rows.cuh"
+#include "sm80/forward_split.cuh"
 
 namespace fa2::sm80 {
 
+template <class Spec, bool kWide>
+struct ForwardOf : ForwardRows<Spec> {};
 template <class Spec>
-struct Forward {
-    using Element = typename Spec::Element;
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr int kHeadDim = Spec::kHeadDim;
-    static constexpr int kD = common::round_up(kHeadDim, 16);
-    static constexpr int kThreads = Spec::kWarps * 32;
-    static constexpr int kWarpRows = kBr / Spec::kWarps;
-    static constexpr int kM16 = kWarpRows / 16;
+struct ForwardOf<Spec, true> : ForwardSplit<Spec> {};
 
-    using QTile = SmemTile<kBr, kD>;
-    using KeyTile = SmemTile<kBc, kD>;
-    static constexpr int kStageBytes = 2 * KeyTile::kBytes;
-    static constexpr int kSharedBytes = QTile::kBytes + kStages * kStageBytes;
-    static_assert(kSharedBytes == Spec::kSharedBytes);
-
-    using Scores = QuadFragment<kBc / 8>;
-    using Output = QuadFragment<kD / 8>;
-    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
-
-    __device__ static void run(const Params& params, char* dynamic_smem) {
-        const uint32 smem = shared_address(dynamic_smem);
-        const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule());
-        const int32 first_row = where.tile * kBr;
-        const int32 head_kv = where.head / params.heads_per_group;
-        const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
-        const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
-        const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
-
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
-        const int32 warp_row = warp * kWarpRows;
-
-        const auto load_keys = [&](int32 tile) {
-            if (tile >= tiles.begin) {
-                const uint32 slot = smem + QTile::kBytes + (tile % kStages) * kStageBytes;
-                load_tile_async<KeyTile, kThreads, kHeadDim>(slot, k, params.k_strides.row, tile * kBc, params.seqlen_k,
-                                                             thread);
-                load_tile_async<KeyTile, kThreads, kHeadDim>(slot + KeyTile::kBytes, v, params.v_strides.row, tile * kBc,
-                                                             params.seqlen_k, thread);
-            }
-            cp_async_commit();
-        };
-
-        load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
-        cp_async_commit();
-#pragma unroll
-        for (int s = 1; s < kStages; ++s) load_keys(tiles.end - s);
-
-        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem, warp_row, lane);
-        Softmax softmax[kM16];
-        Output output[kM16];
-#pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            softmax[m].reset();
-            output[m].fill(0.0f);
-        }
-
-        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            if constexpr (kStages == 1) {
-                __syncthreads();
-                load_keys(tile);
-                cp_async_wait<0>();
-            } else {
-                cp_async_wait<kStages - 2>();
-            }
-            __syncthreads();
-            if constexpr (kStages > 1) load_keys(tile - (kStages - 1));
-
-            const uint32 slot = smem + QTile::kBytes + (tile % kStages) * kStageBytes;
-            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
-            const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(slot + KeyTile::kBytes, 0, lane);
-
-            Scores scores[kM16];
-#pragma unroll
-            for (int m = 0; m < kM16; ++m) scores[m].fill(0.0f);
-            multiply<Element, kD / 16>(
-                scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
-                [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
-
-            PackedFragment<Element, kBc / 8> p[kM16];
-            const bool masked = tile >= tiles.full_end;
-            // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
-            const bool try_reference = !masked && tile != tiles.end - 1;
-#pragma unroll
-            for (int m = 0; m < kM16; ++m) {
-                if (try_reference && softmax[m].try_reference(scores[m], params.scale_log2, p[m])) continue;
-#pragma unroll
-                for (int n = 0; n < kBc / 8; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
-                if (masked)
-                    common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
-                                        -common::infinity<float>());
-                float rescale[2];
-                softmax[m].update(scores[m], rescale);
-#pragma unroll
-                for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
-                p[m].set(scores[m]);
-            }
-
-            multiply<Element, kBc / 16>(
-                output, [&](int m, int kk) { return p[m].k16(kk); },
-                [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
-        }
-
-        // Without a key tile, Q's copy is still under way where O is about to be written.
-        cp_async_wait<0>();
-        __syncthreads();
-        Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
-#pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            float inverse_sum[2], row_lse[2];
-            softmax[m].finish(inverse_sum, row_lse);
-#pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int32 row = first_row + warp_row + 16 * m + Output::row(i, lane);
-                if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
-            }
-        }
-        store_rows<QTile, kM16, kHeadDim>(smem, warp_row, output, o, params.o_strides.row, first_row + warp_row,
-                                          params.seqlen_q, lane);
-    }
-};
+template <class Spec>
+using Forward = ForwardOf<Spec, (Spec::kHeadDim > 128)>;
 
 }  // namespace fa2::sm80

@@ -61,6 +61,42 @@ __device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers
+// from before the loop.
+__device__ __forceinline__ int32 computed_anew(int32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// All of the barrier's threads wait, and learn whether the predicate held for all of them.
+__device__ __forceinline__ bool barrier_all(int32 id, int32 threads, bool predicate) {
+    int32 all;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
+        : "=r"(all)
+        : "r"(static_cast<int32>(predicate)), "r"(id), "r"(threads)
+        : "memory");
+    return all != 0;
+}
+
+__device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]), "r"(x.reg[1]), "r"(x.reg[2]),
+                 "r"(x.reg[3])
+                 : "memory");
+}
+__device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
+    OperandA x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ float load_shared(uint32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
 __device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

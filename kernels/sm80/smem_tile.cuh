@@ -11,6 +11,11 @@ using common::min_of;
 __host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
+// Columns that a row takes on chip: whole k-steps, and for wide heads (whose columns two warps share) whole pairs of them.
+__host__ __device__ constexpr int padded_head_dim(int head_dim) {
+    return common::round_up(head_dim, head_dim > 128 ? 32 : 16);
+}
+
 // How the four 8x8 matrices of an ldmatrix.x4 cover a 16 x 16 block (8 rows x one 16-byte chunk each).
 //   kRowsFirst    (row 0, chunk 0), (row 8, chunk 0), (row 0, chunk 1), (row 8, chunk 1)
 //                 left operand stored [m][k]; transposed: right operand stored [k][n]
@@ -96,27 +101,28 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
     }
 }
 
-// A warp writes kRows16 * 16 rows of fp32 accumulators as 16-bit rows: through its own rows of a tile, then 16 bytes a
-// lane, so that whole sectors reach the memory.
-template <class Tile, int kRows16, int kHeadDim, class Element, class Fragment>
-__device__ __forceinline__ void store_rows(uint32 tile, int32 tile_row, Fragment (&rows)[kRows16], Element* gmem,
-                                           int64 row_stride, int32 first_row, int32 num_rows, int32 lane) {
+// A warp writes kRows16 * 16 rows of fp32 accumulators, from column 8 * first_chunk on, as 16-bit rows: through its own
+// part of a tile, then 16 bytes a lane, so that whole sectors reach the memory.
+template <class Tile, int kRows16, int kHeadDim, class Element, int kN8>
+__device__ __forceinline__ void store_rows(uint32 tile, int32 tile_row, int32 first_chunk,
+                                           common::QuadFragment<kN8> (&rows)[kRows16], Element* gmem, int64 row_stride,
+                                           int32 first_row, int32 num_rows, int32 lane) {
+    using Fragment = common::QuadFragment<kN8>;
 #pragma unroll
     for (int m = 0; m < kRows16; ++m)
 #pragma unroll
-        for (int n = 0; n < Tile::kCols / 8; ++n)
+        for (int n = 0; n < kN8; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int32 row = tile_row + 16 * m + Fragment::row(i, lane);
-                store_shared(tile + Tile::offset(row, n) + lane % 4 * 4,
+                store_shared(tile + Tile::offset(row, first_chunk + n) + lane % 4 * 4,
                              common::pack<Element>(rows[m].value[n][2 * i], rows[m].value[n][2 * i + 1]));
             }
     __syncwarp();
-    constexpr int kChunks = kHeadDim / 8;
 #pragma unroll 4
-    for (int32 index = lane; index < kRows16 * 16 * kChunks; index += 32) {
-        const int32 row = index / kChunks, chunk = index % kChunks;
-        if (first_row + row < num_rows) {
+    for (int32 index = lane; index < kRows16 * 16 * kN8; index += 32) {
+        const int32 row = index / kN8, chunk = first_chunk + index % kN8;
+        if (first_row + row < num_rows && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim)) {
             float x[4];
             load_shared(tile + Tile::offset(tile_row + row, chunk), x);
             *reinterpret_cast<float4*>(gmem + (first_row + row) * row_stride + chunk * 8) =

@@ -1,0 +1,223 @@
+// FlashAttention-2 forward (Algorithm 1) on mma.sync for head dimensions above 128; see forward_rows.cuh.
+//
+// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many mma:
+// shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the two
+// exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the exchanged
+// P meet in one sum: both warps take the old reference, or, if one of the two finds P too large, both take the new one.
+//
+// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per warp
+// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written, and
+// the votes on them are one; and once more where the row maxima are exchanged.
+#pragma once
+#include "common/mask.cuh"
+#include "common/online_softmax.cuh"
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+#include "sm80/key_ring.cuh"
+#include "sm80/multiply.cuh"
+
+namespace fa2::sm80 {
+
+template <class Spec>
+struct ForwardSplit {
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps;
+    static constexpr int kHeadDim = Spec::kHeadDim;
+    static constexpr int kD = padded_head_dim(kHeadDim);
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kPairs = kWarps / 2;
+    static constexpr int kPairRows = kBr / kPairs;
+    static constexpr int kM16 = kPairRows / 16;
+    static constexpr int kHalfKeys = kBc / 2;
+    static constexpr int kHalfCols = kD / 2;
+
+    using QTile = SmemTile<kBr, kD>;
+    using KeyTile = SmemTile<kBc, kD>;
+    using Ring = KeyRing<Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    static constexpr int kKeys = QTile::kBytes;
+    static constexpr int kP = kKeys + Ring::kBytes;
+    static constexpr int kStats = kP + kBr * kBc * 2;
+    static constexpr int kSharedBytes = kStats + kWarps * kPairRows * 4;
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+
+    using Scores = QuadFragment<kHalfKeys / 8>;
+    using Packed = PackedFragment<Element, kHalfKeys / 8>;
+    using Output = QuadFragment<kHalfCols / 8>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+
+    uint32 smem;
+    int32 lane, pair, half;
+
+    // One of this pair's exchange slots: its own (of_half = half) or the partner's.
+    __device__ uint32 p_address(int32 of_half, int m, int kk) const {
+        return smem + kP + ((((pair * 2 + of_half) * kM16 + m) * (kHalfKeys / 16) + kk) * 32 + lane) * 16;
+    }
+    __device__ uint32 stat_address(int32 of_half, int m, int i) const {
+        return smem + kStats + ((pair * 2 + of_half) * kPairRows + 16 * m + Output::row(i, lane)) * 4;
+    }
+    __device__ int32 barrier() const { return 1 + pair; }
+
+    __device__ void write_p(const Packed (&p)[kM16]) const {
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
+    }
+
+    // O += P V over one half of the tile's keys; V's lane addresses start at that half.
+    template <class FetchP>
+    __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<KeyTile, MatrixOrder::kRowsFirst>& v,
+                                      int32 first_c16, FetchP fetch_p) {
+        multiply<Element, kHalfKeys / 16>(output, fetch_p,
+                                          [&](int n, int kk) { return ldmatrix_x4<true>(v.at(kk, first_c16 + n)); });
+    }
+
+    // The row statistic of both halves, through shared memory; `meet` combines the two.
+    template <class Meet>
+    __device__ void exchange(float (&stat)[kM16][2], Meet meet) const {
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (lane % 4 == 0) store_shared(stat_address(half, m, i), stat[m][i]);
+        barrier_sync(barrier(), 64);
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared(stat_address(1 - half, m, i)));
+    }
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
+        ForwardSplit{shared_address(dynamic_smem), thread % 32, warp / 2, warp % 2}.forward(params);
+    }
+
+    __device__ void forward(const Params& params) const {
+        const int32 thread = threadIdx.x;
+        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
+        const int32 head_kv = where.head / params.heads_per_group;
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+
+        const Ring ring{smem + kKeys,
+                        params.k + params.k_strides.offset(where.batch, 0, head_kv),
+                        params.v + params.v_strides.offset(where.batch, 0, head_kv),
+                        params.k_strides.row,
+                        params.v_strides.row,
+                        params.seqlen_k,
+                        tiles.begin,
+                        tiles.end,
+                        thread};
+        load_tile_async<QTile, kThreads, kHeadDim>(smem, params.q + params.q_strides.offset(where.batch, 0, where.head),
+                                                   params.q_strides.row, first_row, params.seqlen_q, thread);
+        cp_async_commit();
+        ring.start();
+
+        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(smem, pair_row, lane);
+        Softmax softmax[kM16];
+        Output output[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            softmax[m].reset();
+            output[m].fill(0.0f);
+        }
+
+        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+            const uint32 slot = ring.acquire(tile);
+            const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
+
+            Scores scores[kM16];
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) scores[m].fill(0.0f);
+            multiply<Element, kD / 16>(
+                scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
+                [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
+
+            Packed p[kM16];
+            const bool masked = tile >= tiles.full_end;
+            bool kept = false;
+            if (!masked && tile != tiles.end - 1) {
+                float share[kM16][2];
+                bool fits = true;
+#pragma unroll
+                for (int m = 0; m < kM16; ++m) fits &= softmax[m].attempt(scores[m], params.scale_log2, p[m], share[m]);
+                write_p(p);
+                kept = barrier_all(barrier(), 64, fits);
+                if (kept)
+#pragma unroll
+                    for (int m = 0; m < kM16; ++m) softmax[m].keep(share[m]);
+            }
+            if (!kept) {
+                float highest[kM16][2];
+#pragma unroll
+                for (int m = 0; m < kM16; ++m) {
+#pragma unroll
+                    for (int n = 0; n < kHalfKeys / 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                    if (masked)
+                        common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
+                                            lane, -common::infinity<float>());
+                    softmax[m].maximum_of(scores[m], highest[m]);
+                }
+                exchange(highest, [](float a, float b) { return common::maximum(a, b); });
+#pragma unroll
+                for (int m = 0; m < kM16; ++m) {
+                    float rescale[2];
+                    softmax[m].move_reference(highest[m], scores[m], rescale);
+#pragma unroll
+                    for (int n = 0; n < kHalfCols / 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
+                    p[m].set(scores[m]);
+                }
+                write_p(p);
+                barrier_sync(barrier(), 64);
+            }
+
+            const uint32 v = slot + KeyTile::kBytes;
+            const int32 first_c16 = half * (kHalfCols / 16);
+            accumulate(output, {v, half * kHalfKeys, lane}, first_c16, [&](int m, int kk) { return p[m].k16(kk); });
+            accumulate(output, {v, (1 - half) * kHalfKeys, lane}, first_c16,
+                       [&](int m, int kk) { return load_shared_operand(p_address(1 - half, m, kk)); });
+        }
+
+        // Without a key tile, Q's copy is still under way where O is about to be written.
+        cp_async_wait<0>();
+        __syncthreads();
+        store(params, where, softmax, output, first_row + pair_row, pair_row);
+    }
+
+    __device__ void store(const Params& params, const common::TileCoordinates& where, const Softmax (&softmax)[kM16],
+                          Output (&output)[kM16], int32 first_row, int32 pair_row) const {
+        float total[kM16][2];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
+        exchange(total, [](float a, float b) { return a + b; });
+
+        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            float inverse_sum[2], row_lse[2];
+            softmax[m].finish(total[m], inverse_sum, row_lse);
+#pragma unroll
+            for (int n = 0; n < kHalfCols / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int32 row = first_row + 16 * m + Output::row(i, lane);
+                if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+            }
+        }
+        store_rows<QTile, kM16, kHeadDim>(smem, pair_row, half * (kHalfCols / 8), output,
+                                          params.o + params.o_strides.offset(where.batch, 0, where.head),
+                                          params.o_strides.row, first_row, params.seqlen_q, lane);
+    }
+};
+
+}  // namespace fa2::sm80
