@@ -85,7 +85,7 @@ def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, 
     if operation == "backward_dq":
         return 2 * b_r * row + tile.num_stages * 2 * b_c * row
     ds_bytes = 2 * b_r * b_c * 2 if operation == "backward" else 0
-    return 2 * b_c * row + tile.num_stages * 2 * b_r * row + ds_bytes + 4 * b_r * b_c + 4 * b_r * 4
+    return 2 * b_c * row + tile.num_stages * 2 * b_r * row + ds_bytes + 2 * b_r * b_c + 4 * b_r * 4
 
 
 def why_illegal(

@@ -10,6 +10,11 @@
 
 namespace fa2::common {
 
+// Left operand of one m16n8k16.
+struct OperandA {
+    uint32 reg[4];
+};
+
 // fp32 accumulators of m16n8 tensor-core tiles, kN8 of them side by side: a lane holds columns 2t, 2t+1 (t = lane % 4)
 // of each tile in rows g and g+8 (g = lane / 4).
 template <int kN8>
@@ -33,11 +38,6 @@ struct QuadFragment {
     }
 };
 
-// Left operand of one m16n8k16.
-struct OperandA {
-    uint32 reg[4];
-};
-
 // The same numbers rounded to 16 bits: since accumulators and left operands share the quad layout, k16(s) is the operand
 // of the s-th k-step without any exchange between lanes.
 template <class Element, int kN8>
@@ -55,5 +55,16 @@ struct PackedFragment {
         return {{word[2 * s][0], word[2 * s][1], word[2 * s + 1][0], word[2 * s + 1][1]}};
     }
 };
+
+// x *= y, element by element, for the packed numbers y of k-step s.
+template <class Element, int kN8>
+__device__ __forceinline__ void multiply_k16(QuadFragment<kN8>& x, int s, const OperandA& y) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        float(&tile)[4] = x.value[2 * s + r / 2];
+        tile[r % 2 * 2] *= unpack_lo<Element>(y.reg[r]);
+        tile[r % 2 * 2 + 1] *= unpack_hi<Element>(y.reg[r]);
+    }
+}
 
 }  // namespace fa2::common

@@ -11,9 +11,10 @@
 // Warps work in pairs on kPairKeys = 16 kM16 keys, one role each, with the same two products on swapped operands:
 //   probability warp: S^T, then dV        derivative warp: dP^T, then dK
 // Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every right
-// operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other (fp32,
-// register order, no bank conflicts). Warps w and w + kPairs share a scheduler: one takes exponentials while the other
-// keeps the tensor cores busy. dQ of the previous query tile, which all warps share, fills the wait for P^T.
+// operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other (in
+// register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps eleven
+// bits). Warps w and w + kPairs share a scheduler: one takes exponentials while the other keeps the tensor cores busy. dQ
+// of the previous query tile, which all warps share, fills the wait for P^T.
 //
 // Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
 // Barriers: __syncthreads at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
@@ -44,6 +45,7 @@ struct BackwardDkdv {
     using ScoreTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
+    using Exchanged = PackedFragment<float16, kBr / 8>;
 
     static constexpr int kK = 0;
     static constexpr int kV = kK + KeyTile::kBytes;
@@ -52,7 +54,7 @@ struct BackwardDkdv {
     static constexpr int kStageBytes = 2 * QueryTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
     static constexpr int kP = kDs + (kWithDq ? 2 * ScoreTile::kBytes : 0);
-    static constexpr int kRowStats = kP + kBc * kBr * 4;
+    static constexpr int kRowStats = kP + kBc * kBr * 2;
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -126,8 +128,8 @@ struct BackwardDkdv {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
     }
 
-    __device__ uint32 exchange_address(int m, int n8) const {
-        return smem + kP + (((pair * kM16 + m) * (kBr / 8) + n8) * 32 + lane) * 16;
+    __device__ uint32 exchange_address(int m, int s) const {
+        return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
 
     // The role's half of an iteration: 'own' is K or V, 'right' the query-side tile of the first product, 'second' that
@@ -174,21 +176,20 @@ struct BackwardDkdv {
                                             lane, 0.0f);
             }
 #pragma unroll
-            for (int m = 0; m < kM16; ++m)
+            for (int m = 0; m < kM16; ++m) {
+                Exchanged p;
+                p.set(x[m]);
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n) store_shared(exchange_address(m, n), x[m].value[n]);
+                for (int s = 0; s < kBr / 16; ++s) store_shared(exchange_address(m, s), p.k16(s));
+            }
             barrier_arrive(1 + pair, 64);
         } else {
             barrier_sync(1 + pair, 64);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int n = 0; n < kBr / 8; ++n) {
-                    float p[4];
-                    load_shared(exchange_address(m, n), p);
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) x[m].value[n][e] *= p[e];
-                }
+                for (int s = 0; s < kBr / 16; ++s)
+                    common::multiply_k16<float16>(x[m], s, load_shared_operand(exchange_address(m, s)));
         }
 
         PackedFragment<Element, kBr / 8> packed[kM16];
