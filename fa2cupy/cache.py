@@ -26,7 +26,7 @@ from .spec import KernelSpec
 __all__ = ["cached_kernel", "clear_cache", "entry_path"]
 
 _log = logging.getLogger("fa2cupy")
-_SCHEMA = 1
+_SCHEMA = 2
 _locks: dict[KernelSpec, threading.Lock] = {}
 
 
@@ -100,6 +100,7 @@ def _write(directory: Path, key: str, kernel: CompiledKernel) -> None:
         "symbol": kernel.symbol,
         "registers": kernel.registers,
         "spill_bytes": kernel.spill_bytes,
+        "stack_bytes": kernel.stack_bytes,
         "log": kernel.log,
         "seconds": kernel.seconds,
     }

@@ -32,6 +32,8 @@ class CompiledKernel:
         Per thread.
     spill_bytes : int
         Stores and loads of registers that did not fit, per thread.
+    stack_bytes : int
+        Local memory per thread: spilled registers, and arrays that are indexed at run time.
     log : str
         NVRTC's program log.
     seconds : float
@@ -44,6 +46,7 @@ class CompiledKernel:
     cubin: bytes
     registers: int
     spill_bytes: int
+    stack_bytes: int
     log: str
     seconds: float
     path: Path | None = None
@@ -116,6 +119,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
         cubin=cubin,
         registers=int(registers[1]) if registers else 0,
         spill_bytes=int(spills[2]) + int(spills[3]) if spills else 0,
+        stack_bytes=int(spills[1]) if spills else 0,
         log=log,
         seconds=seconds,
     )

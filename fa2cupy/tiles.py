@@ -73,12 +73,13 @@ def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, 
     row = padded_head_dim(family, head_dim) * _ITEMSIZE[dtype]
     b_r, b_c = tile.b_r, tile.b_c
     if family == "simt":
-        return {
+        tiles = {
             "forward": 2 * b_c * row,
             "backward": 4 * b_c * row,
             "backward_dq": 2 * b_c * row,
             "backward_dkdv": 2 * b_r * row + 2 * b_r * _ITEMSIZE[dtype],
-        }[operation]
+        }
+        return tiles[operation] + b_r * b_c * _ITEMSIZE[dtype]
     if operation == "forward":
         exchange = 2 * b_r * b_c + 8 * b_r if head_dim > _WIDE else 0
         return b_r * row + tile.num_stages * 2 * b_c * row + exchange
@@ -170,7 +171,7 @@ def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
             return f"{column_name}={other} is not a multiple of {32 // rows_per_warp}"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        return _register_rule((matrices * rows_per_warp * head_dim // 32 + 32) * itemsize // 4, 16, tile)
+        return _register_rule((matrices * rows_per_warp * head_dim // 32 + 16) * itemsize // 4, 16, tile)
 
     return rule
 

@@ -7,11 +7,6 @@
 
 namespace fa2::common {
 
-template <class Element, int kVector>
-struct alignas(sizeof(Element) * kVector) Vector {
-    Element item[kVector];
-};
-
 template <class Spec>
 struct Delta {
     using Element = typename Spec::Element;

@@ -27,6 +27,12 @@ struct Strides {
     }
 };
 
+// kCount elements that one instruction (or few) can move.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+    T item[kCount];
+};
+
 namespace common {
 
 // Accum: what scores, statistics and sums are kept in.

@@ -7,7 +7,7 @@
 // A block owns kBc keys of one K/V head, a warp kBc / kWarps of them: K, V, dK and dV lie in registers. The loop runs over
 // the query tiles of all query heads of the group, whose Q and dO lie in shared memory.
 //
-// Shared memory: Q [kBr][row] | dO [kBr][row] | lse [kBr] | delta [kBr].
+// Shared memory: Q [kBr][row] | dO [kBr][row] | board of each warp | lse [kBr] | delta [kBr].
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
@@ -22,14 +22,17 @@ struct BackwardDkdv {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert((2 * Warp::kTileElements + 2 * kBr) * sizeof(Real) == Spec::kSharedBytes);
+    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements + 2 * kBr) * sizeof(Real) ==
+                  Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* q_tile = reinterpret_cast<Real*>(smem);
         Real* do_tile = q_tile + Warp::kTileElements;
-        Real* lse_tile = do_tile + Warp::kTileElements;
+        Real* boards = do_tile + Warp::kTileElements;
+        Real* lse_tile = boards + Spec::kWarps * Warp::kBoardElements;
         Real* delta_tile = lse_tile + kBr;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        Real* board = boards + warp * Warp::kBoardElements;
         const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
         const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
@@ -64,8 +67,8 @@ struct BackwardDkdv {
                 __syncthreads();
 
                 Scores p, ds;
-                Warp::dot(p, k, q_tile, lane);
-                Warp::dot(ds, v, do_tile, lane);
+                Warp::dot(p, k, q_tile, board, lane);
+                Warp::dot(ds, v, do_tile, board, lane);
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
                     p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
@@ -74,8 +77,10 @@ struct BackwardDkdv {
                 for (int j = 0; j < Scores::kCols; ++j)
                     ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
 
-                Warp::accumulate(dv, p, do_tile, lane);
-                Warp::accumulate(dk, ds, q_tile, lane);
+                Warp::post(p, board, lane);
+                Warp::accumulate(dv, board, do_tile, lane);
+                Warp::post(ds, board, lane);
+                Warp::accumulate(dk, board, q_tile, lane);
             }
         }
         Warp::store_rows(dk, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, where.head),

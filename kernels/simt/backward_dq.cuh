@@ -6,7 +6,7 @@
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q, dO and dQ lie in registers.
 //
-// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row].
+// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | board of each warp.
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
@@ -21,7 +21,9 @@ struct BackwardDq {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert((kWithDkdv ? 4 : 2) * Warp::kTileElements * sizeof(Real) == Spec::kSharedBytes);
+    static constexpr int kTiles = kWithDkdv ? 4 : 2;
+    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) ==
+                  Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* k_tile = reinterpret_cast<Real*>(smem);
@@ -29,6 +31,7 @@ struct BackwardDq {
         Real* dk_tile = v_tile + Warp::kTileElements;
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        Real* board = k_tile + kTiles * Warp::kTileElements + warp * Warp::kBoardElements;
         const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -60,8 +63,8 @@ struct BackwardDq {
             __syncthreads();
 
             Scores p, ds;
-            Warp::dot(p, q, k_tile, lane);
-            Warp::dot(ds, dout, v_tile, lane);
+            Warp::dot(p, q, k_tile, board, lane);
+            Warp::dot(ds, dout, v_tile, board, lane);
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j)
                 p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
@@ -69,10 +72,14 @@ struct BackwardDq {
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
 
-            Warp::accumulate(dq, ds, k_tile, lane);
             if constexpr (kWithDkdv) {
-                Warp::scatter_add(dv_tile, p, dout, lane);
-                Warp::scatter_add(dk_tile, ds, q, lane);
+                Warp::post(p, board, lane);
+                Warp::scatter_add(dv_tile, board, dout, lane);
+            }
+            Warp::post(ds, board, lane);
+            Warp::accumulate(dq, board, k_tile, lane);
+            if constexpr (kWithDkdv) {
+                Warp::scatter_add(dk_tile, board, q, lane);
                 __syncthreads();
                 add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);

@@ -6,7 +6,7 @@
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q and O lie in registers, lanes over the head
 // dimension. The loop runs over the key tiles that the rows see; K and V lie in shared memory.
 //
-// Shared memory: K [kBc][row] | V [kBc][row].
+// Shared memory: K [kBc][row] | V [kBc][row] | board of each warp.
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/online_softmax.cuh"
@@ -22,12 +22,13 @@ struct Forward {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert(2 * Warp::kTileElements * sizeof(Real) == Spec::kSharedBytes);
+    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) == Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* k_tile = reinterpret_cast<Real*>(smem);
         Real* v_tile = k_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        Real* board = v_tile + Warp::kTileElements + warp * Warp::kBoardElements;
         const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -50,7 +51,7 @@ struct Forward {
             __syncthreads();
 
             Scores scores;
-            Warp::dot(scores, q, k_tile, lane);
+            Warp::dot(scores, q, k_tile, board, lane);
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
             if (tile >= tiles.full_end)
@@ -63,7 +64,8 @@ struct Forward {
 #pragma unroll
                 for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
             }
-            Warp::accumulate(o, scores, v_tile, lane);
+            Warp::post(scores, board, lane);
+            Warp::accumulate(o, board, v_tile, lane);
         }
 
         Real inverse_sum[1], lse[1];

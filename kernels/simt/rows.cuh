@@ -2,12 +2,15 @@
 //
 //   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each              rows[r][c]
 //   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension  tile[j * kRowLength + ...]
-//   scores  kRows x kCols dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
+//   scores  kRows x kTileRows dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
 //           kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
+//   board   the warp's scores once more, in shared memory, where every lane can read any        board[j * kRows + r]
 //
 // A dot product over the head dimension is a sum over the lanes. Reducing one at a time takes five shuffles each, and
 // leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all of
 // them and leaves each lane one: exponentials are then taken once, not 32 times.
+//
+// The loops over a tile's rows stay loops: unrolled, they would hold more numbers at a time than there are registers.
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
@@ -25,6 +28,7 @@ struct WarpRows {
     static constexpr int kCols = ceil_div(kHeadDim, 32);
     static constexpr int kRowLength = 32 * kCols;
     static constexpr int kTileElements = kTileRows * kRowLength;
+    static constexpr int kBoardElements = kTileRows * kRows;  // of one warp
 
     using Rows = Real[kRows][kCols];
 
@@ -73,31 +77,37 @@ struct WarpRows {
     // The whole block copies a tile.
     template <int kThreads>
     __device__ static void load_tile(Real* tile, const Real* gmem, int64 row_stride, int32 first_row, int32 num_rows) {
-        for (int32 index = threadIdx.x; index < kTileElements; index += kThreads) {
+#pragma unroll 8
+        for (int step = 0; step < ceil_div(kTileElements, kThreads); ++step) {
+            const int32 index = step * kThreads + static_cast<int32>(threadIdx.x);
             const int32 row = first_row + index / kRowLength, column = index % kRowLength;
-            tile[index] = row < num_rows && column < kHeadDim ? gmem[row * row_stride + column] : Real(0);
+            if (kTileElements % kThreads == 0 || index < kTileElements)
+                tile[index] = row < num_rows && column < kHeadDim ? gmem[row * row_stride + column] : Real(0);
         }
     }
 
-    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0].
+    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose bit
+    // kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A template, not
+    // a loop over kHalf, which would index the array at run time and so move it to local memory.)
+    template <int kHalf = 16>
     __device__ static Real reduce_scatter(Real (&value)[32], int32 lane) {
+        const bool upper = lane & kHalf;
 #pragma unroll
-        for (int half = 16; half >= 1; half /= 2) {
-            const bool upper = lane & half;
-#pragma unroll
-            for (int i = 0; i < half; ++i) {
-                const Real kept = upper ? value[i + half] : value[i];
-                const Real sent = upper ? value[i] : value[i + half];
-                value[i] = kept + __shfl_xor_sync(kFullWarp, sent, half);
-            }
+        for (int i = 0; i < kHalf; ++i) {
+            const Real kept = upper ? value[i + kHalf] : value[i];
+            const Real sent = upper ? value[i] : value[i + kHalf];
+            value[i] = kept + __shfl_xor_sync(kFullWarp, sent, kHalf);
         }
+        if constexpr (kHalf > 1) return reduce_scatter<kHalf / 2>(value, lane);
         return value[0];
     }
 
     // scores = rows tile^T
-    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, int32 lane) {
+    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* board, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;  // tile rows whose products with all rows make 32
-#pragma unroll
+        const int32 own = lane % kGroup * kRows + lane / kGroup;
+        __syncwarp();
+#pragma unroll 1
         for (int j = 0; j < Scores::kCols; ++j) {
             Real partial[32] = {};
 #pragma unroll
@@ -108,46 +118,49 @@ struct WarpRows {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) partial[r * kGroup + g] += rows[r][c] * x;
                 }
-            scores.value[j] = reduce_scatter(partial, lane);
+            board[j * 32 + own] = reduce_scatter(partial, lane);
+        }
+        // A lane reads what it wrote itself; the board only stands in for an array that the loop could index.
+#pragma unroll
+        for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = board[j * 32 + own];
+    }
+
+    // Puts scores on the board for the two functions below.
+    __device__ static void post(const Scores& scores, Real* board, int32 lane) {
+        constexpr int kGroup = Scores::kLanesPerRow;
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < Scores::kCols; ++j) board[j * 32 + lane % kGroup * kRows + lane / kGroup] = scores.value[j];
+        __syncwarp();
+    }
+
+    // rows += scores tile
+    __device__ static void accumulate(Rows& rows, const Real* board, const Real* tile, int32 lane) {
+#pragma unroll 2
+        for (int j = 0; j < kTileRows; ++j) {
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) {
+                const Real x = tile[j * kRowLength + lane + 32 * c];
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) rows[r][c] += score.item[r] * x;
+            }
         }
     }
 
-    // rows += scores tile: every score is broadcast from its lane.
-    __device__ static void accumulate(Rows& rows, const Scores& scores, const Real* tile, int32 lane) {
-        constexpr int kGroup = Scores::kLanesPerRow;
-#pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j)
-#pragma unroll
-            for (int g = 0; g < kGroup; ++g) {
-                Real x[kCols];
-#pragma unroll
-                for (int c = 0; c < kCols; ++c) x[c] = tile[(j * kGroup + g) * kRowLength + lane + 32 * c];
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const Real score = __shfl_sync(kFullWarp, scores.value[j], r * kGroup + g);
-#pragma unroll
-                    for (int c = 0; c < kCols; ++c) rows[r][c] += score * x[c];
-                }
-            }
-    }
-
     // tile += scores^T rows, several warps at once: summed over this warp's rows first, then added atomically.
-    __device__ static void scatter_add(Real* tile, const Scores& scores, const Rows& rows, int32 lane) {
-        constexpr int kGroup = Scores::kLanesPerRow;
+    __device__ static void scatter_add(Real* tile, const Real* board, const Rows& rows, int32 lane) {
+#pragma unroll 2
+        for (int j = 0; j < kTileRows; ++j) {
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
 #pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j)
+            for (int c = 0; c < kCols; ++c) {
+                Real sum = 0;
 #pragma unroll
-            for (int g = 0; g < kGroup; ++g) {
-                Real sum[kCols] = {};
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const Real score = __shfl_sync(kFullWarp, scores.value[j], r * kGroup + g);
-#pragma unroll
-                    for (int c = 0; c < kCols; ++c) sum[c] += score * rows[r][c];
-                }
-#pragma unroll
-                for (int c = 0; c < kCols; ++c) atomicAdd(&tile[(j * kGroup + g) * kRowLength + lane + 32 * c], sum[c]);
+                for (int r = 0; r < kRows; ++r) sum += score.item[r] * rows[r][c];
+                atomicAdd(&tile[j * kRowLength + lane + 32 * c], sum);
             }
+        }
     }
 
     // The number that row r's lanes hold, for every lane.
