@@ -11,7 +11,7 @@ from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .problem import AttentionProblem
 from .tile_table import TILE_TABLE
-from .tiles import OPERATIONS, TileConfig, padded_head_dim, why_illegal
+from .tiles import OPERATIONS, TileConfig, fits_blocks, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
 __all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile"]
@@ -123,9 +123,9 @@ def choose_tile(
         if (
             (row.family, row.operation) == (family, operation)
             and padded_head_dim(family, problem.head_dim) <= row.head_dim
-            and row.causal in (None, problem.causal)
             and (row.dtypes is None or problem.dtype in row.dtypes)
             and why_illegal(*arguments, row.tile, device) is None
+            and fits_blocks(*arguments, row.tile, device)
         ):
             return row.tile
     raise UnsupportedProblemError(

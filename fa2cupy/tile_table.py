@@ -1,7 +1,7 @@
 """Default tiles: data only.
 
-A row serves head dimensions up to `head_dim` (of the family's padded size); the first row of an operation that is legal
-on the device wins. `measured` names the GPU and date of the sweep behind a row; rows without one are by arithmetic
+A row serves head dimensions up to `head_dim` (of the family's padded size); the first row of an operation wins that is
+legal on the device and of which the device's shared memory holds as many blocks as the row counts on. `measured` names the GPU and date of the sweep behind a row; rows without one are by arithmetic
 (they fit, and spill nothing) and wait for such a GPU.
 """
 
@@ -22,40 +22,42 @@ class TileRow:
     operation: str
     head_dim: int
     tile: TileConfig
-    causal: bool | None = None
     dtypes: tuple[str, ...] | None = None
     measured: str = ""
 
 
 def _rows(family: str, operation: str, *rows: tuple, dtypes: tuple[str, ...] | None = None) -> list[TileRow]:
-    return [TileRow(family, operation, head_dim, tile, dtypes=dtypes) for head_dim, tile in rows]
+    return [TileRow(family, operation, head_dim, tile, dtypes, *measured) for head_dim, tile, *measured in rows]
 
 
+_H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
 TILE_TABLE: tuple[TileRow, ...] = (
     *_rows(
         "sm80",
         "forward",
-        (32, TileConfig(128, 64, 4, 2, 3)),
-        (64, TileConfig(128, 128, 4, 2, 2)),
-        (96, TileConfig(128, 96, 4, 2, 2)),
-        (128, TileConfig(128, 64, 4, 2, 2)),
-        (128, TileConfig(64, 64, 4, 1, 2)),
-        (256, TileConfig(128, 64, 8, 2)),
+        (32, TileConfig(128, 64, 4, 2, 3), _H100),
+        (64, TileConfig(128, 128, 4, 2, 2), _H100),
+        (96, TileConfig(128, 64, 4, 3, 2), _H100),
+        (128, TileConfig(128, 64, 4, 2, 2), _H100),
+        (192, TileConfig(128, 96, 8, 2), _H100),
+        (256, TileConfig(128, 64, 8, 2), _H100),
+        (64, TileConfig(128, 64, 4, 2, 2)),
+        (128, TileConfig(128, 32, 4, 1, 2)),
         (256, TileConfig(128, 64, 8, 1)),
         (256, TileConfig(64, 32, 4, 1)),
     ),
     *_rows(
         "sm80",
         "backward",
-        (32, TileConfig(64, 128, 4, 2, 2)),
-        (64, TileConfig(128, 128, 8, 2)),
-        (64, TileConfig(64, 128, 8, 2)),
-        (64, TileConfig(64, 64, 8, 2)),
-        (128, TileConfig(64, 128, 8, 2)),
-        (128, TileConfig(32, 128, 8, 2)),
-        (128, TileConfig(32, 64, 8, 1)),
+        (32, TileConfig(64, 128, 8, 2, 2), _H100),
+        (64, TileConfig(64, 64, 4, 2, 3), _H100),
+        (128, TileConfig(64, 128, 8, 2), _H100),
+        (160, TileConfig(32, 64, 4, 2, 2), _H100),
+        (256, TileConfig(64, 64, 8, 2), _H100),
+        (64, TileConfig(32, 64, 4, 2, 2)),
+        (128, TileConfig(32, 64, 4, 2)),
         (256, TileConfig(32, 64, 8, 2)),
         (256, TileConfig(32, 64, 8, 1)),
         (256, TileConfig(16, 32, 4, 1)),
@@ -63,41 +65,60 @@ TILE_TABLE: tuple[TileRow, ...] = (
     *_rows(
         "sm80",
         "backward_dq",
-        (32, TileConfig(128, 32, 4, 2, 2)),
-        (64, TileConfig(128, 64, 4, 2, 2)),
-        (128, TileConfig(128, 32, 4, 2, 2)),
-        (128, TileConfig(64, 32, 4, 2)),
-        (256, TileConfig(64, 32, 4, 1, 2)),
+        (32, TileConfig(128, 32, 4, 2, 2), _H100),
+        (64, TileConfig(128, 64, 4, 2, 2), _H100),
+        (128, TileConfig(128, 32, 4, 2, 2), _H100),
+        (192, TileConfig(64, 64, 4, 1, 2), _H100),
+        (256, TileConfig(64, 32, 4, 1, 2), _H100),
+        (128, TileConfig(64, 32, 4, 1, 2)),
+        (256, TileConfig(32, 32, 2, 1, 2)),
         (256, TileConfig(32, 32, 2, 1)),
     ),
     *_rows(
         "sm80",
         "backward_dkdv",
-        (32, TileConfig(64, 128, 8, 2, 2)),
-        (64, TileConfig(64, 64, 4, 2, 3)),
-        (128, TileConfig(64, 128, 8, 2)),
-        (128, TileConfig(64, 128, 8, 1)),
-        (128, TileConfig(32, 64, 8, 1)),
-        (256, TileConfig(64, 64, 8, 2)),
+        (32, TileConfig(64, 128, 8, 2, 2), _H100),
+        (64, TileConfig(64, 64, 4, 2, 3), _H100),
+        (96, TileConfig(64, 64, 4, 2, 2), _H100),
+        (128, TileConfig(64, 128, 8, 2), _H100),
+        (160, TileConfig(32, 64, 4, 2, 2), _H100),
+        (256, TileConfig(64, 64, 8, 2), _H100),
+        (64, TileConfig(32, 64, 4, 2, 2)),
+        (128, TileConfig(32, 64, 4, 2)),
         (256, TileConfig(32, 64, 8, 1)),
         (256, TileConfig(32, 32, 4, 1)),
     ),
-    *_rows("simt", "forward", (128, TileConfig(32, 32, 4, 1, 4)), (256, TileConfig(32, 32, 4, 1, 2)), dtypes=_FLOAT),
-    *_rows("simt", "forward", (64, TileConfig(32, 32, 4, 1, 3)), (256, TileConfig(16, 16, 4, 1, 2)), dtypes=_DOUBLE),
+    *_rows(
+        "simt",
+        "forward",
+        (128, TileConfig(32, 32, 4, 1, 4)),
+        (256, TileConfig(32, 32, 4, 1, 2)),
+        (256, TileConfig(16, 16, 4)),
+        dtypes=_FLOAT,
+    ),
+    *_rows(
+        "simt",
+        "forward",
+        (64, TileConfig(32, 32, 4, 1, 3)),
+        (256, TileConfig(16, 16, 4, 1, 2)),
+        (256, TileConfig(16, 8, 4)),
+        dtypes=_DOUBLE,
+    ),
     *_rows(
         "simt",
         "backward",
         (64, TileConfig(32, 32, 4, 1, 4)),
         (128, TileConfig(32, 32, 4, 1, 3)),
         (256, TileConfig(16, 16, 4, 1, 2)),
+        (256, TileConfig(16, 8, 4)),
         dtypes=_FLOAT,
     ),
     *_rows(
         "simt",
         "backward",
         (64, TileConfig(32, 32, 4, 1, 2)),
-        (256, TileConfig(8, 16, 4, 1, 1)),
-        (256, TileConfig(16, 8, 4, 1, 1)),
+        (256, TileConfig(8, 16, 4)),
+        (256, TileConfig(16, 8, 4)),
         dtypes=_DOUBLE,
     ),
     *_rows(
@@ -106,16 +127,32 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (64, TileConfig(32, 32, 4, 1, 4)),
         (128, TileConfig(32, 32, 4, 1, 3)),
         (256, TileConfig(16, 16, 4, 1, 2)),
+        (256, TileConfig(16, 16, 4)),
         dtypes=_FLOAT,
     ),
-    *_rows("simt", "backward_dq", (64, TileConfig(32, 32, 4, 1, 2)), (256, TileConfig(8, 16, 4, 1, 2)), dtypes=_DOUBLE),
+    *_rows(
+        "simt",
+        "backward_dq",
+        (64, TileConfig(32, 32, 4, 1, 2)),
+        (256, TileConfig(8, 16, 4, 1, 2)),
+        (256, TileConfig(16, 8, 4)),
+        dtypes=_DOUBLE,
+    ),
     *_rows(
         "simt",
         "backward_dkdv",
         (64, TileConfig(32, 32, 4, 1, 4)),
         (128, TileConfig(32, 32, 4, 1, 2)),
         (256, TileConfig(16, 16, 4, 1, 2)),
+        (256, TileConfig(16, 16, 4)),
         dtypes=_FLOAT,
     ),
-    *_rows("simt", "backward_dkdv", (64, TileConfig(32, 16, 4, 1, 2)), (256, TileConfig(16, 8, 4, 1, 1)), dtypes=_DOUBLE),
+    *_rows(
+        "simt",
+        "backward_dkdv",
+        (64, TileConfig(32, 16, 4, 1, 2)),
+        (256, TileConfig(16, 8, 4)),
+        (256, TileConfig(8, 16, 4)),
+        dtypes=_DOUBLE,
+    ),
 )

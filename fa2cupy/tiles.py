@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .device import DeviceInfo
 
-__all__ = ["OPERATIONS", "TileConfig", "padded_head_dim", "shared_memory_bytes", "why_illegal"]
+__all__ = ["OPERATIONS", "TileConfig", "fits_blocks", "padded_head_dim", "shared_memory_bytes", "why_illegal"]
 
 #: Kernels whose tile is a choice. ``backward`` is the one kernel of ``single_pass``, the next two those of ``two_pass``.
 OPERATIONS = ("forward", "backward", "backward_dq", "backward_dkdv")
@@ -102,6 +102,12 @@ def why_illegal(
     if needed > device.shared_memory_per_block:
         return f"it needs {needed} bytes of shared memory, {device.name} has {device.shared_memory_per_block} for a block"
     return None
+
+
+def fits_blocks(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo) -> bool:
+    """Whether the device's shared memory holds as many blocks as the tile counts on."""
+    needed = shared_memory_bytes(operation, family, dtype, head_dim, tile) + 1024  # what the system takes for each block
+    return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
 
 
 def _register_rule(accumulators: int, operands: int, tile: TileConfig) -> str | None:
