@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
+from . import cpu
 from .problem import array_backend
 from .tiles import TileConfig
 
 __all__ = ["attention", "backward", "delta", "forward"]
 
 
-def _backend(**arrays):
+def _backend(name: str, array):
+    if isinstance(array, np.ndarray):
+        return cpu
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(array, cupy.ndarray):
+        array_backend(**{name: array})  # says how to convert it
+    return _gpu()
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu():
     # Imported at first use: NumPy users need no CuPy, and CuPy is there once someone has an array of it.
-    if array_backend(**arrays) == "cupy":
-        from . import gpu
+    from . import gpu
 
-        return gpu
-    from . import cpu
-
-    return cpu
+    return gpu
 
 
 def forward(
@@ -95,7 +106,7 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    return _backend(q=q, k=k, v=v).forward(q, k, v, causal, softmax_scale, layout, out, config, family)
+    return _backend("q", q).forward(q, k, v, causal, softmax_scale, layout, out, config, family)
 
 
 def delta(o, do, *, layout: str = "bshd", out=None):
@@ -124,7 +135,7 @@ def delta(o, do, *, layout: str = "bshd", out=None):
     -----
     FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one.
     """
-    return _backend(o=o, do=do, out=out).delta(o, do, layout, out)
+    return _backend("o", o).delta(o, do, layout, out)
 
 
 def backward(
@@ -191,8 +202,7 @@ def backward(
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for
     float32 and float64 it is the other way round.
     """
-    backend = _backend(q=q, k=k, v=v, o=o, lse=lse, do=do, delta=delta)
-    return backend.backward(
+    return _backend("q", q).backward(
         q, k, v, o, lse, do, causal, softmax_scale, delta, method, deterministic, layout, out, config, family
     )
 

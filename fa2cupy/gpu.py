@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Hashable
 
 import cupy
+import numpy as np
 from cupy.cuda import runtime
 
 from .device import DeviceInfo
 from .families import Family, choose_family, choose_method
 from .launch import bind_plan
 from .plan import Plan, plan_backward, plan_delta, plan_forward
-from .problem import AttentionProblem, check_array, check_outputs, check_overlap, unpack_out
+from .problem import AttentionProblem, array_backend, check_outputs, check_overlap, unpack_out
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -26,50 +27,69 @@ _prepared: dict[Hashable, Callable] = {}
 _lock = threading.Lock()
 
 _STATISTICS = ("lse", "delta")  # one number a row, instead of head_dim columns
+_FORWARD = ("q", "k", "v", "o", "lse")
+_DELTA = ("o", "do", "delta")
+_BACKWARD = ("q", "k", "v", "o", "lse", "do", "delta", "dq", "dk", "dv")
 
 #: (name, shape, dtype) of each result of a call.
-Outputs = tuple[tuple[str, tuple[int, ...], object], ...]
+Outputs = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
 
 
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
     """`fa2cupy.forward` on CuPy arrays."""
-    arrays = (q, k, v, *unpack_out(out, ("o", "lse")))
-    return _call(_prepare_forward, arrays, (causal, softmax_scale, layout, config, family))
+    o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
+    return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (causal, softmax_scale, layout, config, family))
 
 
 def delta(o, do, layout, out):
     """`fa2cupy.delta` on CuPy arrays."""
-    return _call(_prepare_delta, (o, do, out), (layout,))[0]
+    return _call(_prepare_delta, _DELTA, (o, do, out), (layout,))[0]
 
 
 def backward(q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family):
     """`fa2cupy.backward` on CuPy arrays."""
-    arrays = (q, k, v, o, lse, do, given_delta, *unpack_out(out, ("dq", "dk", "dv")))
-    return _call(_prepare_backward, arrays, (causal, softmax_scale, method, deterministic, layout, config, family))
+    dq, dk, dv = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
+    arrays = (q, k, v, o, lse, do, given_delta, dq, dk, dv)
+    options = (causal, softmax_scale, method, deterministic, layout, config, family)
+    return _call(_prepare_backward, _BACKWARD, arrays, options)
 
 
-def _call(prepare: Callable, arrays: tuple, options: tuple) -> tuple:
-    signature = [None if a is None else (a.shape, a.strides, a.dtype, a.data.device_id, a.data.ptr % 16) for a in arrays]
-    key = (prepare, options, *signature)
+def _call(prepare: Callable, names: tuple[str, ...], arrays: tuple, options: tuple) -> tuple:
+    addresses = []
+    signature = [prepare, options]
+    try:
+        for array in arrays:
+            if array is None:
+                addresses.append(0)
+                signature.append(None)
+            else:
+                memory = array.data
+                address = memory.ptr
+                addresses.append(address)
+                signature.append((array.shape, array.strides, array.dtype.num, memory.device_id, address & 15))
+    except AttributeError:
+        array_backend(**dict(zip(names, arrays, strict=True)))  # says which argument is no CuPy array
+        raise
+    key = tuple(signature)
     try:
         call = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: a dict of tiles, or a mistake that the checks will name
-        return prepare(arrays, options)(arrays)
+        return prepare(arrays, options)(arrays, addresses)
     if call is None:
         call = prepare(arrays, options)
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
             _prepared[key] = call
-    return call(arrays)
+    return call(arrays, addresses)
 
 
 def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
     q, k, v, o, lse = arrays
     causal, softmax_scale, layout, config, family = options
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
-    ordinal, device = _device(arrays, ("q", "k", "v", "o", "lse"))
-    outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, problem.accumulator_dtype))
+    ordinal, device = _device(arrays, _FORWARD)
+    outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
     row = choose_family(problem.dtype, device, family)
     if not _direct(row, problem, (q, k, v, o), (lse,)):
@@ -77,23 +97,23 @@ def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
         def run(copies):
             return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
 
-        return _Adapted(run, row, problem, ("q", "k", "v"), outputs)
+        return _Adapted(run, row, problem, _FORWARD, outputs)
     plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, row.name)
-    return _Call(plan, ordinal, ("q", "k", "v"), outputs)
+    return _Call(plan, ordinal, _FORWARD, outputs, arrays)
 
 
 def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
     o, do, out = arrays
     (layout,) = options
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
-    ordinal, device = _device(arrays, ("o", "do", "out"))
-    outputs = (("delta", problem.lse_shape, problem.accumulator_dtype),)
+    ordinal, device = _device(arrays, _DELTA)
+    outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     check_outputs(outputs, (out,))
     row = choose_family(problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
-        return _Adapted(lambda copies: (delta(*copies, layout, None),), row, problem, ("o", "do"), outputs)
+        return _Adapted(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, outputs)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
-    return _Call(plan, ordinal, ("o", "dout"), outputs)
+    return _Call(plan, ordinal, _DELTA, outputs, arrays)
 
 
 def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
@@ -101,12 +121,11 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
     causal, softmax_scale, method, deterministic, layout, config, family = options
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     problem.check_backward_inputs(o, lse, do, given_delta)
-    ordinal, device = _device(arrays, ("q", "k", "v", "o", "lse", "do", "delta", "dq", "dk", "dv"))
+    ordinal, device = _device(arrays, _BACKWARD)
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
     check_outputs(outputs, (dq, dk, dv))
     row = choose_family(problem.dtype, device, family)
     method = choose_method(row.name, method, deterministic)
-    inputs = ("q", "k", "v", "o", "lse", "dout", "delta")
     if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
 
         def run(copies):
@@ -114,10 +133,10 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
                 *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config, family
             )
 
-        return _Adapted(run, row, problem, inputs, outputs)
+        return _Adapted(run, row, problem, _BACKWARD, outputs)
     strides = _strides(problem, outputs, q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
     plan = plan_backward(problem, device, strides, method, config, row.name, with_delta=given_delta is None)
-    return _Call(plan, ordinal, inputs, outputs)
+    return _Call(plan, ordinal, _BACKWARD, outputs, arrays)
 
 
 def _device(arrays: tuple, names: tuple[str, ...]) -> tuple[int, DeviceInfo]:
@@ -155,60 +174,82 @@ def _takes_rows(family: Family, array) -> bool:
 
 
 class _Call:
-    """A prepared call on arrays that the kernels take as they are."""
+    """A prepared call on arrays that the kernels take as they are.
 
-    def __init__(self, plan: Plan, ordinal: int, inputs: tuple[str, ...], outputs: Outputs):
+    Buffers are numbered: the arguments, then the workspaces. What a call allocates is known when it is prepared.
+    """
+
+    def __init__(self, plan: Plan, ordinal: int, names: tuple[str, ...], outputs: Outputs, arrays: tuple):
         self.ordinal = ordinal
-        self.inputs = inputs
+        self.names = names
+        self.num_inputs = len(names) - len(outputs)
         self.outputs = outputs
-        self.workspaces = plan.workspaces
-        self.cleared = plan.cleared
+        # The kernels' name for `do`, which C++ keeps for itself.
+        buffers = [*["dout" if name == "do" else name for name in names], *[w.name for w in plan.workspaces]]
+        if "delta" not in names[self.num_inputs :] and any(w.name == "delta" for w in plan.workspaces):
+            buffers[names.index("delta")] = "no delta given"
+        self.allocated = [
+            (position, shape, dtype)
+            for position, (_, shape, dtype) in enumerate(outputs, start=self.num_inputs)
+            if arrays[position] is None
+        ]
+        self.writes_given = len(self.allocated) < len(outputs)
+        self.workspace_bytes = [max(w.nbytes, 1) for w in plan.workspaces]
+        self.cleared = [buffers.index(name) for name in plan.cleared]
         with cupy.cuda.Device(ordinal):
-            self.stages = bind_plan(plan)
+            self.stages = bind_plan(plan, tuple(buffers))
 
-    def __call__(self, arrays: tuple) -> tuple:
+    def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
         if runtime.getDevice() == self.ordinal:
-            return self._run(arrays)
+            return self._run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):
-            return self._run(arrays)
+            return self._run(arrays, addresses)
 
-    def _run(self, arrays: tuple) -> tuple:
-        buffers = dict(zip(self.inputs, arrays, strict=False))
-        given = arrays[len(self.inputs) :]
-        if given.count(None) != len(given):
-            _check_given(self.inputs, self.outputs, arrays)
-        for (name, shape, dtype), array in zip(self.outputs, given, strict=True):
-            buffers[name] = cupy.empty(shape, dtype) if array is None else array
+    def _run(self, arrays: tuple, addresses: list[int]) -> tuple:
+        if self.writes_given:
+            _check_given(self.names, self.num_inputs, arrays)
+        buffers = list(arrays)
+        for position, shape, dtype in self.allocated:
+            array = buffers[position] = cupy.empty(shape, dtype)
+            addresses[position] = array.data.ptr
         # Freed on return, before the kernels end: CuPy's pool hands the memory only to later work of the same stream.
-        for workspace in self.workspaces:
-            buffers[workspace.name] = cupy.empty(workspace.elements, workspace.dtype)
-        for name in self.cleared:
-            _clear(buffers[name])
-        addresses = {name: array.data.ptr for name, array in buffers.items() if array is not None}
+        for nbytes in self.workspace_bytes:
+            memory = cupy.cuda.alloc(nbytes)
+            buffers.append(memory)
+            addresses.append(memory.ptr)
+        for position in self.cleared:
+            self._clear(buffers[position], position)
         for stage in self.stages:
             stage(addresses)
-        return tuple([buffers[name] for name, _, _ in self.outputs])
+        return tuple(buffers[self.num_inputs : len(arrays)])
+
+    def _clear(self, buffer, position: int) -> None:
+        if position >= len(self.names):
+            buffer.memset_async(0, self.workspace_bytes[position - len(self.names)])
+        elif buffer.flags.c_contiguous:
+            buffer.data.memset_async(0, buffer.nbytes)
+        else:
+            buffer.fill(0)
 
 
 class _Adapted:
     """A prepared call with arrays that the kernels do not take: it runs on copies, and copies the results back."""
 
-    def __init__(self, run: Callable, family: Family, problem: AttentionProblem, inputs: tuple[str, ...], outputs: Outputs):
+    def __init__(self, run: Callable, family: Family, problem: AttentionProblem, names: tuple[str, ...], outputs: Outputs):
         self.run = run
         self.family = family
         self.head_dim = problem.head_dim
         self.padded = -(-problem.head_dim // family.head_dim_step) * family.head_dim_step
-        self.inputs = inputs
-        self.outputs = outputs
+        self.names = names
+        self.num_inputs = len(names) - len(outputs)
 
-    def __call__(self, arrays: tuple) -> tuple:
-        given = arrays[len(self.inputs) :]
-        _check_given(self.inputs, self.outputs, arrays)
+    def __call__(self, arrays: tuple, _: list[int]) -> tuple:
+        _check_given(self.names, self.num_inputs, arrays)
+        names, count = self.names, self.num_inputs
         with cupy.cuda.Device(arrays[0].data.device_id):
-            results = self.run([self._copy(name, a) for name, a in zip(self.inputs, arrays, strict=False)])
-            return tuple([
-                self._deliver(name, r, g) for (name, _, _), r, g in zip(self.outputs, results, given, strict=True)
-            ])
+            results = self.run([self._copy(*pair) for pair in zip(names[:count], arrays[:count], strict=True)])
+            delivered = zip(names[count:], results, arrays[count:], strict=True)
+            return tuple([self._deliver(*triple) for triple in delivered])
 
     def _copy(self, name: str, array):
         if array is None:
@@ -230,17 +271,7 @@ class _Adapted:
         return given
 
 
-def _check_given(inputs: tuple[str, ...], outputs: Outputs, arrays: tuple) -> None:
-    named = dict(zip((*inputs, *[name for name, _, _ in outputs]), arrays, strict=True))
-    written = {name for name, _, _ in outputs}
-    check_overlap(
-        {name: a for name, a in named.items() if name in written and a is not None},
-        {name: a for name, a in named.items() if name not in written and a is not None},
-    )
-
-
-def _clear(array) -> None:
-    if array.flags.c_contiguous:
-        array.data.memset_async(0, array.nbytes)
-    else:
-        array.fill(0)
+def _check_given(names: tuple[str, ...], num_inputs: int, arrays: tuple) -> None:
+    named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
+    inputs = {name: array for name, array in named if name in names[:num_inputs]}
+    check_overlap({f"out ({name})": array for name, array in named if name not in inputs}, inputs)

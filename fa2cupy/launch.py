@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -68,31 +69,31 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
 
 
 class BoundStage:
-    """A stage with its kernel loaded: called with a table of addresses, it launches on the current stream."""
+    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream."""
 
-    __slots__ = ("_addresses_of", "_block", "_constants", "_function", "_grid", "_pack", "_record", "_shared", "_stage")
+    __slots__ = ("_block", "_constants", "_function", "_grid", "_pack", "_pick", "_record", "_shared", "_stage")
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: Stage, buffers: tuple[str, ...]):
         layout = stage.spec.params
         self._stage = stage
         self._function = load_kernel(stage.spec)
-        self._grid = (stage.blocks,)
-        self._block = (stage.threads,)
+        self._grid = (stage.blocks, 1, 1)
+        self._block = (stage.threads, 1, 1)
         self._shared = stage.spec.shared_memory_bytes
         self._constants = stage.constants
         self._pack = layout.pointer_packer.pack
-        self._addresses_of = itemgetter(*layout.pointers)
+        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers])
         # cuLaunchKernel copies the record, so that a call owns nothing afterwards and threads share nothing.
         self._record = np.dtype(f"V{layout.nbytes}")
 
-    def __call__(self, addresses: dict[str, int]) -> None:
-        record = np.frombuffer(self._pack(*self._addresses_of(addresses)) + self._constants, self._record)
+    def __call__(self, addresses: Sequence[int]) -> None:
+        record = np.frombuffer(self._pack(*self._pick(addresses)) + self._constants, self._record)
         try:
             self._function(self._grid, self._block, (record,), self._shared)
         except Exception as error:
             raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error
 
 
-def bind_plan(plan: Plan) -> tuple[BoundStage, ...]:
-    """Compiles (or finds) and loads the kernels of a plan on the current device."""
-    return tuple(BoundStage(stage) for stage in plan.stages)
+def bind_plan(plan: Plan, buffers: tuple[str, ...]) -> tuple[BoundStage, ...]:
+    """Compiles (or finds) and loads the kernels of a plan on the current device; `buffers` names the addresses."""
+    return tuple(BoundStage(stage, buffers) for stage in plan.stages)

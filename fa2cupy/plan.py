@@ -41,8 +41,7 @@ class Workspace:
     """Device memory that a call needs beyond its inputs and outputs."""
 
     name: str
-    elements: int
-    dtype: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def plan_backward(
     stages, workspaces = [], []
     if with_delta:
         stages.append(_delta_stage(planner))
-        workspaces.append(Workspace("delta", rows, problem.accumulator_dtype))
+        workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
     if method == "two_pass":
         stages.append(planner.by_query_tiles("backward_dq", planner.tile("backward_dq", config)))
         stages.append(planner.by_key_tiles("backward_dkdv", planner.tile("backward_dkdv", config)))
@@ -175,7 +174,7 @@ def plan_backward(
     num_tiles = -(-problem.seqlen_q // tile.b_r)
     heads = problem.batch * problem.num_heads
     columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns, "float32"))
+    workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
     stages.append(planner.stage("convert_dq", convert, heads * num_tiles, num_tiles=num_tiles))
     return _plan(*stages, workspaces=workspaces, cleared=("dq_accum",))

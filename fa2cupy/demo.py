@@ -1,0 +1,184 @@
+"""The demonstration: every operation that this machine can run, checked against float64 and timed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import api
+from .cache import cached_kernel
+from .compiler import nvrtc_version
+from .cpu import default_tile
+from .device import DeviceInfo
+from .errors import KernelCompileError
+from .families import FAMILIES
+from .inspection import default_specs
+from .testing import Comparison, Expectation, check_delta, make_inputs
+from .tiles import OPERATIONS
+
+__all__ = ["run_demo"]
+
+_TENSOR_CORE_SIZE = {"batch": 2, "seqlen_q": 2048, "num_heads": 8, "head_dim": 128}
+_SIMT_SIZE = {"batch": 1, "seqlen_q": 1024, "num_heads": 4, "head_dim": 64}
+_CPU_SIZE = {"batch": 1, "seqlen_q": 512, "num_heads": 4, "head_dim": 64}
+_TOOLCHAIN_ARCHS = ("sm_80", "sm_90a")
+_METHODS = ("single_pass", "two_pass")
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """One row of the table. `work` is in floating-point operations, 0 where they are not what takes the time."""
+
+    operation: str
+    dtype: str
+    causal: bool
+    kernels: str
+    comparisons: tuple[Comparison, ...]
+    compile_seconds: float | None
+    milliseconds: float
+    work: float
+
+    def __str__(self) -> str:
+        worst = max(self.comparisons, key=lambda comparison: comparison.percent)
+        compiled = f"{self.compile_seconds:.2f} s" if self.compile_seconds is not None else "-"
+        rate = f"{self.work / self.milliseconds / 1e9:.3g}" if self.work else "-"
+        return (
+            f"{self.operation:<22}{self.dtype:<10}{'causal' if self.causal else 'full':<8}{self.kernels:<50}"
+            f"{worst.error:8.1e} of {worst.allowed:.1e} ({worst.name:>5}){compiled:>10}{self.milliseconds:9.3f} ms{rate:>9}"
+        )
+
+
+_HEADER = (
+    f"{'operation':<22}{'dtype':<10}{'mask':<8}{'family and tile (b_r x b_c)':<50}"
+    f"{'max error of the allowed':<27}{'compile':>10}{'time':>12}{'TFLOP/s':>9}"
+)
+
+
+def run_demo(device: str = "auto") -> int:
+    """Prints the table; returns 0 if every result was within its allowed error.
+
+    Parameters
+    ----------
+    device : {"auto", "gpu", "cpu"}
+    """
+    reason = _why_no_gpu()
+    if device == "gpu" and reason:
+        print(f"There is no GPU to use: {reason}")
+        return 1
+    if device != "cpu" and not reason:
+        import cupy
+
+        info = DeviceInfo.current()
+        print(f"{info.name} ({info.arch}), NVRTC {'.'.join(map(str, nvrtc_version()))}")
+        dtypes = [dtype for family in FAMILIES for dtype in family.dtypes if family.supports(dtype, info)]
+        return _print_table(dtypes, cupy, info)
+    print("The NumPy backend, as asked." if device == "cpu" else f"No GPU here ({reason}): the NumPy backend runs instead.")
+    return _print_table(["float32", "float64", "float16", "bfloat16"], np, None) or _show_toolchain()
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        DeviceInfo.current()
+    except Exception as error:  # no CuPy, no driver, no device: whatever it is, the demonstration goes on without
+        return str(error)
+    return None
+
+
+def _print_table(dtypes: list[str], xp, info: DeviceInfo | None) -> int:
+    print(_HEADER)
+    try:
+        for dtype, causal in itertools.product(dtypes, (False, True)):
+            for measurement in _measure(dtype, causal, xp, info):
+                print(measurement, flush=True)
+    except AssertionError as error:
+        print(f"WRONG RESULT\n  {error}")
+        return 1
+    print("All results are within their allowed errors.")
+    return 0
+
+
+def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[_Measurement]:
+    size = _CPU_SIZE if info is None else _TENSOR_CORE_SIZE if dtype in ("float16", "bfloat16") else _SIMT_SIZE
+    q, k, v, do = make_inputs(dtype, **size, xp=xp)
+    expected = Expectation(q, k, v, do, causal=causal)
+    product = 2 * size["batch"] * size["num_heads"] * size["seqlen_q"] ** 2 * size["head_dim"] / (2 if causal else 1)
+    clock = _host_milliseconds if info is None else _device_milliseconds
+
+    def row(operation: str, call: Callable, comparisons: tuple, products: int, method: str | None = None) -> _Measurement:
+        kernels, seconds = _kernels(operation, dtype, size["head_dim"], causal, method, info)
+        return _Measurement(
+            f"{operation} {method or ''}", dtype, causal, kernels, comparisons, seconds, clock(call), products * product
+        )
+
+    out = expected.unwritten("o", "lse")
+    o, lse = api.forward(q, k, v, causal=causal, out=out)
+    comparisons = tuple(expected.check(o=o, lse=lse).values())
+    yield row("forward", lambda: api.forward(q, k, v, causal=causal), comparisons, 2)
+
+    comparison = check_delta(o, do, api.delta(o, do))
+    yield row("delta", lambda: api.delta(o, do), (comparison,), 0)
+
+    for method in _METHODS:
+
+        def backward(method: str = method, **options):
+            return api.backward(q, k, v, o, lse, do, causal=causal, method=method, **options)
+
+        dq, dk, dv = backward(out=expected.unwritten("dq", "dk", "dv"))
+        comparisons = tuple(expected.check(dq=dq, dk=dk, dv=dv).values())
+        yield row("backward", backward, comparisons, 5, method)
+
+
+def _kernels(
+    operation: str, dtype: str, head_dim: int, causal: bool, method: str | None, info: DeviceInfo | None
+) -> tuple[str, float | None]:
+    """Family and tiles of a call, and what its kernels took to compile (when they were compiled)."""
+    if info is None:
+        b_r, b_c = default_tile()
+        return ("numpy" if operation == "delta" else f"numpy {b_r} x {b_c}"), None
+    specs = default_specs(info, dtype, head_dim, causal, "two_pass" if operation == "delta" else method)
+    if operation == "delta":
+        specs = [spec for spec in specs if spec.operation == "delta"]
+    seconds = sum(cached_kernel(spec).seconds for spec in specs)
+    tiles = [str(spec.tile) for spec in specs if spec.operation in OPERATIONS]
+    family = specs[-1].family
+    return f"{family} {'; '.join(tile.split(',')[0] for tile in tiles) if len(tiles) > 1 else ''.join(tiles)}", seconds
+
+
+def _host_milliseconds(call: Callable) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def _device_milliseconds(call: Callable, calls: int = 10) -> float:
+    import cupy
+
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for _ in range(calls):
+        call()
+    stop.record()
+    stop.synchronize()
+    return cupy.cuda.get_elapsed_time(start, stop) / calls
+
+
+def _show_toolchain() -> int:
+    """Compiles one kernel of each family, which needs CuPy and NVRTC but no GPU."""
+    try:
+        print(f"NVRTC {'.'.join(map(str, nvrtc_version()))} compiles, for GPUs that are not here:")
+        for arch, family in itertools.product(_TOOLCHAIN_ARCHS, FAMILIES):
+            (spec,) = default_specs(DeviceInfo.named(arch), family.dtypes[0], 64, True)
+            kernel = cached_kernel(replace(spec, arch=arch))
+            print(f"  {kernel.symbol} for {arch}: {kernel.registers} registers, {kernel.seconds:.2f} s")
+    except KernelCompileError as error:
+        print(f"Kernels cannot be compiled here: {error}")
+        return 1
+    return 0

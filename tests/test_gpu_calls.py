@@ -1,0 +1,222 @@
+"""gpu.py without a GPU: which arrays are copied, what the launch records say, what is reused and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_gpu import FakeArray, fake_gpu, on_gpu  # noqa: E402
+
+from fa2cupy import TileConfig, gpu  # noqa: E402
+from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
+
+METHODS = ("single_pass", "two_pass")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with fake_gpu(monkeypatch) as stages:
+        yield stages
+
+
+def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None):
+    """`gpu.forward` by keyword."""
+    return gpu.forward(q, k, v, causal, scale, layout, out, config, family)
+
+
+def backward(
+    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd", out=None,
+    config=None, family=None,
+):
+    """`gpu.backward` by keyword."""
+    return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)
+
+
+def inputs_of(dtype="float16", **options) -> list[FakeArray]:
+    """Inputs of a small grouped-query problem on the fake device."""
+    sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64} | options
+    return [place(x) for x in make_inputs(dtype, **sizes)]
+
+
+def place(array: np.ndarray) -> FakeArray:
+    """A copy where CuPy's allocator would put it."""
+    placed = gpu.cupy.empty(array.shape, array.dtype)
+    placed[...] = array
+    return placed
+
+
+def shifted(x):
+    """The same numbers two or four bytes off the alignment."""
+    wide = place(np.empty(x.size + 1, x.dtype))
+    view = wide[1:].reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def gapped(x):
+    """A last axis that is not contiguous."""
+    wide = place(np.empty((*x.shape, 2), x.dtype))
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def packed(x):
+    """Every second head of a wider array: strides that the kernels take."""
+    wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
+    wide[:, :, ::2] = x
+    return wide[:, :, ::2]
+
+
+@pytest.mark.parametrize("view", (place, packed, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize("head_dim", (64, 59))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+def test_any_strides_and_head_dims_reach_the_kernels_right(launched, dtype, head_dim, view):
+    q, k, v, do = (view(x) for x in inputs_of(dtype, head_dim=head_dim))
+    expected = Expectation(q, k, v, do, causal=True)
+    o, lse = forward(q, k, v, causal=True)
+    expected.check(o=o, lse=lse)
+    delta = gpu.delta(o, do, "bshd", None)
+    check_delta(o, do, delta)
+    for method in METHODS:
+        for given in (None, delta):
+            dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method, delta=given)
+            expected.check(dq=dq, dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize(
+    ("view", "head_dim", "dtype", "copied"),
+    ((place, 64, "float16", False), (packed, 64, "float16", False), (place, 59, "float32", False), (shifted, 64, "float32", False),
+     (shifted, 64, "float16", True), (gapped, 64, "float32", True), (place, 59, "float16", True)),
+)
+def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch, view, head_dim, dtype, copied):
+    q, k, v, _ = (view(x) for x in inputs_of(dtype, head_dim=head_dim))
+    addresses = []
+    original = gpu._Call._run
+    monkeypatch.setattr(gpu._Call, "_run", lambda self, arrays, at: addresses.extend(at[:3]) or original(self, arrays, at))
+    forward(q, k, v)
+    assert (addresses != [x.data.ptr for x in (q, k, v)]) == copied
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("rank", (2, 3, 4))
+def test_layouts_and_ranks(launched, layout, rank):
+    heads = {"num_heads": 1, "num_heads_kv": 1} if rank == 2 else {}
+    arrays = inputs_of("float16", layout=layout, **heads, **({} if rank == 4 else {"batch": 1}))
+    q, k, v, do = (x if rank == 4 else x[0] if rank == 3 else place(x.reshape(-1, 64)) for x in arrays)
+    expected = Expectation(q, k, v, do, causal=True, layout=layout)
+    o, lse = forward(q, k, v, causal=True, layout=layout)
+    assert o.shape == q.shape and lse.ndim == rank - 1
+    expected.check(o=o, lse=lse)
+    for method in METHODS:
+        gradients = backward(q, k, v, o, lse, do, causal=True, layout=layout, method=method)
+        expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@pytest.mark.parametrize("view", (place, packed, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("head_dim", (64, 59))
+def test_results_go_into_the_callers_arrays(launched, dtype, head_dim, view):
+    q, k, v, do = inputs_of(dtype, head_dim=head_dim)
+    o, lse = forward(q, k, v)
+    wanted = (o, lse, *backward(q, k, v, o, lse, do, method="two_pass"))
+    out = [view(np.full_like(x, np.nan)) if x.ndim == 4 else gapped(np.full_like(x, np.nan)) for x in wanted]
+    got = forward(q, k, v, out=(out[0], out[1]))
+    got += backward(q, k, v, o, lse, do, method="two_pass", out=tuple(out[2:]))
+    for a, b, c in zip(wanted, out, got, strict=True):
+        assert c is b and np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_only_the_results_that_the_caller_lacks_are_allocated(launched, dtype, method):
+    q, k, v, do = inputs_of(dtype)
+    o, lse = forward(q, k, v)
+    mine = place(np.full_like(k, np.nan))
+    dq, dk, dv = backward(q, k, v, o, lse, do, method=method, out=(None, mine, None))
+    assert dk is mine
+    Expectation(q, k, v, do).check(dq=dq, dk=dk, dv=dv)
+
+
+def test_a_signature_is_prepared_once(launched, monkeypatch):
+    prepared = []
+    original = gpu._prepare_forward
+    monkeypatch.setattr(gpu, "_prepare_forward", lambda *a: prepared.append(a) or original(*a))
+    q, k, v, _ = inputs_of()
+    for _ in range(3):
+        forward(q, k, v, causal=True)
+    forward(place(q), place(k), place(v), causal=True)
+    assert len(prepared) == 1
+    forward(q, k, v, causal=False)
+    forward(q, k, v, causal=True, scale=0.3)
+    forward(packed(q), k, v, causal=True)
+    forward(shifted(q), k, v, causal=True)
+    assert len(prepared) >= 5
+
+
+def test_a_dict_of_tiles_is_taken_though_it_cannot_be_hashed(launched):
+    q, k, v, do = inputs_of()
+    o, lse = forward(q, k, v, config={"forward": TileConfig(64, 32, 4, 1)})
+    assert (launched[-1].spec.tile.b_r, launched[-1].spec.tile.b_c) == (64, 32)
+    backward(q, k, v, o, lse, do, method="two_pass", config={"backward_dkdv": TileConfig(32, 64, 4, 1)})
+    assert launched[-1].spec.operation == "backward_dkdv" and launched[-1].spec.tile.b_c == 64
+
+
+def test_methods_choose_their_stages(launched):
+    q, k, v, do = inputs_of()
+    o, lse = forward(q, k, v)
+
+    def stages(**options):
+        launched.clear()
+        backward(q, k, v, o, lse, do, **options)
+        return [stage.spec.operation for stage in launched]
+
+    assert stages() == stages(method="single_pass") == ["delta", "backward", "convert_dq"]
+    assert stages(deterministic=True) == stages(method="two_pass") == ["delta", "backward_dq", "backward_dkdv"]
+    assert stages(delta=gpu.delta(o, do, "bshd", None), method="two_pass")[-2:] == ["backward_dq", "backward_dkdv"]
+    with pytest.raises(ValueError, match="deterministic"):
+        stages(method="single_pass", deterministic=True)
+
+
+@pytest.mark.parametrize("name", ("k", "v"))
+def test_other_objects_are_named_and_told_how_to_convert(launched, name):
+    q, k, v, _ = inputs_of()
+    tensor = type("Tensor", (), {"__dlpack__": None})()
+    for foreign, hint in (([1.0], "numpy.asarray"), (tensor, "from_dlpack")):
+        with pytest.raises(TypeError, match=f"{name}: expected a numpy.ndarray or cupy.ndarray.*{hint}"):
+            forward(q, *(foreign if n == name else x for n, x in (("k", k), ("v", v))))
+
+
+def test_arrays_on_two_devices_are_refused(launched):
+    q, k, v, _ = inputs_of()
+    k.device_id = 1
+    with pytest.raises(ValueError, match="k: expected an array on device 0 like q, got device 1"):
+        forward(q, k, v)
+
+
+def test_overlapping_results_are_refused_on_every_call(launched):
+    q, k, v, do = inputs_of(seqlen_k=37, num_heads_kv=4)
+    o, lse = forward(q, k, v)
+    both = place(np.empty((2, 37, 8, 64), np.float16))
+    backward(q, k, v, o, lse, do, out=(both[:, :, :4], both[:, :, 4:], None))
+    shared = (both[:, :, :4], both[:, :, 1:5], None)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out \(dk\): overlaps out \(dq\)"):
+            backward(q, k, v, o, lse, do, out=shared)
+        with pytest.raises(ValueError, match=r"out \(o\): overlaps v"):
+            forward(q, k, v, out=(v, None))
+
+
+@pytest.mark.parametrize("empty", ("batch", "num_heads", "seqlen_q", "seqlen_k"))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
+    sizes = {empty: 0, **({"num_heads_kv": 0} if empty == "num_heads" else {})}
+    q, k, v, do = inputs_of(dtype, **sizes)
+    o, lse = forward(q, k, v, causal=True)
+    dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method)
+    assert (o.shape, dq.shape, dk.shape, dv.shape) == (q.shape, q.shape, k.shape, v.shape)
+    for result in (o, dq, dk, dv):
+        assert not np.any(np.asarray(result, np.float32) != 0)
+    assert not (launched and empty in ("batch", "num_heads"))
