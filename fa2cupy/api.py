@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from . import cpu
-from .problem import array_backend
+from .arguments import array_backend
 from .tiles import TileConfig
 
 __all__ = ["attention", "backward", "delta", "forward"]
@@ -20,7 +20,7 @@ def _backend(name: str, array):
         return cpu
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray):
-        array_backend(**{name: array})  # says how to convert it
+        array_backend({name: array})  # says how to convert it
     return _gpu()
 
 
@@ -33,10 +33,7 @@ def _gpu():
 
 
 def forward(
-    q,
-    k,
-    v,
-    *,
+    q, k, v, *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -139,13 +136,7 @@ def delta(o, do, *, layout: str = "bshd", out=None):
 
 
 def backward(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    do,
-    *,
+    q, k, v, o, lse, do, *,
     causal: bool = False,
     softmax_scale: float | None = None,
     delta=None,
@@ -208,10 +199,7 @@ def backward(
 
 
 def attention(
-    q,
-    k,
-    v,
-    *,
+    q, k, v, *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .families import choose_method
-from .problem import AttentionProblem, array_backend, check_outputs, check_overlap, unpack_out
-from .tiles import OPERATIONS, TileConfig
+from .arguments import array_backend, check_outputs, check_overlap, output_name, unpack_out
+from .families import choose_method, requested_tile
+from .problem import AttentionProblem
 
 __all__ = ["backward", "default_tile", "delta", "forward"]
 
 
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
     """`fa2cupy.forward` on NumPy arrays."""
-    array_backend(q=q, k=k, v=v)
+    array_backend({"q": q, "k": k, "v": v})
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     tile = _tile_shape("forward", problem, config)
     outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
@@ -42,7 +42,7 @@ def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
 
 def delta(o, do, layout, out):
     """`fa2cupy.delta` on NumPy arrays."""
-    array_backend(o=o, do=do)
+    array_backend({"o": o, "do": do})
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
     outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     (result,) = _results(outputs, (out,), {"o": o, "do": do})
@@ -57,14 +57,16 @@ def backward(
     q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family
 ):
     """`fa2cupy.backward` on NumPy arrays."""
-    inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "delta": given_delta}
-    array_backend(**inputs)
+    inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    array_backend(inputs, {"delta": given_delta})
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     problem.check_backward_inputs(o, lse, do, given_delta)
-    one_pass = _check_method(method, deterministic) == "single_pass"
+    one_pass = choose_method("numpy", method, deterministic) == "single_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, config) for operation in operations]
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
+    if given_delta is not None:
+        inputs["delta"] = given_delta
     dq, dk, dv = _results(outputs, unpack_out(out, ("dq", "dk", "dv")), inputs)
     row_delta = delta(o, do, layout, None) if given_delta is None else given_delta
     with np.errstate(all="ignore"):
@@ -217,34 +219,20 @@ def _store(rows: np.ndarray, view: np.ndarray) -> None:
     view[...] = rows.reshape(view.shape)
 
 
-def _check_method(method: str | None, deterministic: bool) -> str:
-    # One thing at a time is deterministic whichever the method: neither is refused, the types are checked all the same.
-    choose_method("numpy", "two_pass", deterministic)
-    return choose_method("numpy", "single_pass" if method is None else method, False)
-
-
 def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
     """B_r and B_c whose score tile, of all heads of a group, stays in a core's L2 cache between two matrix products."""
     return max(16, 256 // max(1, heads_per_group)), 512
 
 
 def _tile_shape(operation: str, problem: AttentionProblem, config) -> tuple[int, int]:
-    if isinstance(config, Mapping):
-        unknown = set(config) - set(OPERATIONS)
-        if unknown:
-            raise ValueError(f"config: {sorted(unknown)} are no operations; those are {list(OPERATIONS)}")
-        config = config.get(operation)
-    if config is None:
-        return default_tile(problem.heads_per_group)
-    if not isinstance(config, TileConfig):
-        raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
-    return config.b_r, config.b_c
+    tile = requested_tile(operation, config)
+    return default_tile(problem.heads_per_group) if tile is None else (tile.b_r, tile.b_c)
 
 
-def _results(outputs: tuple, given: tuple, inputs: Mapping[str, np.ndarray | None]) -> list[np.ndarray]:
+def _results(outputs: tuple, given: tuple, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """The caller's arrays where there are any, checked, else new ones."""
-    written = {f"out ({kind[0]})": array for kind, array in zip(outputs, given, strict=True) if array is not None}
-    array_backend(**inputs, **written)
+    written = {output_name(kind[0]): array for kind, array in zip(outputs, given, strict=True) if array is not None}
+    array_backend(inputs, written)
     check_outputs(outputs, given)
-    check_overlap(written, {name: array for name, array in inputs.items() if array is not None})
+    check_overlap(written, inputs)
     return [np.empty(kind[1], kind[2]) if array is None else array for kind, array in zip(outputs, given, strict=True)]

@@ -14,7 +14,7 @@ from .tile_table import TILE_TABLE
 from .tiles import OPERATIONS, TileConfig, fits_blocks, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile"]
+__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "requested_tile"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ FAMILIES = (
 
 
 #: The faster backward scheme of each family.
-_DEFAULT_METHODS = {"sm80": "single_pass", "simt": "two_pass"}
+_DEFAULT_METHODS = {"sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+_WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 
 def choose_method(family: str, method: str | None, deterministic: bool) -> str:
@@ -61,9 +62,10 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
-    if deterministic and method == "single_pass":
+    must_not_vary = deterministic and family not in _WITHOUT_ATOMICS
+    if must_not_vary and method == "single_pass":
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
-    return method or ("two_pass" if deterministic else _DEFAULT_METHODS[family])
+    return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
 
 
 def choose_family(dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
@@ -89,6 +91,24 @@ def choose_family(dtype: str, device: DeviceInfo, family: str | None = None) -> 
     raise UnsupportedProblemError(f"{wanted} for {dtype} on {device.name} ({device.arch}): there is {covered}")
 
 
+def requested_tile(operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig | None:
+    """The caller's tile for one kernel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `config` is not a TileConfig or a mapping from operations to them.
+    """
+    if isinstance(config, Mapping):
+        unknown = [name for name in config if name not in OPERATIONS]
+        if unknown:
+            raise ValueError(f"config: {unknown} are no operations; those are {list(OPERATIONS)}")
+        config = config.get(operation)
+    if not isinstance(config, TileConfig | None):
+        raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
+    return config
+
+
 def choose_tile(
     operation: str,
     family: str,
@@ -103,19 +123,13 @@ def choose_tile(
     TypeError, ValueError
         `config` is not a TileConfig (or mapping), or not legal for the kernel on the device.
     """
-    if isinstance(config, Mapping):
-        unknown = set(config) - set(OPERATIONS)
-        if unknown:
-            raise ValueError(f"config: {sorted(unknown)} are no operations; those are {list(OPERATIONS)}")
-        config = config.get(operation)
     arguments = (operation, family, problem.dtype, problem.head_dim)
-    if config is not None:
-        if not isinstance(config, TileConfig):
-            raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
-        reason = why_illegal(*arguments, config, device)
+    requested = requested_tile(operation, config)
+    if requested is not None:
+        reason = why_illegal(*arguments, requested, device)
         if reason:
-            raise ValueError(f"config: {config} is not legal for {operation} at head_dim {problem.head_dim}: {reason}")
-        return config
+            raise ValueError(f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}")
+        return requested
     tuned = tuned_tile(*arguments, problem.causal, device)
     if tuned is not None:
         return tuned

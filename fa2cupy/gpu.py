@@ -12,13 +12,13 @@ from collections.abc import Callable, Hashable
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
 
+from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .families import Family, choose_family, choose_method
-from .launch import bind_plan
-from .plan import Plan, plan_backward, plan_delta, plan_forward
-from .problem import AttentionProblem, array_backend, check_outputs, check_overlap, unpack_out
+from .plan import plan_backward, plan_delta, plan_forward
+from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
+from .problem import AttentionProblem
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -26,13 +26,9 @@ _MAX_PREPARED = 4096
 _prepared: dict[Hashable, Callable] = {}
 _lock = threading.Lock()
 
-_STATISTICS = ("lse", "delta")  # one number a row, instead of head_dim columns
-_FORWARD = ("q", "k", "v", "o", "lse")
-_DELTA = ("o", "do", "delta")
-_BACKWARD = ("q", "k", "v", "o", "lse", "do", "delta", "dq", "dk", "dv")
-
-#: (name, shape, dtype) of each result of a call.
-Outputs = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+_FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
+_DELTA = Arguments(("o", "do"), (), ("delta",))
+_BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv"))
 
 
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
@@ -54,7 +50,7 @@ def backward(q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, de
     return _call(_prepare_backward, _BACKWARD, arrays, options)
 
 
-def _call(prepare: Callable, names: tuple[str, ...], arrays: tuple, options: tuple) -> tuple:
+def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> tuple:
     addresses = []
     signature = [prepare, options]
     try:
@@ -68,20 +64,25 @@ def _call(prepare: Callable, names: tuple[str, ...], arrays: tuple, options: tup
                 addresses.append(address)
                 signature.append((array.shape, array.strides, array.dtype.num, memory.device_id, address & 15))
     except AttributeError:
-        array_backend(**dict(zip(names, arrays, strict=True)))  # says which argument is no CuPy array
+        arguments.check_backend(arrays)  # says which is no CuPy array
         raise
     key = tuple(signature)
     try:
         call = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: a dict of tiles, or a mistake that the checks will name
-        return prepare(arrays, options)(arrays, addresses)
+        return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
     if call is None:
-        call = prepare(arrays, options)
+        call = _prepare_checked(prepare, arguments, arrays, options)
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
             _prepared[key] = call
     return call(arrays, addresses)
+
+
+def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
+    arguments.check_backend(arrays)
+    return prepare(arrays, options)
 
 
 def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
@@ -97,9 +98,9 @@ def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
         def run(copies):
             return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
 
-        return _Adapted(run, row, problem, _FORWARD, outputs)
+        return AdaptedCall(run, row, problem, _FORWARD, arrays)
     plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, row.name)
-    return _Call(plan, ordinal, _FORWARD, outputs, arrays)
+    return KernelCall(plan, ordinal, _FORWARD, outputs, arrays)
 
 
 def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
@@ -111,9 +112,9 @@ def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
     check_outputs(outputs, (out,))
     row = choose_family(problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
-        return _Adapted(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, outputs)
+        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, arrays)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
-    return _Call(plan, ordinal, _DELTA, outputs, arrays)
+    return KernelCall(plan, ordinal, _DELTA, outputs, arrays)
 
 
 def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
@@ -133,17 +134,18 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
                 *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config, family
             )
 
-        return _Adapted(run, row, problem, _BACKWARD, outputs)
+        return AdaptedCall(run, row, problem, _BACKWARD, arrays)
     strides = _strides(problem, outputs, q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
     plan = plan_backward(problem, device, strides, method, config, row.name, with_delta=given_delta is None)
-    return _Call(plan, ordinal, _BACKWARD, outputs, arrays)
+    return KernelCall(plan, ordinal, _BACKWARD, outputs, arrays)
 
 
-def _device(arrays: tuple, names: tuple[str, ...]) -> tuple[int, DeviceInfo]:
+def _device(arrays: tuple, arguments: Arguments) -> tuple[int, DeviceInfo]:
     first = arrays[0].data.device_id
-    for name, array in zip(names, arrays, strict=True):
+    for name, array in zip(arguments.names, arrays, strict=True):
         if array is not None and array.data.device_id != first:
-            raise ValueError(f"{name}: expected an array on device {first} like {names[0]}, got device {array.data.device_id}")
+            like = f"device {first} like {arguments.inputs[0]}"
+            raise ValueError(f"{name}: expected an array on {like}, got device {array.data.device_id}")
     with cupy.cuda.Device(first):
         return first, DeviceInfo.current()
 
@@ -160,118 +162,6 @@ def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistic
     """Whether the kernels take all arrays as they are (None stands for one that will be allocated)."""
     return (
         problem.head_dim % family.head_dim_step == 0
-        and all(a is None or _takes_rows(family, a) for a in tensors)
-        and all(a is None or a.flags.c_contiguous for a in statistics)
+        and all(a is None or takes_rows(family, a) for a in tensors)
+        and all(a is None or a.size == 0 or a.flags.c_contiguous for a in statistics)
     )
-
-
-def _takes_rows(family: Family, array) -> bool:
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return False
-    step = family.row_alignment
-    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
-    return array.data.ptr % step == 0 and all(s % step == 0 for s in starts)
-
-
-class _Call:
-    """A prepared call on arrays that the kernels take as they are.
-
-    Buffers are numbered: the arguments, then the workspaces. What a call allocates is known when it is prepared.
-    """
-
-    def __init__(self, plan: Plan, ordinal: int, names: tuple[str, ...], outputs: Outputs, arrays: tuple):
-        self.ordinal = ordinal
-        self.names = names
-        self.num_inputs = len(names) - len(outputs)
-        self.outputs = outputs
-        # The kernels' name for `do`, which C++ keeps for itself.
-        buffers = [*["dout" if name == "do" else name for name in names], *[w.name for w in plan.workspaces]]
-        if "delta" not in names[self.num_inputs :] and any(w.name == "delta" for w in plan.workspaces):
-            buffers[names.index("delta")] = "no delta given"
-        self.allocated = [
-            (position, shape, dtype)
-            for position, (_, shape, dtype) in enumerate(outputs, start=self.num_inputs)
-            if arrays[position] is None
-        ]
-        self.writes_given = len(self.allocated) < len(outputs)
-        self.workspace_bytes = [max(w.nbytes, 1) for w in plan.workspaces]
-        self.cleared = [buffers.index(name) for name in plan.cleared]
-        with cupy.cuda.Device(ordinal):
-            self.stages = bind_plan(plan, tuple(buffers))
-
-    def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
-        if runtime.getDevice() == self.ordinal:
-            return self._run(arrays, addresses)
-        with cupy.cuda.Device(self.ordinal):
-            return self._run(arrays, addresses)
-
-    def _run(self, arrays: tuple, addresses: list[int]) -> tuple:
-        if self.writes_given:
-            _check_given(self.names, self.num_inputs, arrays)
-        buffers = list(arrays)
-        for position, shape, dtype in self.allocated:
-            array = buffers[position] = cupy.empty(shape, dtype)
-            addresses[position] = array.data.ptr
-        # Freed on return, before the kernels end: CuPy's pool hands the memory only to later work of the same stream.
-        for nbytes in self.workspace_bytes:
-            memory = cupy.cuda.alloc(nbytes)
-            buffers.append(memory)
-            addresses.append(memory.ptr)
-        for position in self.cleared:
-            self._clear(buffers[position], position)
-        for stage in self.stages:
-            stage(addresses)
-        return tuple(buffers[self.num_inputs : len(arrays)])
-
-    def _clear(self, buffer, position: int) -> None:
-        if position >= len(self.names):
-            buffer.memset_async(0, self.workspace_bytes[position - len(self.names)])
-        elif buffer.flags.c_contiguous:
-            buffer.data.memset_async(0, buffer.nbytes)
-        else:
-            buffer.fill(0)
-
-
-class _Adapted:
-    """A prepared call with arrays that the kernels do not take: it runs on copies, and copies the results back."""
-
-    def __init__(self, run: Callable, family: Family, problem: AttentionProblem, names: tuple[str, ...], outputs: Outputs):
-        self.run = run
-        self.family = family
-        self.head_dim = problem.head_dim
-        self.padded = -(-problem.head_dim // family.head_dim_step) * family.head_dim_step
-        self.names = names
-        self.num_inputs = len(names) - len(outputs)
-
-    def __call__(self, arrays: tuple, _: list[int]) -> tuple:
-        _check_given(self.names, self.num_inputs, arrays)
-        names, count = self.names, self.num_inputs
-        with cupy.cuda.Device(arrays[0].data.device_id):
-            results = self.run([self._copy(*pair) for pair in zip(names[:count], arrays[:count], strict=True)])
-            delivered = zip(names[count:], results, arrays[count:], strict=True)
-            return tuple([self._deliver(*triple) for triple in delivered])
-
-    def _copy(self, name: str, array):
-        if array is None:
-            return None
-        if name in _STATISTICS:
-            return cupy.ascontiguousarray(array)
-        if self.padded != self.head_dim:
-            padded = cupy.zeros((*array.shape[:-1], self.padded), array.dtype)
-            padded[..., : self.head_dim] = array
-            return padded
-        return array if _takes_rows(self.family, array) else array.copy(order="C")
-
-    def _deliver(self, name: str, result, given):
-        if name not in _STATISTICS:
-            result = result[..., : self.head_dim]
-        if given is None:
-            return cupy.ascontiguousarray(result)
-        given[...] = result
-        return given
-
-
-def _check_given(names: tuple[str, ...], num_inputs: int, arrays: tuple) -> None:
-    named = [(name, array) for name, array in zip(names, arrays, strict=True) if array is not None]
-    inputs = {name: array for name, array in named if name in names[:num_inputs]}
-    check_overlap({f"out ({name})": array for name, array in named if name not in inputs}, inputs)

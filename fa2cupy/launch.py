@@ -71,7 +71,7 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
 class BoundStage:
     """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream."""
 
-    __slots__ = ("_block", "_constants", "_function", "_grid", "_pack", "_pick", "_record", "_shared", "_stage")
+    __slots__ = ("_block", "_constants", "_function", "_grid", "_pack", "_pick", "_shared", "_stage")
 
     def __init__(self, stage: Stage, buffers: tuple[str, ...]):
         layout = stage.spec.params
@@ -83,11 +83,10 @@ class BoundStage:
         self._constants = stage.constants
         self._pack = layout.pointer_packer.pack
         self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers])
-        # cuLaunchKernel copies the record, so that a call owns nothing afterwards and threads share nothing.
-        self._record = np.dtype(f"V{layout.nbytes}")
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        record = np.frombuffer(self._pack(*self._pick(addresses)) + self._constants, self._record)
+        # cuLaunchKernel copies the record, so that a call owns nothing afterwards and threads share nothing.
+        record = np.void(self._pack(*self._pick(addresses)) + self._constants)
         try:
             self._function(self._grid, self._block, (record,), self._shared)
         except Exception as error:

@@ -1,20 +1,17 @@
-"""What the caller asked, and every check of it.
-
-All checks run before anything is allocated, launched or written, and name the argument, what came and what is wanted.
-"""
+"""What the caller asked: sizes, dtype and options of a call, checked against each other."""
 
 from __future__ import annotations
 
 import math
 import numbers
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 
+from .arguments import check_array
 from .errors import UnsupportedProblemError
 
-__all__ = ["MAX_HEAD_DIM", "AttentionProblem", "array_backend", "check_array", "check_outputs", "check_overlap", "unpack_out"]
+__all__ = ["MAX_HEAD_DIM", "AttentionProblem"]
 
 MAX_HEAD_DIM = 256
 _MAX_LENGTH = 2**31 - 2**16  # tile arithmetic is in 32 bits
@@ -29,41 +26,6 @@ _AXES = {
     ("bhsd", 3): (None, 1, 0, 2),
     ("bhsd", 2): (None, 0, None, 1),
 }
-
-
-def array_backend(**arrays: object) -> str:
-    """``"numpy"`` or ``"cupy"``: whose arrays these all are (None is passed over).
-
-    Raises
-    ------
-    TypeError
-        An argument is something else, or the two are mixed.
-    """
-    cupy = sys.modules.get("cupy")
-    found: dict[str, str] = {}
-    for name, array in arrays.items():
-        if isinstance(array, np.ndarray):
-            found[name] = "numpy"
-        elif cupy is not None and isinstance(array, cupy.ndarray):
-            found[name] = "cupy"
-        elif array is not None:
-            raise TypeError(_conversion_hint(name, array))
-    first, backend = next(iter(found.items()))
-    for name, other in found.items():
-        if other != backend:
-            raise TypeError(f"{name}: expected a {backend} array like {first}, got a {other} array")
-    return backend
-
-
-def _conversion_hint(name: str, array: object) -> str:
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    if hasattr(array, "__cuda_array_interface__"):
-        hint = f"; convert it with cupy.asarray({name}), which copies nothing"
-    elif hasattr(array, "__dlpack__"):
-        hint = f"; convert it with cupy.from_dlpack({name}) or numpy.from_dlpack({name}), which copy nothing"
-    else:
-        hint = f"; convert it with numpy.asarray({name}) or cupy.asarray({name})"
-    return f"{name}: expected a numpy.ndarray or cupy.ndarray, got {kind}{hint}"
 
 
 @dataclass(frozen=True)
@@ -109,6 +71,7 @@ class AttentionProblem:
         batch_k, seqlen_k, num_heads_kv, head_dim_k = cls._sizes("k", k, layout)
         if (batch_k, head_dim_k) != (batch, head_dim):
             wanted = cls._compose(layout, q.ndim, batch, "seqlen_k", "num_heads_kv", head_dim)
+            wanted = f"({', '.join(map(str, wanted))})"
             raise ValueError(f"k: expected shape {wanted} to match q {q.shape}, got {k.shape}")
         if v.shape != k.shape:
             raise ValueError(f"v: expected shape {k.shape} to match k, got {v.shape}")
@@ -156,9 +119,13 @@ class AttentionProblem:
             return head_dim**-0.5
         if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
             raise TypeError(f"softmax_scale: expected a real number or None, got {type(softmax_scale).__name__}")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale: expected a finite number, got {softmax_scale}")
-        return float(softmax_scale)
+        try:
+            scale = float(softmax_scale)
+        except OverflowError:
+            scale = math.inf
+        if not math.isfinite(scale):
+            raise ValueError(f"softmax_scale: expected a finite number, got {scale}")
+        return scale
 
     @staticmethod
     def _compose(layout: str, rank: int, batch, seqlen, heads, head_dim) -> tuple:
@@ -223,77 +190,3 @@ class AttentionProblem:
         check_array("do", do, self.q_shape, self.dtype, "q")
         if delta is not None:
             check_array("delta", delta, self.lse_shape, self.accumulator_dtype, "q")
-
-
-def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:
-    """An input that must have the shape and dtype that other arguments ask for."""
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
-    if array.dtype.name != getattr(dtype, "name", dtype):
-        raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}")
-
-
-def unpack_out(out, names: tuple[str, ...]) -> tuple:
-    """`out` as one array or None for each result."""
-    if out is None:
-        return (None,) * len(names)
-    if not isinstance(out, tuple | list) or len(out) != len(names):
-        raise TypeError(f"out: expected a tuple ({', '.join(names)}) of arrays or None, got {type(out).__name__}")
-    return tuple(out)
-
-
-def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arrays: tuple) -> None:
-    """Arrays of the caller's that are to be written fit the results (name, shape, dtype); None is passed over."""
-    for (name, shape, dtype), array in zip(outputs, arrays, strict=True):
-        if array is not None:
-            _check_output(f"out ({name})", array, shape, dtype)
-
-
-def _check_output(name: str, array, shape: tuple[int, ...], dtype) -> None:
-    check_array(name, array, shape, dtype, "the result")
-    if getattr(array.flags, "writeable", True) is False:
-        raise ValueError(f"{name}: the array is read-only")
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if length > 1 and stride == 0:
-            raise ValueError(f"{name}: elements share memory (an axis of stride 0), so that they cannot hold a result each")
-
-
-def check_overlap(outputs: dict[str, object], inputs: dict[str, object]) -> None:
-    """No output shares memory with an input or another output."""
-    written = [(name, array, _memory_range(array)) for name, array in outputs.items()]
-    others = [(name, array, _memory_range(array)) for name, array in inputs.items()]
-    for position, (name, array, (low, high)) in enumerate(written):
-        for other_name, other, (other_low, other_high) in written[:position] + others:
-            if low < other_high and other_low < high and np.shares_memory(_shadow(array), _shadow(other)):
-                raise ValueError(f"{name}: overlaps {other_name} in memory")
-
-
-def _address(array) -> int:
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-def _memory_range(array) -> tuple[int, int]:
-    low = high = _address(array)
-    if array.size == 0:
-        return low, low
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        extent = (length - 1) * stride
-        low, high = low + min(extent, 0), high + max(extent, 0)
-    return low, high + array.itemsize
-
-
-class _Shadow:
-    """Addresses without memory behind them, so that NumPy's exact overlap test also serves device arrays."""
-
-    def __init__(self, array):
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.itemsize}",
-            "data": (_address(array), False),
-        }
-
-
-def _shadow(array) -> np.ndarray:
-    return np.asarray(_Shadow(array))

@@ -1,4 +1,4 @@
-"""A GPU made of NumPy: CuPy's part of gpu.py on host memory, and stages that do with their launch record, by the formulas,
+"""A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that do with their launch record, by the formulas,
 what the kernel would. Strides, records, workspaces and the choice of copies are then tested where there is no GPU."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from fa2cupy import gpu, reference
+from fa2cupy import gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
 
 
 class FakeMemory:
-    """What ``cupy.cuda.MemoryPointer`` is to gpu.py."""
+    """What ``cupy.cuda.MemoryPointer`` is to them."""
 
     def __init__(self, address: int, owner: object, device_id: int = 0):
         self.ptr, self.device_id, self._owner = address, device_id, owner
@@ -29,7 +29,7 @@ class FakeMemory:
 
 
 class FakeArray(np.ndarray):
-    """What ``cupy.ndarray`` is to gpu.py."""
+    """What ``cupy.ndarray`` is to them."""
 
     device_id = 0
 
@@ -52,17 +52,16 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
 
 
 class FakeCupy(types.SimpleNamespace):
-    """The functions of CuPy that gpu.py calls, and a count of the copies it asks for."""
+    """The functions of CuPy that gpu.py and prepared.py call."""
 
     def __init__(self) -> None:
-        super().__init__(ndarray=FakeArray, copies=0)
+        super().__init__(ndarray=FakeArray)
         self.cuda = types.SimpleNamespace(Device=lambda ordinal: contextlib.nullcontext(), alloc=self._alloc)
 
     def empty(self, shape, dtype):
         return _aligned(shape, dtype)
 
     def zeros(self, shape, dtype):
-        self.copies += 1
         array = _aligned(shape, dtype)
         array[...] = 0
         return array
@@ -90,9 +89,11 @@ def fake_gpu(monkeypatch, arch: str = "sm_90") -> Iterator[list[Stage]]:
 
         return tuple(map(bound, plan.stages))
 
-    monkeypatch.setattr(gpu, "cupy", FakeCupy())
-    monkeypatch.setattr(gpu, "runtime", types.SimpleNamespace(getDevice=lambda: 0))
-    monkeypatch.setattr(gpu, "bind_plan", bind_plan)
+    cupy = FakeCupy()
+    for module in (gpu, prepared):
+        monkeypatch.setattr(module, "cupy", cupy)
+    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: cls.named(arch)))
     monkeypatch.setattr(gpu, "_prepared", {})
     yield launched

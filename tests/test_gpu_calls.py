@@ -9,7 +9,7 @@ pytest.importorskip("cupy")
 
 from fake_gpu import FakeArray, fake_gpu, on_gpu  # noqa: E402
 
-from fa2cupy import TileConfig, gpu  # noqa: E402
+from fa2cupy import TileConfig, gpu, prepared  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 
 METHODS = ("single_pass", "two_pass")
@@ -93,8 +93,8 @@ def test_any_strides_and_head_dims_reach_the_kernels_right(launched, dtype, head
 def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch, view, head_dim, dtype, copied):
     q, k, v, _ = (view(x) for x in inputs_of(dtype, head_dim=head_dim))
     addresses = []
-    original = gpu._Call._run
-    monkeypatch.setattr(gpu._Call, "_run", lambda self, arrays, at: addresses.extend(at[:3]) or original(self, arrays, at))
+    original = prepared.KernelCall._run
+    monkeypatch.setattr(prepared.KernelCall, "_run", lambda self, arrays, at: addresses.extend(at[:3]) or original(self, arrays, at))
     forward(q, k, v)
     assert (addresses != [x.data.ptr for x in (q, k, v)]) == copied
 

@@ -1,0 +1,159 @@
+"""Checks of the arrays that callers pass, before anything is allocated, launched or written.
+
+Messages name the argument, what came and what is wanted.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+__all__ = ["OverlapCheck", "array_backend", "check_array", "check_outputs", "check_overlap", "output_name", "unpack_out"]
+
+#: Shape, strides and itemsize: where an array's elements lie relative to its first.
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def output_name(name: str) -> str:
+    """How messages call an element of `out`."""
+    return f"out ({name})"
+
+
+def array_backend(required: Mapping[str, object], optional: Mapping[str, object] | None = None) -> str:
+    """``"numpy"`` or ``"cupy"``: whose arrays these all are. Only those in `optional` may be None.
+
+    Raises
+    ------
+    TypeError
+        An argument is something else, or the two are mixed.
+    """
+    cupy = sys.modules.get("cupy")
+    found: dict[str, str] = {}
+    given = {name: array for name, array in (optional or {}).items() if array is not None}
+    for name, array in {**required, **given}.items():
+        if isinstance(array, np.ndarray):
+            found[name] = "numpy"
+        elif cupy is not None and isinstance(array, cupy.ndarray):
+            found[name] = "cupy"
+        else:
+            raise TypeError(f"{name}: expected a numpy.ndarray or cupy.ndarray, got {_kind_and_hint(name, array)}")
+    first, backend = next(iter(found.items()))
+    for name, other in found.items():
+        if other != backend:
+            raise TypeError(f"{name}: expected a {backend} array like {first}, got a {other} array")
+    return backend
+
+
+def _kind_and_hint(name: str, array: object) -> str:
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    if array is None or not name.isidentifier():  # an element of `out` must be an array: a converted copy is of no use
+        return kind
+    if hasattr(array, "__cuda_array_interface__"):
+        return f"{kind}; convert it with cupy.asarray({name}), which copies nothing"
+    if hasattr(array, "__dlpack__"):
+        return f"{kind}; convert it with cupy.from_dlpack({name}) or numpy.from_dlpack({name}), which copy nothing"
+    return f"{kind}; convert it with numpy.asarray({name}) or cupy.asarray({name})"
+
+
+def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:
+    """An array that must have the shape and dtype that other arguments ask for."""
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
+    if array.dtype.name != getattr(dtype, "name", dtype):
+        raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}")
+
+
+def unpack_out(out, names: tuple[str, ...]) -> tuple:
+    """`out` as one array or None for each result."""
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple | list) or len(out) != len(names):
+        got = f"{len(out)} elements" if isinstance(out, tuple | list) else type(out).__name__
+        raise TypeError(f"out: expected a tuple ({', '.join(names)}) of arrays or None, got {got}")
+    return tuple(out)
+
+
+def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arrays: tuple) -> None:
+    """Arrays of the caller's that are to be written fit the results (name, shape, dtype); None is passed over."""
+    for (name, shape, dtype), array in zip(outputs, arrays, strict=True):
+        if array is None:
+            continue
+        name = output_name(name)
+        check_array(name, array, shape, dtype, "the result")
+        if getattr(array.flags, "writeable", True) is False:
+            raise ValueError(f"{name}: the array is read-only")
+        if _overlaps_itself((array.shape, array.strides, array.itemsize)):
+            raise ValueError(f"{name}: elements share memory (strides {array.strides}), so that they cannot hold a result each")
+
+
+def _overlaps_itself(layout: Layout) -> bool:
+    # Strides of views of an ordinary array are nested: each steps over all that the shorter ones reach.
+    shape, strides, itemsize = layout
+    if 0 in shape:
+        return False
+    reach = itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach += stride * (length - 1)
+    return False
+
+
+def check_overlap(outputs: Mapping[str, object], inputs: Mapping[str, object]) -> None:
+    """No output shares memory with an input or another output."""
+    arrays = {**inputs, **outputs}
+    check = OverlapCheck([(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs))
+    check([array.ctypes.data for array in arrays.values()])
+
+
+class OverlapCheck:
+    """Whether the outputs of a call share memory with an input or another output, given the layouts, from addresses alone.
+
+    Parameters
+    ----------
+    arrays : sequence of (name, shape, strides, itemsize), or None
+        Inputs, then outputs; None where the call has no array.
+    num_inputs : int
+    """
+
+    def __init__(self, arrays: Sequence[tuple[str, tuple, tuple, int] | None], num_inputs: int):
+        present = [(position, *array) for position, array in enumerate(arrays) if array is not None and 0 not in array[1]]
+        self._pairs = []
+        for position, name, *layout in present:
+            low, high = _extent(layout)
+            for other, other_name, *other_layout in present:
+                if position >= num_inputs and other < position:
+                    other_low, other_high = _extent(other_layout)
+                    names, layouts = (name, other_name), (tuple(layout), tuple(other_layout))
+                    self._pairs.append((position, other, low - other_high, high - other_low, names, layouts))
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Raises ValueError if arrays at these addresses overlap."""
+        for position, other, low, high, names, layouts in self._pairs:
+            offset = addresses[other] - addresses[position]
+            if low < offset < high and _shares_memory(*layouts, offset):
+                raise ValueError(f"{names[0]}: overlaps {names[1]} in memory")
+
+
+@functools.lru_cache(maxsize=4096)
+def _shares_memory(first: Layout, second: Layout, offset: int) -> bool:
+    # Addresses without memory behind them, so that NumPy's exact test also serves device arrays.
+    base = 1 << 60
+    return np.shares_memory(np.asarray(_Shadow(first, base)), np.asarray(_Shadow(second, base + offset)))
+
+
+def _extent(layout: Layout) -> tuple[int, int]:
+    shape, strides, itemsize = layout
+    ends = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends) + itemsize
+
+
+class _Shadow:
+    def __init__(self, layout: Layout, address: int):
+        shape, strides, itemsize = layout
+        self.__array_interface__ = {
+            "version": 3, "shape": shape, "strides": strides, "typestr": f"|V{itemsize}", "data": (address, False),
+        }  # fmt: skip

@@ -1,0 +1,198 @@
+"""The rule itself: right results pass, and every kind of planted error fails with a text that helps."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+import fa2cupy
+from fa2cupy import api, inspection, reference, testing, tiles
+from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+NAMES = ["o", "lse", "dq", "dk", "dv"]
+
+
+def right_results(dtype: str, **options):
+    """An expectation, and the reference itself in the dtypes of results: as right as can be."""
+    q, k, v, do = make_inputs(dtype, seqlen_q=24, seqlen_k=40, num_heads=4, num_heads_kv=2, head_dim=16)
+    expected = Expectation(q, k, v, do, **options)
+    o, lse = reference.forward(q, k, v, **options)
+    gradients = reference.backward(q, k, v, o, lse, do, **options)
+    results = {name: a.astype(q.dtype) for name, a in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True)}
+    return expected, results | {"lse": lse.astype(expected.problem.accumulator_dtype)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_rounded_to_the_dtype_passes(dtype):
+    expected, results = right_results(dtype, causal=True)
+    report = expected.check(**results)
+    assert set(report) == set(NAMES)
+    for name, comparison in report.items():
+        assert comparison.name == name
+        assert 0 <= comparison.error <= comparison.allowed
+        assert comparison.percent == pytest.approx(100 * comparison.error / comparison.allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_wrong_element_fails(name, dtype):
+    expected, results = right_results(dtype)
+    allowed = expected.check(**results)[name].allowed
+    wrong = results[name].copy()
+    index = (0, 1, 2) if name == "lse" else (0, 1, 0, 2)
+    wrong[index] = float(wrong[index]) + 2 * allowed + 0.02 * abs(float(wrong[index]))
+    with pytest.raises(AssertionError, match=rf"worst: {name}\[{', '.join(map(str, index))}\]"):
+        expected.check(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_element_that_is_not_finite_fails(name, value):
+    expected, results = right_results("float16")
+    results[name][0, 0, 0] = value
+    with pytest.raises(AssertionError, match=f"^{name}: "):
+        expected.check(**results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unwritten_element_fails(name):
+    expected, results = right_results("bfloat16")
+    (output,) = expected.unwritten(name)
+    assert output.shape == results[name].shape
+    assert output.dtype == results[name].dtype
+    assert np.isnan(output.astype("float32")).all()
+    output.flat[1:] = results[name].flat[1:]
+    with pytest.raises(AssertionError, match=f"not finite: 1 NaN and 0 inf of {output.size}; in the reference 0 NaN"):
+        expected.check(**{name: output})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [("float16", 1.02), ("bfloat16", 1.1), ("float32", 1.0001), ("float64", 1 + 1e-10)]
+)
+@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
+def test_a_scaled_result_fails(name, dtype, factor):
+    expected, results = right_results(dtype)
+    scaled = (results[name].astype("float64") * factor).astype(results[name].dtype)
+    with pytest.raises(AssertionError, match=f"^{name}: error"):
+        expected.check(**{name: scaled})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shift"), [("float16", 2e-4), ("bfloat16", 2e-4), ("float32", 1e-4), ("float64", 1e-10)]
+)
+def test_a_shifted_lse_fails(dtype, shift):
+    expected, results = right_results(dtype)
+    results["lse"] += shift
+    with pytest.raises(AssertionError, match="^lse: error"):
+        expected.check(lse=results["lse"])
+
+
+def test_masked_rows_must_match_in_place():
+    q, k, v, do = make_inputs("float16", seqlen_q=6, seqlen_k=3, head_dim=8)
+    expected = Expectation(q, k, v, do, causal=True)
+    o, lse = fa2cupy.forward(q, k, v, causal=True)
+    assert (lse[..., :3] == -np.inf).all()
+    expected.check(o=o, lse=lse)
+    for row, value in ((0, 0.0), (0, np.inf), (0, np.nan), (4, -np.inf)):
+        wrong = lse.copy()
+        wrong[0, 0, row] = value
+        with pytest.raises(AssertionError, match=rf"worst: lse\[0, 0, {row}\] is {value:.8g} instead of"):
+            expected.check(lse=wrong)
+
+
+def test_nan_where_the_reference_has_nan_is_right():
+    q, k, v, do = make_inputs("float32", seqlen_q=6, head_dim=8)
+    q[0, 2, 1, 3] = np.nan
+    expected = Expectation(q, k, v, do)
+    o, _ = fa2cupy.forward(q, k, v)
+    assert np.isnan(o[0, 2, 1]).all()
+    assert expected.check(o=o)["o"].error < 1e-5
+    with pytest.raises(AssertionError, match="8 NaN and 0 inf$"):
+        expected.check(o=np.nan_to_num(o))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_scores_relax_lse_and_not_more(dtype):
+    q, k, v, _ = make_inputs(dtype, seqlen_q=20, head_dim=64, magnitude=5)
+    expected = Expectation(q, k, v)
+    lse = reference.forward(q, k, v)[1].astype("float32")
+    assert abs(lse).max() > 32
+    assert expected.check(lse=lse + np.float32(5e-4))["lse"].allowed == 1e-3
+    with pytest.raises(AssertionError, match="^lse: "):
+        expected.check(lse=lse + np.float32(2e-3))
+
+
+def test_a_failure_tells_all():
+    expected, results = right_results("float16", causal=True)
+    right = float(results["dk"][0, 7, 1, 3])
+    results["dk"][0, 7, 1, 3] = 1000
+    baseline_error = expected.check(dq=results["dq"])["dq"].baseline_error
+    with pytest.raises(AssertionError) as failure:
+        expected.check(dk=results["dk"], spec=fa2cupy.TileConfig(64, 32, 4))
+    text = str(failure.value)
+    assert baseline_error > 0
+    assert str(expected.problem) in text
+    assert "seqlen_q=24" in text
+    assert "spec: 64x32, 4 warps" in text
+    assert "dk[0, 7, 1, 3] is 1000 instead of" in text
+    assert float(text.split("instead of ")[1].split()[0]) == pytest.approx(right, rel=1e-3)
+    assert "% of the allowed" in text
+    assert "the baseline's error is" in text
+    assert "0 NaN and 0 inf of 1280" in text
+
+
+def test_wrong_shapes_and_dtypes_fail():
+    expected, results = right_results("float16")
+    with pytest.raises(AssertionError, match="^o: expected float16 of shape"):
+        expected.check(o=results["o"].astype("float32"))
+    with pytest.raises(AssertionError, match=r"^dk: expected .* \(1, 40, 2, 16\), got float16 of \(1, 40, 2, 15\)"):
+        expected.check(dk=results["dk"][..., :15])
+    with pytest.raises(AssertionError, match="^lse: expected float32"):
+        expected.check(lse=results["lse"].astype("float64"))
+
+
+def test_the_allowed_error_follows_the_baseline():
+    problem = Expectation(*make_inputs("float16", seqlen_q=2, num_heads=1, head_dim=2)).problem
+    wanted = np.full((1, 2, 1, 2), 4.0)
+    baseline = (wanted + 0.5).astype("float16")
+    for name, factor in (("o", 2), ("dq", 3), ("dk", 3), ("dv", 3)):
+        comparison = assert_within_baseline(name, wanted.astype("float16"), wanted, baseline, problem=problem)
+        assert comparison.allowed == pytest.approx(factor * 0.5 + 4e-5)
+        assert comparison.baseline_error == 0.5
+    # A baseline that overflows says nothing there, and does not excuse anything.
+    baseline[0, 0, 0, 0] = np.inf
+    with pytest.raises(AssertionError, match="^o: error 1.50e"):
+        assert_within_baseline("o", (wanted + 1.5).astype("float16"), wanted, baseline, problem=problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_delta(dtype, layout):
+    o, _, _, do = make_inputs(dtype, batch=2, seqlen_q=9, num_heads=3, head_dim=40, layout=layout)
+    delta = fa2cupy.delta(o, do, layout=layout)
+    assert check_delta(o, do, delta, layout=layout).percent <= 100
+    delta[1, 2, 8] *= 1.001
+    with pytest.raises(AssertionError, match=r"worst: delta\[1, 2, 8\]"):
+        check_delta(o, do, delta, layout=layout)
+
+
+def test_inputs_are_reproducible_and_as_asked():
+    sizes = {"batch": 2, "seqlen_q": 3, "seqlen_k": 0, "num_heads": 4, "num_heads_kv": 1, "head_dim": 5}
+    first, second = make_inputs("bfloat16", **sizes), make_inputs("bfloat16", **sizes)
+    other = make_inputs("bfloat16", **sizes, seed=1)
+    assert [a.shape for a in first] == [(2, 3, 4, 5), (2, 0, 1, 5), (2, 0, 1, 5), (2, 3, 4, 5)]
+    assert all(a.dtype.name == "bfloat16" for a in first)
+    np.testing.assert_array_equal(first[0], second[0])
+    assert (first[0] != other[0]).any()
+    assert make_inputs(**sizes, layout="bhsd")[0].shape == (2, 4, 3, 5)
+    assert make_inputs(seqlen_q=1000, magnitude=8)[0].std() == pytest.approx(8, rel=0.05)
+
+
+@pytest.mark.parametrize("module", [testing, api, inspection, tiles], ids=lambda module: module.__name__)
+def test_docstring_examples(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
