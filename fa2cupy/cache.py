@@ -27,6 +27,7 @@ __all__ = ["cached_kernel", "clear_cache", "entry_path"]
 
 _log = logging.getLogger("fa2cupy")
 _SCHEMA = 2
+_UNFINISHED = ".new-"  # what stays of a process that was stopped while it wrote
 _locks: dict[KernelSpec, threading.Lock] = {}
 
 
@@ -67,11 +68,11 @@ def clear_cache() -> int:
     """
     _cached_kernel.cache_clear()
     count = 0
-    for path in [*cache_dir().glob("*.cubin"), *cache_dir().glob("*.json")]:
-        if len(path.stem) == 64:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-                count += path.suffix == ".cubin"
+    entries = [path for suffix in ("cubin", "json") for path in cache_dir().glob(f"*.{suffix}") if len(path.stem) == 64]
+    for path in [*entries, *cache_dir().glob(f"{_UNFINISHED}*")]:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            count += path.suffix == ".cubin"
     return count
 
 
@@ -87,7 +88,7 @@ def _read(directory: Path, key: str) -> CompiledKernel | None:
         if hashlib.sha256(cubin).hexdigest() != report.pop("sha256"):
             raise ValueError("checksum differs")
         return CompiledKernel(cubin=cubin, path=directory / f"{key}.cubin", **report)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("cache entry %s in %s is damaged (%s); it is compiled anew", key[:12], directory, error)
@@ -113,7 +114,7 @@ def _write(directory: Path, key: str, kernel: CompiledKernel) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

@@ -57,14 +57,14 @@ def _nvrtc():
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise KernelCompileError(
             "compiling a kernel needs CuPy, which is not installed: pip install 'fa2cupy[cuda12]' "
             "(or 'fa2cupy[cuda13]' with a driver for CUDA 13)"
         ) from error
     except Exception as error:  # CuPy reports a missing shared library in several ways
         raise KernelCompileError(
-            f"the NVRTC library cannot be loaded ({error}): pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or "
+            f"CuPy or its NVRTC library cannot be loaded ({error}): pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or "
             "nvidia-cuda-nvrtc (CUDA 13), in the version that CuPy was built for"
         ) from error
     return nvrtc

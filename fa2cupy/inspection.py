@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from pathlib import Path
 
 from ._version import __version__
 from .cache import cached_kernel
@@ -23,9 +24,9 @@ from .tiles import OPERATIONS, TileConfig, why_illegal
 
 __all__ = ["default_specs", "info", "legal_configs", "precompile"]
 
-_TILE_ROWS = (16, 32, 64, 96, 128, 192, 256)
+_TILE_ROWS = (8, 16, 32, 64, 96, 128, 192, 256)
 _WARPS = (2, 4, 8, 12, 16)
-_STAGES = (1, 2, 3)
+_STAGES = (1, 2, 3, 4)
 _BLOCKS_PER_SM = (1, 2, 3, 4)
 
 
@@ -62,6 +63,8 @@ def legal_configs(
         `operation` or `family` does not exist.
     UnsupportedProblemError
         No family has the dtype on the device.
+    RuntimeError
+        There is no device, and `arch` does not name one.
 
     Examples
     --------
@@ -70,7 +73,7 @@ def legal_configs(
     """
     if operation not in OPERATIONS:
         raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {operation!r}")
-    device = DeviceInfo.named(arch) if arch else DeviceInfo.current()
+    device = DeviceInfo.named(arch) if arch else _current_device("arch='sm_90'")
     name = choose_family(dtype, device, family).name
     tiles = itertools.product(_TILE_ROWS, _TILE_ROWS, _WARPS, _STAGES, _BLOCKS_PER_SM)
     return [tile for tile in itertools.starmap(TileConfig, tiles) if not why_illegal(operation, name, dtype, head_dim, tile, device)]
@@ -118,8 +121,10 @@ def precompile(
     ------
     KernelCompileError
         NVRTC is missing, or refused a kernel.
+    RuntimeError
+        There is no device, and `archs` does not name any.
     """
-    devices = [DeviceInfo.named(arch) for arch in archs] if archs is not None else [DeviceInfo.current()]
+    devices = [_current_device("archs=['sm_90']")] if archs is None else [DeviceInfo.named(arch) for arch in archs]
     specs = dict.fromkeys(
         spec
         for device, dtype, head_dim, masked, method in itertools.product(
@@ -149,10 +154,24 @@ def info() -> dict[str, object]:
         "device": _device(),
         "cache_dir": str(cache_dir()),
         "cached_kernels": len(entries),
-        "cached_bytes": sum(path.stat().st_size for path in entries),
+        "cached_bytes": sum(map(_size, entries)),
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
         "families": {row.name: row.dtypes for row in FAMILIES},
     }
+
+
+def _current_device(instead: str) -> DeviceInfo:
+    try:
+        return DeviceInfo.current()
+    except Exception as error:  # CuPy absent, or without a driver
+        raise RuntimeError(f"there is no CUDA device to look at ({error}); name an architecture: {instead}") from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # another process has just deleted it
+        return 0
 
 
 def _version(distribution: str) -> str | None:

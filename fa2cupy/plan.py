@@ -112,13 +112,14 @@ class _Planner:
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int) -> Stage:
+        all_heads = heads * self.problem.batch
         return self.stage(
             operation,
             tile,
-            num_tiles * heads * self.problem.batch,
+            num_tiles * all_heads,
             num_tiles=num_tiles,
             scheduled_heads=heads,
-            heads_per_section=section,
+            heads_per_section=max(1, min(section, all_heads)),
         )
 
     def _heads_per_section(self, rows: int) -> int:

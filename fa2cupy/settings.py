@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+import tempfile
 from pathlib import Path
 
 __all__ = ["cache_dir", "configure_logging", "dump_directory", "tuning_file"]
@@ -21,7 +21,7 @@ def cache_dir() -> Path:
     pathlib.Path
     """
     chosen = os.environ.get("FA2CUPY_CACHE_DIR")
-    return Path(chosen) if chosen else _user_folder("XDG_CACHE_HOME", ".cache") / "fa2cupy"
+    return Path(chosen).absolute() if chosen else _user_folder("XDG_CACHE_HOME", ".cache") / "fa2cupy"
 
 
 def tuning_file() -> Path:
@@ -41,7 +41,7 @@ def configure_logging() -> None:
     if not level:
         return
     logger = logging.getLogger("fa2cupy")
-    if level not in logging.getLevelNamesMapping() if sys.version_info >= (3, 11) else False:
+    if not isinstance(logging.getLevelName(level), int):
         logger.warning("FA2CUPY_LOG: %r is not a level; use debug, info, warning or error", level)
         return
     handler = logging.StreamHandler()
@@ -55,4 +55,4 @@ def _user_folder(variable: str, default: str) -> Path:
     try:
         return Path(chosen) if chosen else Path.home() / default
     except RuntimeError:  # no home folder: a container user without an entry in passwd
-        return Path(os.path.abspath(os.sep)) / "tmp"
+        return Path(tempfile.gettempdir())

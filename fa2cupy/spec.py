@@ -53,6 +53,7 @@ class KernelSpec:
         """Name of the kernel in the cubin, made to be read in a profile."""
         name = f"fa2_{self.operation}_{self.family}_{DTYPES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
+        name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
         return name + ("_causal" if self.causal else "")
 
     @property

@@ -1,8 +1,9 @@
 """Default tiles: data only.
 
-A row serves head dimensions up to `head_dim` (of the family's padded size); the first row of an operation wins that is
-legal on the device and of which the device's shared memory holds as many blocks as the row counts on. `measured` names the GPU and date of the sweep behind a row; rows without one are by arithmetic
-(they fit, and spill nothing) and wait for such a GPU.
+A row serves head dimensions up to `head_dim` (of the family's padded size). The first row of an operation wins that is
+legal on the device and of which the device's shared memory holds as many blocks as the row counts on. `measured` names
+the GPU and date of the sweep behind a row. Rows without one serve GPUs with less shared memory: they are by arithmetic
+(they fit, and keep their accumulators in registers) and wait for a sweep on such a GPU.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "forward",
         (32, TileConfig(128, 64, 4, 2, 3), _H100),
         (64, TileConfig(128, 128, 4, 2, 2), _H100),
+        (64, TileConfig(128, 64, 4, 2, 2)),
         (96, TileConfig(128, 64, 4, 3, 2), _H100),
         (128, TileConfig(128, 64, 4, 2, 2), _H100),
+        (128, TileConfig(128, 32, 4, 2, 2)),
+        (128, TileConfig(128, 32, 4, 1, 2)),
         (192, TileConfig(128, 96, 8, 2), _H100),
         (256, TileConfig(128, 64, 8, 2), _H100),
-        (64, TileConfig(128, 64, 4, 2, 2)),
-        (128, TileConfig(128, 32, 4, 1, 2)),
         (256, TileConfig(128, 64, 8, 1)),
         (256, TileConfig(64, 32, 4, 1)),
     ),
@@ -53,11 +55,13 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "backward",
         (32, TileConfig(64, 128, 8, 2, 2), _H100),
         (64, TileConfig(64, 64, 4, 2, 3), _H100),
+        (64, TileConfig(64, 64, 4, 2, 2)),
+        (64, TileConfig(32, 64, 4, 2, 2)),
         (128, TileConfig(64, 128, 8, 2), _H100),
+        (128, TileConfig(64, 128, 8, 1)),
+        (128, TileConfig(32, 64, 4, 2)),
         (160, TileConfig(32, 64, 4, 2, 2), _H100),
         (256, TileConfig(64, 64, 8, 2), _H100),
-        (64, TileConfig(32, 64, 4, 2, 2)),
-        (128, TileConfig(32, 64, 4, 2)),
         (256, TileConfig(32, 64, 8, 2)),
         (256, TileConfig(32, 64, 8, 1)),
         (256, TileConfig(16, 32, 4, 1)),
@@ -68,9 +72,10 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (32, TileConfig(128, 32, 4, 2, 2), _H100),
         (64, TileConfig(128, 64, 4, 2, 2), _H100),
         (128, TileConfig(128, 32, 4, 2, 2), _H100),
+        (128, TileConfig(64, 64, 4, 1, 2)),
+        (128, TileConfig(64, 32, 4, 1, 2)),
         (192, TileConfig(64, 64, 4, 1, 2), _H100),
         (256, TileConfig(64, 32, 4, 1, 2), _H100),
-        (128, TileConfig(64, 32, 4, 1, 2)),
         (256, TileConfig(32, 32, 2, 1, 2)),
         (256, TileConfig(32, 32, 2, 1)),
     ),
@@ -79,12 +84,13 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "backward_dkdv",
         (32, TileConfig(64, 128, 8, 2, 2), _H100),
         (64, TileConfig(64, 64, 4, 2, 3), _H100),
+        (64, TileConfig(64, 64, 4, 2, 2)),
+        (64, TileConfig(32, 64, 4, 2, 2)),
         (96, TileConfig(64, 64, 4, 2, 2), _H100),
         (128, TileConfig(64, 128, 8, 2), _H100),
+        (128, TileConfig(32, 64, 4, 2)),
         (160, TileConfig(32, 64, 4, 2, 2), _H100),
         (256, TileConfig(64, 64, 8, 2), _H100),
-        (64, TileConfig(32, 64, 4, 2, 2)),
-        (128, TileConfig(32, 64, 4, 2)),
         (256, TileConfig(32, 64, 8, 1)),
         (256, TileConfig(32, 32, 4, 1)),
     ),

@@ -1,0 +1,357 @@
+"""Plans: which kernels a call launches, on which grid, with which memory and which record. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import struct
+
+import pytest
+
+from fa2cupy import TileConfig
+from fa2cupy.compiler import compile_source
+from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.inspection import default_specs
+from fa2cupy.params import param_layout
+from fa2cupy.plan import Plan, Stage, plan_backward, plan_delta, plan_forward
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.source import KernelSource, render_kernel
+
+H100 = DeviceInfo.named("sm_90")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+STRIDES = {name: (1000 * n, 100 * n, 10 * n) for n, name in enumerate(TENSORS, start=1)}
+
+BASE = AttentionProblem(
+    dtype="float16",
+    batch=3,
+    seqlen_q=300,
+    seqlen_k=500,
+    num_heads=8,
+    num_heads_kv=2,
+    head_dim=64,
+    causal=False,
+    softmax_scale=0.25,
+    layout="bshd",
+    rank=4,
+)
+
+
+def problem(**changes) -> AttentionProblem:
+    return dataclasses.replace(BASE, **changes)
+
+
+def forward_plan(device: DeviceInfo = H100, config: TileConfig | None = None, **changes) -> Plan:
+    return plan_forward(problem(**changes), device, STRIDES, config)
+
+
+def backward_plan(method: str, device: DeviceInfo = H100, with_delta: bool = True, **changes) -> Plan:
+    return plan_backward(problem(**changes), device, STRIDES, method, with_delta=with_delta)
+
+
+def operations(plan: Plan) -> list[str]:
+    return [stage.spec.operation for stage in plan.stages]
+
+
+def record(stage: Stage) -> dict[str, object]:
+    """The members behind the pointers, read back."""
+    values, offset = {}, 0
+    for field in stage.spec.params.fields[len(stage.spec.params.pointers) :]:
+        real = "d" if stage.spec.dtype == "float64" else "f"
+        code = {"strides": "3q", "real": real, "int": "i"}[field.kind]
+        unpacked = struct.unpack_from(f"={code}", stage.constants, offset)
+        values[field.name] = unpacked if field.kind == "strides" else unpacked[0]
+        offset += struct.calcsize(f"={code}")
+    return values
+
+
+# ----------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_forward_is_one_launch_with_a_block_for_each_query_tile_of_each_head():
+    plan = forward_plan()
+    (stage,) = plan.stages
+    assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("forward", "sm80", "sm_90")
+    assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
+    assert stage.threads == 32 * stage.spec.tile.num_warps
+    assert (plan.workspaces, plan.cleared) == ((), ())
+
+
+def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
+    for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
+        (stage,) = plan_delta(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
+        assert (stage.spec.operation, stage.spec.family) == ("delta", "common")
+        assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
+        assert stage.threads % stage.spec.tile.b_r == 0
+        assert stage.threads // stage.spec.tile.b_r <= 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_delta", (True, False))
+def test_two_pass_has_a_launch_by_query_tiles_and_one_by_key_tiles_and_needs_nothing_else(dtype, with_delta):
+    plan = backward_plan("two_pass", dtype=dtype, with_delta=with_delta)
+    assert operations(plan) == ["delta"] * with_delta + ["backward_dq", "backward_dkdv"]
+    dq, dkdv = plan.stages[-2:]
+    assert dq.blocks == -(-300 // dq.spec.tile.b_r) * 8 * 3
+    assert dkdv.blocks == -(-500 // dkdv.spec.tile.b_c) * 2 * 3  # the heads of K and V
+    assert [workspace.name for workspace in plan.workspaces] == ["delta"] * with_delta
+    assert plan.cleared == ()
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_single_pass_on_tensor_cores_adds_dq_up_in_a_cleared_workspace_and_converts_it(dtype):
+    plan = backward_plan("single_pass", dtype=dtype)
+    assert operations(plan) == ["delta", "backward", "convert_dq"]
+    _, main, convert = plan.stages
+    assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
+    assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
+    assert convert.spec.tile.b_r == main.spec.tile.b_r  # the order of the workspace
+    assert not convert.spec.causal  # or it would be compiled twice
+    delta, dq_accum = plan.workspaces
+    assert (delta.name, delta.nbytes) == ("delta", 3 * 8 * 300 * 4)
+    assert (dq_accum.name, dq_accum.nbytes) == ("dq_accum", convert.blocks * main.spec.tile.b_r * 64 * 4)
+    assert plan.cleared == ("dq_accum",)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
+def test_single_pass_on_simt_adds_to_cleared_dk_and_dv(dtype, itemsize):
+    plan = backward_plan("single_pass", dtype=dtype)
+    assert operations(plan) == ["delta", "backward"]
+    main = plan.stages[1]
+    assert main.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
+    assert [(workspace.name, workspace.nbytes) for workspace in plan.workspaces] == [("delta", 3 * 8 * 300 * itemsize)]
+    assert plan.cleared == ("dk", "dv")
+
+
+def test_a_delta_of_the_callers_is_not_computed_again():
+    for method in ("single_pass", "two_pass"):
+        plan = backward_plan(method, with_delta=False)
+        assert "delta" not in operations(plan)
+        assert "delta" not in [workspace.name for workspace in plan.workspaces]
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float64"))
+def test_batch_heads_lengths_strides_and_scale_do_not_change_what_is_compiled(dtype):
+    other = {"batch": 7, "seqlen_q": 1, "seqlen_k": 4096, "num_heads": 5, "num_heads_kv": 5, "softmax_scale": 3.0}
+    for causal in (False, True):
+        for method in ("single_pass", "two_pass"):
+            plans = [backward_plan(method, dtype=dtype, causal=causal, **changes) for changes in ({}, other)]
+            assert [s.spec for s in plans[0].stages] == [s.spec for s in plans[1].stages]
+            assert [s.constants for s in plans[0].stages] != [s.constants for s in plans[1].stages]
+
+
+def test_nothing_grows_with_the_product_of_the_lengths():
+    for dtype, method in itertools.product(DTYPES, ("single_pass", "two_pass")):
+        nbytes = [
+            sum(w.nbytes for w in backward_plan(method, dtype=dtype, seqlen_q=length, seqlen_k=length).workspaces)
+            for length in (4096, 8192)
+        ]
+        assert nbytes[1] == 2 * nbytes[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- empty problems
+
+
+EMPTY = {"batch": {"batch": 0}, "heads": {"num_heads": 0, "num_heads_kv": 0}, "queries and keys": {"seqlen_q": 0, "seqlen_k": 0}}
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("empty", EMPTY)
+def test_where_all_results_are_empty_nothing_is_launched(empty, causal, dtype):
+    changes = {**EMPTY[empty], "causal": causal, "dtype": dtype}
+    assert forward_plan(**changes).stages == ()
+    for method in ("single_pass", "two_pass"):
+        plan = backward_plan(method, **changes)
+        assert plan.stages == ()
+        assert sum(workspace.nbytes for workspace in plan.workspaces) == 0
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+@pytest.mark.parametrize("no_queries", ({"seqlen_q": 0}, {"num_heads": 0}), ids=("length", "heads"))
+def test_without_queries_dk_and_dv_are_still_written(method, causal, dtype, no_queries):
+    assert forward_plan(causal=causal, dtype=dtype, **no_queries).stages == ()
+    plan = backward_plan(method, causal=causal, dtype=dtype, **no_queries)
+    written = {name for stage in plan.stages for name in stage.spec.params.pointers}
+    assert {"dk", "dv"} <= written | set(plan.cleared)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+def test_without_keys_o_and_dq_are_still_written(method, causal, dtype):
+    assert operations(forward_plan(causal=causal, dtype=dtype, seqlen_k=0)) == ["forward"]
+    plan = backward_plan(method, causal=causal, dtype=dtype, seqlen_k=0)
+    assert "dq" in {name for stage in plan.stages for name in stage.spec.params.pointers}
+
+
+# ----------------------------------------------------------------------------------------- the order in which tiles are taken
+
+
+def blocks_of(stage: Stage) -> list[tuple[int, int, int]]:
+    """(tile, head, batch) of every block, by the arithmetic of kernels/common/schedule.cuh."""
+    values = record(stage)
+    tiles, heads, section_heads = values["num_tiles"], values["scheduled_heads"], values["heads_per_section"]
+    found = []
+    for block in range(stage.blocks):
+        section, rank = divmod(block, section_heads * tiles)
+        first = section * section_heads
+        in_section = min(section_heads, values["batch"] * heads - first)
+        tile, head = divmod(rank, in_section)
+        found.append((tile, (first + head) % heads, (first + head) // heads))
+    return found
+
+
+def scheduled(plan: Plan) -> list[Stage]:
+    return [stage for stage in plan.stages if "heads_per_section" in record(stage)]
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("l2_bytes", (1, 500_000, 1_000_000, 2**40))
+def test_every_tile_of_every_head_is_taken_once_whatever_the_sections(causal, l2_bytes):
+    device = dataclasses.replace(H100, l2_bytes=l2_bytes)
+    for plan in (
+        forward_plan(device, causal=causal),
+        backward_plan("two_pass", device, causal=causal),
+        backward_plan("single_pass", device, causal=causal),
+    ):
+        for stage in scheduled(plan):
+            values = record(stage)
+            everything = itertools.product(
+                range(values["num_tiles"]), range(values["scheduled_heads"]), range(values["batch"])
+            )
+            assert sorted(blocks_of(stage)) == sorted(everything)
+
+
+def test_without_a_mask_one_head_follows_the_other():
+    (stage,) = forward_plan(seqlen_q=4096).stages
+    assert record(stage)["heads_per_section"] == BASE.heads_per_group
+    order = [(batch, head // BASE.heads_per_group) for _, head, batch in blocks_of(stage)]
+    assert order == sorted(order)
+
+
+def test_under_a_mask_a_section_has_the_heads_whose_keys_and_values_fit_the_l2_cache():
+    long = {"seqlen_q": 65536, "seqlen_k": 65536, "num_heads": 512, "num_heads_kv": 128, "causal": True}
+    per_head = 2 * 65536 * 64 * 2
+    for device in ARCHITECTURES.values():
+        (stage,) = forward_plan(device, **long).stages
+        section = record(stage)["heads_per_section"]
+        assert section % 4 == 0  # whole groups
+        assert section == 4 or section // 4 * per_head <= device.l2_bytes
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda device: device.arch)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2**20, 1), (2**20, 0), (0, 2**20), (1, 2**20)])
+def test_block_arithmetic_stays_in_32_bits(device, seqlen_q, seqlen_k):
+    changes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": True, "num_heads": 64, "num_heads_kv": 1, "head_dim": 8}
+    for plan in (
+        forward_plan(device, **changes),
+        backward_plan("two_pass", device, **changes),
+        backward_plan("single_pass", device, **changes),
+    ):
+        for stage in scheduled(plan):
+            values = record(stage)
+            assert values["heads_per_section"] * values["num_tiles"] < 2**31
+            assert stage.blocks < 2**31
+
+
+# ------------------------------------------------------------------------------------------------------------- the record
+
+
+def every_layout() -> list:
+    """One kernel for each record: operation, family and accumulator."""
+    found = {}
+    for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
+        for spec in default_specs(H100, dtype, 32, False, method):
+            found.setdefault((spec.operation, spec.family, dtype), spec)
+    return list(found.values())
+
+
+def layout_id(spec) -> str:
+    return f"{spec.operation}-{spec.family}-{spec.dtype}"
+
+
+@pytest.mark.parametrize("spec", every_layout(), ids=layout_id)
+def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    layout = param_layout(spec.operation, spec.family, spec.dtype)
+    constants = layout.fields[len(layout.pointers) :]
+    real = struct.unpack("=d" if spec.dtype == "float64" else "=f", b"\x01" * (8 if spec.dtype == "float64" else 4))[0]
+    marked = {"strides": (0x0101010101010101,) * 3, "real": real, "int": 0x01010101}
+    zero = {"strides": (0, 0, 0), "real": 0.0, "int": 0}
+
+    offsets = {name: 8 * position for position, name in enumerate(layout.pointers)}
+    sizes = dict.fromkeys(layout.pointers, 8)
+    for field in constants:
+        packed = layout.pack_constants({f.name: (marked if f is field else zero)[f.kind] for f in constants})
+        assert layout.pointer_packer.size + len(packed) == layout.nbytes
+        offsets[field.name] = layout.pointer_packer.size + packed.index(1)
+        sizes[field.name] = packed.count(1)
+
+    # NVRTC has no offsetof; this is what the macro stands for in its front end.
+    checks = [
+        f"static_assert(__INTADDR__(&static_cast<fa2::Params*>(0)->{name}) == {offset});\n"
+        f"static_assert(sizeof(fa2::Params::{name}) == {sizes[name]});"
+        for name, offset in offsets.items()
+    ]
+    compile_source(KernelSource(spec, render_kernel(spec).text + "\n".join(checks) + "\n"))
+
+
+@pytest.mark.parametrize("spec", every_layout(), ids=layout_id)
+def test_a_record_with_a_missing_or_unknown_value_is_refused(spec):
+    layout = spec.params
+    values = {f.name: (0, 0, 0) if f.kind == "strides" else 0 for f in layout.fields[len(layout.pointers) :]}
+    layout.pack_constants(values)
+    with pytest.raises(KeyError, match="unknown"):
+        layout.pack_constants({**values, "unknown": 1})
+    values.popitem()
+    with pytest.raises(KeyError):
+        layout.pack_constants(values)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float64"))
+def test_the_record_says_what_the_problem_says(dtype):
+    plans = [forward_plan(dtype=dtype), *(backward_plan(method, dtype=dtype) for method in ("single_pass", "two_pass"))]
+    expected = {
+        "scale_log2": 0.25 * math.log2(math.e),
+        "softmax_scale": 0.25,
+        "num_heads": 8,
+        "heads_per_group": 4,
+        "seqlen_q": 300,
+        "seqlen_k": 500,
+        "batch": 3,
+        **{f"{name}_strides": strides for name, strides in STRIDES.items()},
+    }
+    seen = set()
+    for stage in (stage for plan in plans for stage in plan.stages):
+        values = record(stage)
+        for name in values.keys() & expected.keys():
+            assert values[name] == pytest.approx(expected[name], rel=1e-6)
+        seen |= values.keys()
+    assert seen >= expected.keys()
+
+
+@pytest.mark.parametrize("head_dim", (40, 64, 104, 136, 256))
+def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    plan = backward_plan("single_pass", head_dim=head_dim)
+    _, main, convert = plan.stages
+    per_tile = plan.workspaces[1].nbytes // 4 // convert.blocks
+    check = f"static_assert(fa2::sm80::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
+    compile_source(KernelSource(convert.spec, render_kernel(convert.spec).text + check))
+    # Only the check matters here, not the kernel, which takes longer to compile.
+    head, _, _ = render_kernel(main.spec).text.partition('extern "C" __global__')
+    check = (
+        "using Main = fa2::sm80::Backward<fa2::Spec>;\n"
+        f"static_assert(fa2::sm80::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
+    )
+    kernel = f'extern "C" __global__ void {main.spec.symbol}() {{}}\n'
+    compile_source(KernelSource(main.spec, head + check + kernel))
+
+
+def test_two_launches_differ_in_nothing_but_what_the_caller_changed():
+    first, second = (record(forward_plan(seqlen_k=length).stages[0]) for length in (500, 501))
+    assert {name for name in first if first[name] != second[name]} == {"seqlen_k"}

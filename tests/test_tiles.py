@@ -1,0 +1,301 @@
+"""Tiles: which are legal, what they cost, which one a call gets. Arithmetic, but for the costs, which NVRTC checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import warnings
+
+import pytest
+
+from fa2cupy import TileConfig, legal_configs, tuning
+from fa2cupy.compiler import compile_source
+from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
+from fa2cupy.families import FAMILIES, choose_family, choose_method, choose_tile
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.settings import tuning_file
+from fa2cupy.source import render_kernel
+from fa2cupy.spec import KernelSpec
+from fa2cupy.tile_table import TILE_TABLE
+from fa2cupy.tiles import OPERATIONS, padded_head_dim, shared_memory_bytes, why_illegal
+
+H100 = DeviceInfo.named("sm_90")
+# GPUs before Ampere, which the simt family serves with less shared memory.
+OLDER = (
+    DeviceInfo("P100", "sm_60", 56, 48 * 1024, 64 * 1024, 65536, 2048, 4 * 1024**2),
+    DeviceInfo("V100", "sm_70", 80, 96 * 1024, 96 * 1024, 65536, 2048, 6 * 1024**2),
+    DeviceInfo("T4", "sm_75", 40, 64 * 1024, 64 * 1024, 65536, 1024, 4 * 1024**2),
+)
+DEVICES = (*ARCHITECTURES.values(), *OLDER)
+
+
+def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False) -> AttentionProblem:
+    return AttentionProblem(dtype, 1, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
+
+
+def head_dims_of(dtype: str) -> range:
+    return range(8, 257, 8) if dtype in ("float16", "bfloat16") else range(1, 257, 5)
+
+
+# ------------------------------------------------------------------------------------------------------------ TileConfig
+
+
+@pytest.mark.parametrize("field", ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm"))
+@pytest.mark.parametrize("value", (0, -16, 2.0, True, "16", None))
+def test_a_tile_takes_positive_ints_only(field, value):
+    fields = {"b_r": 64, "b_c": 64, "num_warps": 4} | {field: value}
+    with pytest.raises(ValueError, match=f"{field}: expected a positive int"):
+        TileConfig(**fields)
+
+
+@pytest.mark.parametrize("family", ("sm80", "simt"))
+def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
+    for head_dim in range(1, 257):
+        padded = padded_head_dim(family, head_dim)
+        assert padded % (32 if family == "simt" else 16) == 0
+        assert head_dim <= padded < head_dim + 32
+        assert padded_head_dim(family, padded) == padded
+
+
+# ----------------------------------------------------------------------------------------------------------- legal or not
+
+
+@pytest.mark.parametrize(
+    ("operation", "family", "tile", "reason"),
+    [
+        ("forward", "sm80", TileConfig(64, 24, 4), "b_c=24"),
+        ("forward", "sm80", TileConfig(72, 64, 4), "b_r=72"),
+        ("forward", "sm80", TileConfig(64, 64, 8), "b_r=64"),
+        ("forward", "sm80", TileConfig(64, 64, 4, 9), "num_stages=9"),
+        ("forward", "sm80", TileConfig(128, 128, 4, 1, 4), "registers"),
+        ("forward", "sm80", TileConfig(128, 256, 8, 4), "shared memory"),
+        ("backward_dq", "sm80", TileConfig(64, 40, 4), "b_c=40"),
+        ("backward_dq", "sm80", TileConfig(256, 256, 16), "registers"),
+        ("backward", "sm80", TileConfig(64, 64, 3), "num_warps=3"),
+        ("backward", "sm80", TileConfig(64, 72, 8), "b_c=72"),
+        ("backward", "sm80", TileConfig(128, 32, 4), "b_r=128"),
+        ("backward", "sm80", TileConfig(64, 64, 8, 3), "num_stages=3"),
+        ("backward_dkdv", "sm80", TileConfig(64, 256, 8), "registers"),
+        ("forward", "simt", TileConfig(30, 32, 4), "b_r=30"),
+        ("forward", "simt", TileConfig(64, 32, 4), "b_r=64"),
+        ("backward", "simt", TileConfig(4, 16, 4), "b_c=16"),
+        ("backward_dkdv", "simt", TileConfig(32, 30, 4), "b_c=30"),
+        ("backward_dq", "simt", TileConfig(32, 32, 4, 2), "num_stages=2"),
+    ],
+)
+def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit(operation, family, tile, reason):
+    dtype = "float32" if family == "simt" else "float16"
+    assert reason in why_illegal(operation, family, dtype, 64, tile, H100)
+
+
+@pytest.mark.parametrize("family", ("sm80", "simt"))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
+    dtype = "float32" if family == "simt" else "float16"
+    tiny = dataclasses.replace(H100, shared_memory_per_block=1024)
+    tile = next(row.tile for row in TILE_TABLE if (row.family, row.operation) == (family, operation))
+    assert why_illegal(operation, family, dtype, 32, tile, H100) is None
+    assert "shared memory" in why_illegal(operation, family, dtype, 32, tile, tiny)
+    wide = dataclasses.replace(tile, num_warps=64, b_r=64 * 16, b_c=64 * 16)
+    assert why_illegal(operation, family, dtype, 32, wide, H100)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("dtype", "arch"), [("float16", "sm_80"), ("bfloat16", "sm_120"), ("float64", "sm_86")])
+def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(operation, dtype, arch):
+    family = choose_family(dtype, DeviceInfo.named(arch)).name
+    for head_dim in (40, 128, 256):
+        tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
+        assert len(set(tiles)) == len(tiles) > 0
+        device = DeviceInfo.named(arch)
+        assert not [tile for tile in tiles if why_illegal(operation, family, dtype, head_dim, tile, device)]
+        assert choose_tile(operation, family, problem(dtype, head_dim), device) in tiles
+
+
+def test_legal_configs_refuses_what_does_not_exist():
+    with pytest.raises(ValueError, match="operation: expected one of"):
+        legal_configs("sideways", arch="sm_90")
+    with pytest.raises(ValueError, match="family: expected one of"):
+        legal_configs("forward", arch="sm_90", family="sm70")
+    with pytest.raises(UnsupportedProblemError, match="known are sm_80"):
+        legal_configs("forward", arch="sm_12")
+    with pytest.raises(UnsupportedProblemError, match="int8"):
+        legal_configs("forward", arch="sm_90", dtype="int8")
+
+
+def operations_of_families() -> list[tuple[str, str, str, int]]:
+    # The sm80 forward has a main loop of its own beyond head_dim 128.
+    cases = [(operation, "sm80", "float16", 64) for operation in OPERATIONS]
+    cases += [(operation, "simt", "float32", 32) for operation in OPERATIONS]
+    return [*cases, ("forward", "sm80", "float16", 160)]
+
+
+@pytest.mark.parametrize(("operation", "family", "dtype", "head_dim"), operations_of_families())
+@pytest.mark.parametrize("wrong_by", (-16, 16))
+def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, dtype, head_dim, wrong_by, monkeypatch):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    tile = choose_tile(operation, family, problem(dtype, head_dim), H100)
+    spec = KernelSpec(operation, family, "sm_90", dtype, head_dim, False, tile)
+    right = shared_memory_bytes(operation, family, dtype, head_dim, tile)
+    monkeypatch.setattr(KernelSpec, "shared_memory_bytes", right + wrong_by)
+    with pytest.raises(KernelCompileError, match=r"static assertion failed|static_assert"):
+        compile_source(render_kernel(spec))
+
+
+# -------------------------------------------------------------------------------------------------------------- the table
+
+
+def chosen_rows() -> set[int]:
+    """Positions in the table of all tiles that some call on some GPU gets."""
+    found = set()
+    for device, row in itertools.product(DEVICES, FAMILIES):
+        for dtype, operation in itertools.product(row.dtypes, OPERATIONS):
+            if not row.supports(dtype, device):
+                continue
+            for head_dim, causal in itertools.product(head_dims_of(dtype), (False, True)):
+                try:
+                    tile = choose_tile(operation, row.name, problem(dtype, head_dim, causal), device)
+                except UnsupportedProblemError:
+                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds.
+                    assert device in OLDER and dtype == "float64" and head_dim > 128
+                    continue
+                assert why_illegal(operation, row.name, dtype, head_dim, tile, device) is None
+                found.add(
+                    next(
+                        position
+                        for position, entry in enumerate(TILE_TABLE)
+                        if (entry.family, entry.operation, entry.tile) == (row.name, operation, tile)
+                        and padded_head_dim(row.name, head_dim) <= entry.head_dim
+                        and (entry.dtypes is None or dtype in entry.dtypes)
+                    )
+                )
+    return found
+
+
+def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
+    chosen = chosen_rows()
+    assert [row for position, row in enumerate(TILE_TABLE) if position not in chosen] == []
+
+
+def test_measured_rows_name_the_gpu_and_the_date():
+    for row in TILE_TABLE:
+        assert not row.measured or re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", row.measured), row
+
+
+# ------------------------------------------------------------------------------------- which tile, family and method it is
+
+
+def default_tile() -> TileConfig:
+    return choose_tile("forward", "sm80", problem(), H100)
+
+
+def save(tile: TileConfig, operation="forward", family="sm80", dtype="float16", head_dim=64, causal=False, device=H100):
+    tuning.save_tuned_tile(operation, family, dtype, head_dim, causal, device, tile)
+
+
+TUNED, ASKED = TileConfig(64, 48, 4), TileConfig(64, 80, 4)
+
+
+def test_the_callers_tile_comes_before_the_users_and_that_before_the_tables(tuning_folder):
+    assert default_tile() not in (TUNED, ASKED)
+    save(TUNED)
+    assert choose_tile("forward", "sm80", problem(), H100) == TUNED
+    assert choose_tile("forward", "sm80", problem(), H100, ASKED) == ASKED
+    assert choose_tile("forward", "sm80", problem(), H100, {"forward": ASKED}) == ASKED
+    # A mapping that says nothing of this operation leaves the choice as it was.
+    assert choose_tile("forward", "sm80", problem(), H100, {"backward": ASKED}) == TUNED
+
+
+def test_the_users_tile_is_for_one_kernel_on_one_gpu(tuning_folder):
+    before = default_tile()
+    save(TUNED, causal=True)
+    save(TUNED, dtype="bfloat16")
+    save(TUNED, head_dim=72)
+    save(TUNED, operation="backward_dq")
+    save(TUNED, device=DeviceInfo.named("sm_80"))
+    assert choose_tile("forward", "sm80", problem(), H100) == before
+    assert choose_tile("forward", "sm80", problem(causal=True), H100) == TUNED
+    assert choose_tile("forward", "sm80", problem("bfloat16"), H100) == TUNED
+    assert len(json.loads(tuning_file().read_text())) == 5
+
+
+def test_saving_replaces_the_entry_and_keeps_the_others(tuning_folder):
+    save(ASKED)
+    save(ASKED, causal=True)
+    save(TUNED)
+    tuning._tuned_tiles.cache_clear()  # as in a new process
+    assert choose_tile("forward", "sm80", problem(), H100) == TUNED
+    assert choose_tile("forward", "sm80", problem(causal=True), H100) == ASKED
+    assert [path.name for path in tuning_folder.iterdir()] == ["tuning.json"]
+
+
+def test_a_users_tile_that_is_not_legal_is_passed_over(tuning_folder):
+    before = default_tile()
+    save(TileConfig(72, 24, 3))
+    assert choose_tile("forward", "sm80", problem(), H100) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    ("{", "", "[1, 2]", "7", '{"key": 7}', '{"key": {"b_r": 64}}', '{"key": {"b_r": 0, "b_c": 1, "num_warps": 1}}', "\x00"),
+)
+def test_a_broken_tuning_file_is_ignored_with_one_warning(content, tuning_folder):
+    tuning_folder.mkdir()
+    (tuning_folder / "tuning.json").write_text(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiles = [choose_tile("forward", "sm80", problem(causal=causal), H100) for causal in (False, True)]
+    (warning,) = caught
+    assert str(tuning_folder / "tuning.json") in str(warning.message)
+    tuning._tuned_tiles.cache_clear()
+    (tuning_folder / "tuning.json").unlink()
+    assert tiles == [choose_tile("forward", "sm80", problem(causal=causal), H100) for causal in (False, True)]
+
+
+def test_without_a_tuning_file_nothing_is_said(tuning_folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        default_tile()
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        (TileConfig(72, 64, 4), ValueError, "b_r=72"),
+        ({"forward": TileConfig(64, 24, 4)}, ValueError, "b_c=24"),
+        ({"sideways": TUNED}, ValueError, "sideways"),
+        ((64, 64, 4), TypeError, "config: expected a TileConfig"),
+        ({"forward": 64}, TypeError, "config: expected a TileConfig"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name(config, error, text):
+    with pytest.raises(error, match=text) as caught:
+        choose_tile("forward", "sm80", problem(), H100, config)
+    assert str(caught.value).startswith("config: ")
+
+
+def test_the_dtype_and_the_device_call_for_the_family():
+    assert choose_family("float16", H100).name == choose_family("bfloat16", DeviceInfo.named("sm_80")).name == "sm80"
+    assert choose_family("float32", H100).name == choose_family("float64", OLDER[0]).name == "simt"
+    with pytest.raises(UnsupportedProblemError, match=r"float16 on T4 \(sm_75\).*from compute capability 8\.0"):
+        choose_family("float16", OLDER[2])
+    with pytest.raises(UnsupportedProblemError, match="'simt' for float16"):
+        choose_family("float16", H100, "simt")
+    with pytest.raises(ValueError, match="family: expected one of"):
+        choose_family("float16", H100, "sm70")
+
+
+@pytest.mark.parametrize("family", [row.name for row in FAMILIES])
+def test_deterministic_calls_never_get_the_method_with_atomics(family):
+    assert choose_method(family, None, True) == choose_method(family, "two_pass", True) == "two_pass"
+    assert choose_method(family, "single_pass", False) == "single_pass"
+    assert choose_method(family, None, False) in ("single_pass", "two_pass")
+    with pytest.raises(ValueError, match="'single_pass' adds atomically"):
+        choose_method(family, "single_pass", True)
+    with pytest.raises(ValueError, match="method: expected None"):
+        choose_method(family, "three_pass", False)
+    with pytest.raises(TypeError, match="deterministic: expected a bool"):
+        choose_method(family, None, 1)
