@@ -1,0 +1,97 @@
+"""What all tests share: where they may write, and which of them need a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import fa2cupy
+from fa2cupy import cache, tuning
+
+_SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist inherit
+    # the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them longer.
+    if hasattr(config, "workerinput"):
+        return
+    folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
+    os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
+    os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
+    for variable in ("FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
+        os.environ.pop(variable, None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _SESSION_FOLDER in config.stash:
+        config.stash[_SESSION_FOLDER].cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if needing else None
+    if reason is not None:
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"no CuPy: {error}"
+    except Exception as error:  # CuPy is there and the driver is not: CUDARuntimeError, or a library that does not load
+        return f"no CUDA device: {error}"
+    return None if count else "no CUDA device: the driver reports none"
+
+
+@pytest.fixture
+def isolated_cache(tmp_path, monkeypatch):
+    """An empty cache folder of this test alone, not created yet; nothing is remembered from other tests."""
+    folder = tmp_path / "kernel-cache"
+    monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(folder))
+    forget_cache()
+    yield folder
+    forget_cache()
+
+
+def forget_cache() -> None:
+    """What a new process would not know either: kernels in memory, and which folders have been warned about."""
+    cache._cached_kernel.cache_clear()
+    cache._warned_about.clear()
+
+
+@pytest.fixture
+def tuning_folder(tmp_path, monkeypatch):
+    """An empty configuration folder, read anew."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    tuning._tuned_tiles.cache_clear()
+    yield tmp_path / "fa2cupy"
+    tuning._tuned_tiles.cache_clear()
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """Runs a script in a new process that imports the same fa2cupy from another folder, and checks that it ends well."""
+
+    def run(script: str, **environment: str) -> subprocess.CompletedProcess:
+        package = Path(fa2cupy.__file__).resolve().parent.parent
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,  # a checkout in the working folder would come before PYTHONPATH
+            env={**os.environ, "PYTHONPATH": str(package), **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return run

@@ -1,0 +1,198 @@
+"""Installations that lack something: each gets a sentence that says what to do, or works without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fa2cupy
+from fa2cupy import TileConfig, inspection, launch
+from fa2cupy.compiler import compile_source
+from fa2cupy.errors import KernelCompileError, KernelLaunchError
+from fa2cupy.source import kernel_directory, render_kernel
+from fa2cupy.spec import KernelSpec
+
+SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+
+# Puts a stand-in before the real CuPy: none at all, or one that does not import.
+WITHOUT_CUPY = "import sys; sys.modules['cupy'] = None\n"
+BROKEN_CUPY = """
+import importlib.abc, sys
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "cupy":
+            raise ImportError("libcudart.so.12: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+"""
+PRECOMPILE = """
+import fa2cupy
+try:
+    fa2cupy.precompile(["sm_80"])
+except fa2cupy.KernelCompileError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def nvrtc():
+    """CuPy's NVRTC module, in which tests replace functions."""
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from cupy.cuda import nvrtc
+
+    return nvrtc
+
+
+# --------------------------------------------------------------------------------------------------------------- no CuPy
+
+
+def test_without_cupy_numpy_arrays_work(run_python):
+    pytest.importorskip("fa2cupy.cpu")
+    result = run_python(
+        WITHOUT_CUPY
+        + """
+import numpy as np, fa2cupy
+q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 33, 2, 16), dtype=np.float32)
+o, backprop = fa2cupy.attention(q, k, v, causal=True)
+print(all(np.isfinite(x).all() for x in (o, *backprop(do))), o.shape)
+"""
+    )
+    assert result.stdout == "True (1, 33, 2, 16)\n"
+
+
+def test_without_cupy_compiling_says_what_to_install(run_python):
+    message = run_python(WITHOUT_CUPY + PRECOMPILE).stdout
+    assert "CuPy" in message
+    assert "not installed" in message
+    assert "pip install 'fa2cupy[cuda12]'" in message
+
+
+def test_a_cupy_that_does_not_import_is_not_called_missing(run_python):
+    message = run_python(BROKEN_CUPY + PRECOMPILE).stdout
+    assert "libcudart.so.12: cannot open shared object file" in message
+    assert "not installed" not in message
+
+
+@pytest.mark.parametrize("state", (WITHOUT_CUPY, BROKEN_CUPY), ids=("missing", "broken"))
+def test_info_answers_without_cupy(run_python, state):
+    result = run_python(state + "import fa2cupy, json; print(json.dumps(fa2cupy.info()))")
+    assert '"device": "none' in result.stdout
+    assert "pip install" in result.stdout
+
+
+@pytest.mark.parametrize("state", (WITHOUT_CUPY, BROKEN_CUPY), ids=("missing", "broken"))
+def test_what_is_only_arithmetic_works_without_cupy(run_python, state):
+    result = run_python(state + "import fa2cupy; print(len(fa2cupy.legal_configs('forward', arch='sm_90')) > 10)")
+    assert result.stdout == "True\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- no NVRTC
+
+
+def test_without_nvrtc_compiling_says_what_to_install(nvrtc, isolated_cache, monkeypatch):
+    def missing():
+        raise RuntimeError('Failure finding "libnvrtc.so.12"')
+
+    monkeypatch.setattr(nvrtc, "getVersion", missing)
+    with pytest.raises(KernelCompileError, match="pip install nvidia-cuda-nvrtc-cu12") as caught:
+        fa2cupy.precompile(["sm_80"])
+    assert "libnvrtc.so.12" in str(caught.value)
+    assert "pip install" in fa2cupy.info()["nvrtc"]
+
+
+def test_an_nvrtc_too_old_for_the_architecture_says_so(nvrtc, monkeypatch):
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [70, 75])
+    with pytest.raises(KernelCompileError, match=r"cannot compile for sm_80.*pip install"):
+        compile_source(render_kernel(SPEC))
+
+
+# ------------------------------------------------------------------------------------------------------ no GPU, old driver
+
+
+@pytest.fixture
+def no_gpu(nvrtc, monkeypatch):
+    """CuPy on a machine without a device, as it is in CI and as it would be on this machine."""
+    from cupy.cuda import runtime
+
+    class NoDevice(runtime.CUDARuntimeError):
+        def __init__(self):
+            RuntimeError.__init__(self, "cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    def refuse(*_):
+        raise NoDevice
+
+    for name in ("getDevice", "getDeviceProperties", "driverGetVersion"):
+        monkeypatch.setattr(runtime, name, refuse)
+
+
+def test_info_answers_without_a_gpu(no_gpu):
+    answer = fa2cupy.info()
+    assert "no CUDA-capable device" in answer["device"]
+    assert "no CUDA-capable device" in answer["driver"]
+    assert answer["nvrtc"][0].isdigit()
+
+
+@pytest.mark.parametrize("call", (lambda: fa2cupy.legal_configs("forward"), fa2cupy.precompile), ids=("legal", "precompile"))
+def test_without_a_gpu_what_needs_one_says_how_to_do_without(no_gpu, call):
+    with pytest.raises(RuntimeError, match="arch") as caught:
+        call()
+    assert "no CUDA-capable device" in str(caught.value)
+
+
+def test_info_answers_while_another_process_empties_the_cache(isolated_cache, monkeypatch):
+    vanished = isolated_cache / f"{'0' * 64}.cubin"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [vanished])
+    assert inspection.info()["cached_bytes"] == 0
+
+
+def test_a_driver_that_refuses_the_machine_code_is_reported_with_advice(nvrtc, monkeypatch):
+    import cupy
+    from cupy.cuda import driver, runtime
+
+    class Refused(driver.CUDADriverError):
+        def __init__(self):
+            RuntimeError.__init__(self, "CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
+
+    def refuse(*_, **__):
+        raise Refused
+
+    monkeypatch.setattr(runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: 11040)
+    monkeypatch.setattr(cupy, "RawModule", refuse)
+    monkeypatch.setattr(cupy.cuda.function, "Module", refuse)
+    with pytest.raises(KernelLaunchError, match=r"the driver \(for CUDA 11\.4\) does not load delta") as caught:
+        launch.load_kernel(SPEC)
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in str(caught.value)
+    assert "update it" in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- no templates
+
+
+def test_without_the_templates_rendering_says_how_to_get_them(run_python, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(Path(fa2cupy.__file__).parent, bare / "fa2cupy", ignore=shutil.ignore_patterns("kernels"))
+    result = run_python(
+        """
+import fa2cupy.source
+try:
+    fa2cupy.source.kernel_directory()
+except FileNotFoundError as error:
+    print(error)
+""",
+        PYTHONPATH=str(bare),
+    )
+    assert "templates" in result.stdout
+    assert str(bare / "kernels") in result.stdout
+    assert "reinstall fa2cupy" in result.stdout
+
+
+def test_templates_lie_beside_the_package_or_in_it():
+    package = Path(fa2cupy.__file__).resolve().parent
+    assert kernel_directory() in (package / "kernels", package.parent / "kernels")
+
+
+def test_importing_loads_neither_cupy_nor_torch(run_python):
+    result = run_python("import fa2cupy, sys; print(sorted({'cupy', 'torch'} & set(sys.modules)))")
+    assert result.stdout == "[]\n"

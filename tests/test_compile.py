@@ -1,0 +1,354 @@
+"""Every default kernel compiles with NVRTC for its architectures, within the limits of the hardware; needs no GPU.
+
+Which tiles these are is for `fa2cupy.tile_table` to say: the tests hold whatever it says to the same rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from fa2cupy import TileConfig, legal_configs, params, source
+from fa2cupy.cache import cached_kernel, entry_path
+from fa2cupy.compiler import compile_options, compile_source
+from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.errors import KernelCompileError
+from fa2cupy.inspection import default_specs
+from fa2cupy.source import kernel_directory, render_kernel
+from fa2cupy.spec import KernelSpec
+from fa2cupy.tiles import OPERATIONS
+
+pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+METHODS = (None, "single_pass", "two_pass")
+HEAD_DIMS = (32, 40, 64, 80, 96, 128, 160, 192, 256)
+
+# (architectures, dtypes, head dimensions) that are compiled with and without a causal mask, forward and both methods.
+SELECTION = (
+    (("sm_80", "sm_90"), ("float16",), HEAD_DIMS),
+    (("sm_80", "sm_90"), ("bfloat16",), (64, 128)),
+    (("sm_86", "sm_100", "sm_120"), ("float16",), (64, 128)),
+    (("sm_90",), ("float32", "float64"), (64, 128, 256)),
+)
+# (architectures, dtypes) of which every tile that calls get is compiled, causal, for the widest rows that get it.
+EVERY_TILE = (
+    (tuple(ARCHITECTURES), ("float16",)),
+    (("sm_90",), ("bfloat16",)),
+    (("sm_80", "sm_86"), ("float32", "float64")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exemption:
+    """Spills of a default tile that are known and accepted: for head dimensions up to `head_dim`, at most so many bytes."""
+
+    operation: str
+    head_dim: int
+    tile: TileConfig
+    allowed_bytes: int
+    reason: str
+
+    def covers(self, spec: KernelSpec) -> bool:
+        return (spec.operation, spec.tile) == (self.operation, self.tile) and spec.head_dim <= self.head_dim
+
+
+MEASURED = (
+    "fastest of the sweep on the H100, smaller tiles and fewer blocks per multiprocessor included: what spills is loop "
+    "invariants (addresses, bounds), which are read back once a tile and not between its matrix products"
+)
+SIBLING = "the tile of the H100 with what fits here; spills the same loop invariants; not yet measured on such a GPU"
+
+#: Every default tile that spills registers, by name; the first row that covers a spec holds.
+EXEMPTIONS = (
+    Exemption("forward", 64, TileConfig(128, 128, 4, 2, 2), 32, MEASURED),
+    Exemption("forward", 128, TileConfig(128, 64, 4, 2, 2), 16, MEASURED),
+    Exemption("forward", 256, TileConfig(128, 64, 8, 2), 12, MEASURED),
+    Exemption("backward", 64, TileConfig(64, 64, 4, 2, 3), 84, MEASURED),
+    Exemption("backward", 128, TileConfig(64, 128, 8, 2), 80, MEASURED),
+    Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
+    Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
+    Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
+    Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),
+    Exemption("backward", 32, TileConfig(64, 128, 8, 2, 2), 60, MEASURED),
+    Exemption("backward", 160, TileConfig(32, 64, 4, 2, 2), 152, MEASURED),
+    Exemption("backward_dkdv", 32, TileConfig(64, 128, 8, 2, 2), 212, MEASURED),
+    Exemption("backward_dkdv", 160, TileConfig(32, 64, 4, 2, 2), 136, MEASURED),
+    Exemption("backward_dkdv", 64, TileConfig(64, 64, 4, 2, 3), 184, MEASURED),
+    Exemption("backward_dkdv", 96, TileConfig(64, 64, 4, 2, 2), 8, MEASURED),
+    Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
+    Exemption("backward_dkdv", 256, TileConfig(32, 32, 4, 1), 16, SIBLING),
+    # simt, float32 and float64
+    Exemption("backward", 64, TileConfig(32, 32, 4, 1, 3), 24, MEASURED),
+    Exemption("backward", 256, TileConfig(32, 16, 4, 1, 2), 24, MEASURED),
+    Exemption("backward", 256, TileConfig(16, 8, 4), 104, SIBLING),
+    Exemption("backward_dq", 64, TileConfig(32, 32, 4, 1, 3), 24, MEASURED),
+    Exemption("backward_dq", 256, TileConfig(16, 8, 4), 48, SIBLING),
+    Exemption("backward_dkdv", 128, TileConfig(32, 32, 4, 1, 3), 12, MEASURED),
+)
+
+
+def selected_specs() -> list[KernelSpec]:
+    specs = {}
+    for archs, dtypes, head_dims in SELECTION:
+        for arch, dtype, head_dim, causal, method in itertools.product(archs, dtypes, head_dims, (False, True), METHODS):
+            specs.update(dict.fromkeys(default_specs(DeviceInfo.named(arch), dtype, head_dim, causal, method)))
+    for archs, dtypes in EVERY_TILE:
+        for arch, dtype in itertools.product(archs, dtypes):
+            widest = {}
+            for head_dim, method in itertools.product(range(8, 257, 8), METHODS):
+                for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method):
+                    widest[spec.operation, spec.tile] = spec
+            specs.update(dict.fromkeys(widest.values()))
+    return list(specs)
+
+
+def spec_id(value: object) -> str | None:
+    return f"{value.arch}-{value.symbol}" if isinstance(value, KernelSpec) else None
+
+
+@pytest.fixture(scope="module")
+def default_kernels(request):
+    """A future for the kernel of each selected test: all are compiled side by side while the tests look at the first."""
+    items = [item for item in request.session.items if "default_kernels" in getattr(item, "fixturenames", ())]
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {item.callspec.params["spec"]: pool.submit(cached_kernel, item.callspec.params["spec"]) for item in items}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("spec", selected_specs(), ids=spec_id)
+def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernels, record_property):
+    kernel = default_kernels[spec].result()
+    static_shared = re.search(r"(\d+) bytes smem", kernel.log)
+    shared = spec.shared_memory_bytes + (int(static_shared[1]) if static_shared else 0)
+    for name in ("registers", "spill_bytes", "seconds"):
+        record_property(name, getattr(kernel, name))
+    record_property("shared_bytes", shared)
+
+    device = DeviceInfo.named(spec.arch)
+    assert 0 < kernel.registers <= 255
+    allocated = -(-kernel.registers // 8) * 8 * spec.tile.num_threads
+    assert allocated * spec.tile.blocks_per_sm <= device.registers_per_multiprocessor
+    assert shared <= device.shared_memory_per_block
+    exemption = next((row for row in EXEMPTIONS if row.covers(spec)), None)
+    assert kernel.spill_bytes <= (exemption.allowed_bytes if exemption else 0), f"{spec} spills {kernel.spill_bytes} bytes"
+
+
+@pytest.mark.parametrize("exemption", EXEMPTIONS, ids=lambda row: f"{row.operation}, {row.tile}")
+def test_no_exemption_outlives_its_spills(exemption):
+    covered = [spec for spec in selected_specs() if exemption.covers(spec)]
+    assert any(cached_kernel(spec).spill_bytes for spec in covered), "nothing spills any more: delete the row"
+
+
+# Tiles that a sweep might try. One that is called legal and does not compile is a wrong rule.
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("head_dim", (64, 96, 256))
+def test_what_is_called_legal_compiles(operation, head_dim):
+    legal = legal_configs(operation, dtype="float16", head_dim=head_dim, arch="sm_90")
+    for tile in dict.fromkeys((legal[0], legal[len(legal) // 2], legal[-1])):  # the smallest, a usual one, the largest
+        assert cached_kernel(KernelSpec(operation, "sm80", "sm_90", "float16", head_dim, True, tile)).registers
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_smallest_legal_simt_tile_compiles(operation):
+    tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
+    assert cached_kernel(KernelSpec(operation, "simt", "sm_90", "float64", 24, True, tile)).registers
+
+
+# ----------------------------------------------------------------------------------------------- the text that is compiled
+
+
+def everyday_specs() -> list[KernelSpec]:
+    """Each operation in each family and dtype once."""
+    specs = [
+        spec
+        for dtype, method in itertools.product(("float16", "bfloat16", "float32", "float64"), METHODS)
+        for spec in default_specs(DeviceInfo.named("sm_90"), dtype, 32, True, method)
+    ]
+    return list(dict.fromkeys(specs))
+
+
+@pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
+def test_rendered_text_is_plain_cuda_without_any_include(spec):
+    text = render_kernel(spec).text
+    assert not re.search(r"^\s*#\s*include", text, re.MULTILINE)
+    assert "#pragma once" not in text
+    assert not re.search(JINJA, text, re.MULTILINE)
+    assert spec.symbol in text
+
+
+def test_nvrtc_is_given_no_include_path():
+    options = compile_options("sm_90")
+    assert not [option for option in options if option.startswith(("-I", "--include", "-include"))]
+
+
+# `{{` alone is C++, too (nested initialiser lists), and `{%0` is inline PTX.
+JINJA = r"\{\{\s*[\w.]+\s*\}\}|\{%-?\s*[a-z]|\{#|^\s*//%"
+
+
+def test_jinja_is_in_entry_files_and_templates_only():
+    files = [path for path in kernel_directory().rglob("*") if path.is_file()]
+    with_jinja = {path.name for path in files if re.search(JINJA, path.read_text(), re.MULTILINE)}
+    assert with_jinja
+    assert not {name for name in with_jinja if not name.endswith((".cu", ".j2"))}
+
+
+def test_every_file_of_kernels_is_used_by_some_default_kernel():
+    used = {
+        match
+        for arch, dtype, head_dim, method in itertools.product(
+            ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
+        )
+        for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method)
+        for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
+    }
+    files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}
+    assert used == files
+
+
+def delta_spec() -> KernelSpec:
+    """The kernel that compiles fastest."""
+    return KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+
+
+def forward_spec(**changes) -> KernelSpec:
+    base = KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
+    return dataclasses.replace(base, **changes)
+
+
+VARIANTS = {
+    "operation": forward_spec(operation="backward_dq"),
+    "family": forward_spec(family="simt"),
+    "dtype": forward_spec(dtype="bfloat16"),
+    "head_dim": forward_spec(head_dim=72),
+    "causal": forward_spec(causal=True),
+    "b_r": forward_spec(tile=TileConfig(128, 32, 4)),
+    "b_c": forward_spec(tile=TileConfig(64, 64, 4)),
+    "num_warps": forward_spec(tile=TileConfig(64, 32, 2)),
+    "num_stages": forward_spec(tile=TileConfig(64, 32, 4, 2)),
+    "blocks_per_sm": forward_spec(tile=TileConfig(64, 32, 4, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("changed", VARIANTS)
+def test_digest_and_cache_entry_change_with_every_field_of_the_spec(changed):
+    base, variant = forward_spec(), VARIANTS[changed]
+    assert render_kernel(base).digest != render_kernel(variant).digest
+    assert entry_path(base) != entry_path(variant)
+
+
+def test_cache_entry_changes_with_the_architecture_and_the_text_does_not():
+    other = forward_spec(arch="sm_90")
+    assert render_kernel(forward_spec()).digest == render_kernel(other).digest
+    assert entry_path(forward_spec()) != entry_path(other)
+
+
+def test_specs_of_one_architecture_have_symbols_of_their_own():
+    # Files in FA2CUPY_DUMP_DIR and rows of a profile are named by the symbol.
+    specs = {forward_spec(), *(spec for name, spec in VARIANTS.items())}
+    for dtype, head_dim, causal, method in itertools.product(
+        ("float16", "bfloat16", "float32", "float64"), HEAD_DIMS, (False, True), METHODS
+    ):
+        specs.update(default_specs(DeviceInfo.named("sm_90"), dtype, head_dim, causal, method))
+    specs = {dataclasses.replace(spec, arch="sm_90") for spec in specs}
+    symbols: dict[str, KernelSpec] = {}
+    for spec in specs:
+        assert symbols.setdefault(spec.symbol, spec) == spec
+
+
+# ------------------------------------------------------------------------------------- mistakes in a kernel are caught
+
+
+@pytest.fixture
+def own_kernels(tmp_path, monkeypatch):
+    """A copy of the templates that a test may spoil."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(kernel_directory(), folder)
+    monkeypatch.setattr(source, "kernel_directory", lambda: folder)
+    source._environment.cache_clear()
+    yield folder
+    source._environment.cache_clear()
+
+
+def spoil(path: Path, before: str, line: str) -> int:
+    """Puts a line before the first one that contains `before`, and says which number it has."""
+    lines = path.read_text().splitlines()
+    number = next(number for number, text in enumerate(lines, start=1) if before in text)
+    lines.insert(number - 1, line)
+    path.write_text("\n".join(lines) + "\n")
+    return number
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("delta.cu", 'extern "C"'),  # an entry file, after its includes
+        ("common/delta.cuh", "namespace fa2::common {"),  # a header, after includes of its own
+        ("common/math.cuh", "inline constexpr double kLn2"),  # a header in a header
+        ("common/spec.cuh.j2", "struct Spec {"),  # a template
+    ],
+)
+def test_a_compiler_error_names_the_file_and_line_to_open(own_kernels, name, before):
+    number = spoil(own_kernels / name, before, "undeclared_type mistake;")
+    with pytest.raises(KernelCompileError, match=re.escape(f"kernels/{name}({number}): error")):
+        compile_source(render_kernel(delta_spec()))
+
+
+def test_a_compile_error_carries_the_spec_the_options_the_log_and_where_the_source_is(own_kernels, tmp_path, monkeypatch):
+    spoil(own_kernels / "delta.cu", 'extern "C"', "undeclared_type mistake;")
+    with pytest.raises(KernelCompileError) as without_dump:
+        compile_source(render_kernel(delta_spec()))
+    for part in (str(delta_spec()), "-arch=sm_80", "undeclared_type", "set FA2CUPY_DUMP_DIR"):
+        assert part in str(without_dump.value)
+
+    monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(tmp_path / "dump"))
+    with pytest.raises(KernelCompileError) as with_dump:
+        compile_source(render_kernel(delta_spec()))
+    (written,) = (tmp_path / "dump").iterdir()
+    assert str(written) in str(with_dump.value)
+    assert "undeclared_type mistake;" in written.read_text()
+
+
+def test_digest_and_cache_entry_change_with_the_text_of_a_header(own_kernels):
+    digest, entry = render_kernel(delta_spec()).digest, entry_path(delta_spec())
+    spoil(own_kernels / "common" / "math.cuh", "namespace", "// another comment")
+    assert render_kernel(delta_spec()).digest != digest
+    assert entry_path(delta_spec()) != entry
+
+
+def test_a_name_that_nobody_gives_a_template_is_an_error(own_kernels):
+    spoil(own_kernels / "delta.cu", 'extern "C"', "constexpr int kMistake = {{ no_such_value }};")
+    with pytest.raises(jinja2.UndefinedError, match="no_such_value"):
+        render_kernel(delta_spec())
+
+
+@pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
+def test_a_record_of_another_size_than_the_c_struct_does_not_compile(spec, monkeypatch):
+    layout = params.param_layout(spec.operation, spec.family, spec.dtype)
+    monkeypatch.setattr(layout, "nbytes", layout.nbytes + 8)
+    with pytest.raises(KernelCompileError, match=r"the record of params\.py has another size"):
+        compile_source(render_kernel(spec))
+
+
+# ------------------------------------------------------------------------------------------------- house rules, by number
+
+
+def too_long(files: list[Path], limit: int) -> dict[str, int]:
+    lengths = {str(path.relative_to(CHECKOUT)): len(path.read_text().splitlines()) for path in files}
+    return {name: length for name, length in lengths.items() if length > limit}
+
+
+@pytest.mark.skipif(not (CHECKOUT / "kernels").is_dir(), reason="not in a checkout")
+def test_files_keep_to_their_length():
+    families = [path for path in (CHECKOUT / "kernels").glob("*/*.cuh") if path.parent.name != "common"]
+    assert not too_long(families, 400)
+    assert not too_long([*(CHECKOUT / "kernels" / "common").iterdir()], 200)
+    assert not too_long([*(CHECKOUT / "fa2cupy").glob("*.py")], 250)

@@ -1,0 +1,185 @@
+"""What travels: the wheel is built, installed into an empty folder and run from another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+KERNELS = CHECKOUT / "kernels"
+
+pytestmark = pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="not in a checkout")
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+
+def has_setuptools() -> bool:
+    return importlib.util.find_spec("setuptools") is not None and int(metadata.version("setuptools").split(".")[0]) >= 77
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory):
+    """A copy of the checkout, because a build leaves files in its tree and would take up those of an earlier one."""
+    tree = tmp_path_factory.mktemp("source")
+    for name in ("fa2cupy", "kernels"):
+        shutil.copytree(CHECKOUT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+        if (CHECKOUT / name).exists():
+            shutil.copy(CHECKOUT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(source_tree, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    # Where setuptools is not at hand, pip fetches it.
+    isolation = ["--no-build-isolation"] if has_setuptools() else []
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, *isolation, source_tree]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode and re.search("No matching distribution found for setuptools", result.stderr):
+        pytest.skip("neither setuptools>=77 nor a package index is at hand to build with")
+    assert result.returncode == 0, result.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel) -> dict[str, set[str]]:
+    """Names of the required projects by extra; the core's under an empty name."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        headers = HeaderParser().parsestr(archive.read(name).decode())
+    assert headers["Requires-Python"] == ">=3.10"
+    assert headers["License"] == "MIT"
+    found = {extra: set() for extra in headers.get_all("Provides-Extra")} | {"": set()}
+    for requirement in headers.get_all("Requires-Dist"):
+        extra = re.search(r'extra == "(\w+)"', requirement)
+        found[extra[1] if extra else ""].add(re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_installed(wheel, tmp_path_factory):
+    """Runs a script with the installed wheel, far from the checkout."""
+    target, elsewhere = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("elsewhere")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+
+    def run(script: str) -> str:
+        # Its own dependencies come from this environment; fa2cupy itself must come from the wheel.
+        script = f"import fa2cupy\nassert fa2cupy.__file__.startswith({str(target)!r}), fa2cupy.__file__\n{script}"
+        environment = {**os.environ, "PYTHONPATH": str(target)}
+        result = subprocess.run(
+            [sys.executable, "-c", script], cwd=elsewhere, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+def test_wheel_has_the_package_every_template_and_the_license_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    expected = {f"fa2cupy/{name}" for name in files_of(CHECKOUT / "fa2cupy")}
+    expected |= {f"fa2cupy/kernels/{name}" for name in files_of(KERNELS)}
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_sdist_has_the_same_files(source_tree, tmp_path):
+    pytest.importorskip("setuptools")
+    script = f"import setuptools.build_meta as build; print(build.build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", script], cwd=source_tree, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked")
+    (root,) = (tmp_path / "unpacked").iterdir()
+    for name in ("fa2cupy", "kernels"):
+        assert files_of(root / name) == files_of(CHECKOUT / name)
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
+        assert (root / name).is_file()
+
+
+def test_requirements_are_those_that_the_readme_promises(requirements):
+    assert requirements[""] == {"numpy", "jinja2", "ml-dtypes"}
+    assert requirements["cuda12"] == {
+        "cupy-cuda12x",
+        "nvidia-cuda-nvrtc-cu12",
+        "nvidia-cuda-runtime-cu12",
+        "cuda-bindings",
+    }
+    assert requirements["cuda13"] == {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "cuda-bindings"}
+    assert requirements["test"] == {"pytest", "hypothesis"}
+    assert set(requirements) == {"", "cuda12", "cuda13", "test", "bench"}
+
+
+def test_nothing_requires_torch(requirements):
+    assert not {name for names in requirements.values() for name in names if "torch" in name}
+
+
+def test_installed_wheel_renders_kernels_from_its_own_templates(run_installed):
+    output = run_installed(
+        """
+from fa2cupy.device import DeviceInfo
+from fa2cupy.inspection import default_specs
+from fa2cupy.source import kernel_directory, render_kernel
+from pathlib import Path
+assert kernel_directory() == Path(fa2cupy.__file__).parent / "kernels"
+for dtype in ("float16", "float32"):
+    for method in (None, "single_pass", "two_pass"):
+        for spec in default_specs(DeviceInfo.named("sm_90"), dtype, 64, True, method):
+            print(render_kernel(spec).digest)
+"""
+    )
+    assert len(set(output.split())) == len(output.split()) - 2  # both methods have the same delta kernel, in both dtypes
+
+
+def test_installed_wheel_attends_on_numpy_arrays(run_installed):
+    output = run_installed(
+        """
+import numpy as np
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 100, 2, 32), dtype=np.float32)
+o, lse = fa2cupy.forward(q, k, v)
+p = np.exp(np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(32) - lse[..., None])
+print(np.abs(p.sum(-1) - 1).max() < 1e-5, np.abs(np.einsum("bhqk,bkhd->bqhd", p, v) - o).max() < 1e-5)
+"""
+    )
+    assert output == "True True\n"
+
+
+def test_installed_wheel_has_its_command_line(run_installed):
+    output = run_installed(
+        "import subprocess, sys; print(subprocess.run([sys.executable, '-m', 'fa2cupy', '--help'], check=True, "
+        "capture_output=True, text=True).stdout)"
+    )
+    assert "demo" in output
+
+
+def test_a_bare_checkout_finds_its_templates_from_anywhere(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", "import fa2cupy.source; print(fa2cupy.source.kernel_directory())"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == str(KERNELS)
+
+
+def test_build_file_says_only_what_pip_needs():
+    lines = [line for line in (CHECKOUT / "pyproject.toml").read_text().splitlines() if line.strip()]
+    assert lines[0] == "[build-system]"
+    assert not [line for line in lines[1:] if line.startswith("[")]

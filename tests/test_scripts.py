@@ -1,0 +1,426 @@
+"""The benchmark and the sweep, without a GPU: everything but the launches themselves."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fa2cupy import legal_configs, tuning
+from fa2cupy.device import DeviceInfo
+from fa2cupy.spec import KernelSpec
+from fa2cupy.tiles import TileConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import _check
+import _measure
+import _peers
+import _startup
+import benchmark
+import sweep
+from _compile_pool import Report, compile_all
+from _measure import Candidate, Problem
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="compiling needs CuPy")
+
+
+class FakeGpu:
+    """NumPy in the place of CuPy, and a clock on which every call takes 2 ms."""
+
+    name, driver, xp = "NVIDIA Test GPU", "0.0", np
+    info = dataclasses.replace(DeviceInfo.named("sm_90"), l2_bytes=1)
+
+    def tensors(self, problem, seed):
+        rng = np.random.default_rng(seed)
+        return _measure.Tensors(*[rng.standard_normal(problem.shape).astype(problem.numpy_dtype) for _ in range(4)])
+
+    def address(self, array):
+        return array.ctypes.data
+
+    def elapsed_ms(self, call, repeats):
+        call()
+        return 2.0
+
+    def peak_bytes(self, call):
+        return sum(array.nbytes for array in call()) + 100
+
+    def synchronize(self):
+        pass
+
+    release = synchronize
+
+    def precompile(self, problems, operations):
+        pass
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_flops_against_hand_numbers():
+    problem = Problem("float16", 64, 2048, 8, 32, False)
+    assert problem.flops("forward") == 274_877_906_944  # 4 * 8 * 32 * 2048^2 * 64
+    assert problem.flops("single_pass") == problem.flops("two_pass") == 687_194_767_360  # 2.5 times as many
+    assert problem.flops("backward_dq") == 412_316_860_416  # 3 products instead of 2
+    assert problem.flops("backward_dkdv") == 549_755_813_888  # 4
+    assert dataclasses.replace(problem, causal=True).flops("forward") == 137_438_953_472
+    assert problem.tflops("forward", 1.0) == pytest.approx(274.878, rel=1e-5)
+
+
+def test_sizes_of_the_speed_section():
+    problems = list(benchmark.speed_problems(benchmark.DTYPES, benchmark.HEAD_DIMS, benchmark.SEQLENS))
+    assert {p.batch * p.seqlen for p in problems if p.dtype != "float32"} == {16384}
+    assert {p.batch * p.seqlen for p in problems if p.dtype == "float32"} == {4096}
+    assert {p.head_dim: p.num_heads for p in problems} == {32: 64, 64: 32, 96: 21, 128: 16, 256: 8}
+    assert len({p for p in problems if p.dtype == "float16"}) == 2 * 5 * 4
+
+
+def test_inputs_rotate_beyond_twice_the_cache():
+    assert _measure.sets_beyond_cache(100, 1000) * 100 > 2000
+    assert _measure.sets_beyond_cache(10**9, 1000) == 2
+    taken = []
+    call = _measure.rotating(taken.append, [(1,), (2,), (3,)])
+    for _ in range(5):
+        call()
+    assert taken == [1, 2, 3, 1, 2]
+
+
+def test_candidates_take_turns_in_every_round():
+    order = []
+    candidates = [Candidate(name, lambda name=name: order.append(name)) for name in "abc"]
+    times = _measure.time_in_rounds(FakeGpu(), candidates, 4, 10.0, random.Random(0))
+    assert times == {name: [2.0] * 4 for name in "abc"}
+    per_measurement = 3  # one call to find the repeats, one block to settle, one to measure
+    rounds = [order[i : i + 3 * per_measurement] for i in range(0, len(order), 3 * per_measurement)]
+    assert all(sorted(set(r)) == ["a", "b", "c"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+
+
+def test_host_time_is_that_of_one_call():
+    microseconds = _measure.host_microseconds(
+        FakeGpu(), Candidate("sleep", lambda: time.sleep(1e-3)), calls=2, batches=3
+    )
+    assert 1000 <= microseconds < 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("sm_80", "sm-80")],
+)
+def test_device_names_become_folder_names(name, expected):
+    assert _measure.slug(name) == expected
+
+
+def test_bytes_are_printed_with_units():
+    assert [_measure.format_bytes(n) for n in (100, 1536, 3 << 20, 5 << 30)] == ["100 B", "1.5 KiB", "3 MiB", "5 GiB"]
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("operation", _peers.OPERATIONS)
+def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, monkeypatch):
+    # Blocks of rows smaller than the problem, so that the reference is put together from several.
+    monkeypatch.setattr(_check, "BLOCK_ELEMENTS", 1000)
+    problem = Problem("float16", 32, 77, 2, 3, causal)
+    check = _check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    check.verify(operation)
+    name = "forward" if operation == "forward" else "backward"
+    right = getattr(_check.fa2cupy, name)
+
+    def wrong(*arguments, out, **options):
+        results = right(*arguments, out=out, **options)
+        out[-1][(-1,) * out[-1].ndim] += 1
+        return results
+
+    monkeypatch.setattr(_check.fa2cupy, name, wrong)
+    with pytest.raises(AssertionError):
+        check.verify(operation)
+
+
+def test_check_refuses_unwritten_results(monkeypatch):
+    problem = Problem("float32", 32, 40, 1, 1, False)
+    check = _check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    monkeypatch.setattr(_check.fa2cupy, "forward", lambda *arguments, out, **options: out)
+    with pytest.raises(AssertionError, match="1280 NaN"):
+        check.verify("forward")
+
+
+# --- benchmark --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_benchmark(monkeypatch):
+    monkeypatch.setattr(benchmark, "TOKENS", {"float16": 64, "bfloat16": 64, "float32": 32})
+    monkeypatch.setattr(benchmark, "MODEL_DIM", 64)
+    monkeypatch.setattr(benchmark, "MEMORY_PROBLEM", Problem("float16", 32, 100, 1, 1, False))
+    monkeypatch.setattr(_measure.host_microseconds, "__defaults__", (2, 2))
+
+
+def small_options(*extra):
+    options = ["--head-dims", "64", "--seqlens", "32", "64", "--sections", "speed", "memory", "host"]
+    return benchmark.parse_arguments(
+        ["--dtypes", "float16", "float32", "--rounds", "1", "--peers", "unfused", *options, *extra]
+    )
+
+
+def test_benchmark_from_checks_to_files(small_benchmark, tmp_path, capsys):
+    run = benchmark.run(small_options(), FakeGpu(), tmp_path)
+    assert not run.failures
+    with (tmp_path / "benchmark.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == benchmark.COLUMNS
+    timed = [row for row in rows if row["ms_median"]]
+    assert {(row["provider"], row["operation"]) for row in timed} == {
+        ("fa2cupy", "forward"), ("fa2cupy", "single_pass"), ("fa2cupy", "two_pass"),
+        ("cupy unfused", "forward"), ("cupy unfused", "single_pass"),
+    }  # fmt: skip
+    assert all(row["ms_median"] == row["ms_min"] == row["ms_max"] == "2" for row in timed)
+    assert all((row["ratio"] == "1") == (row["provider"] == "cupy unfused") for row in timed)
+    assert all(bool(row["tile"]) == (row["provider"] == "fa2cupy") for row in rows)
+    forward = next(row for row in timed if row["operation"] == "forward")
+    assert float(forward["tflops"]) == pytest.approx(4 * 2 * 32**2 * 64 / 2e-3 / 1e12, rel=1e-4)
+    assert int(forward["extra_bytes"]) == 100 + 2 * 32 * 4  # what the meter adds, and lse
+    assert {row["seqlen"] for row in timed} == {"32", "64", "100"}
+    assert all(float(row["host_us"]) > 0 for row in rows if not row["ms_median"])
+    assert "TFLOP/s" in capsys.readouterr().out
+    assert any("cupy unfused" in line and "worst  1.00" in line for line in benchmark.summary(run.rows))
+
+
+def test_benchmark_aborts_rows_with_wrong_results(small_benchmark, tmp_path, monkeypatch, capsys):
+    def verify(self, operation, **options):
+        if operation == "single_pass":
+            raise AssertionError("dq is off by a mile")
+
+    monkeypatch.setattr(_check.HeadCheck, "verify", verify)
+    monkeypatch.setattr(benchmark, "Gpu", FakeGpu)
+    arguments = "--dtypes float16 --head-dims 64 --seqlens 64 --rounds 1 --sections speed --peers".split()
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 1
+    assert "WRONG: float16 d=64 seqlen=64" in capsys.readouterr().err
+    assert {row["operation"] for row in _measure.read_csv(tmp_path / "benchmark.csv")} == {"forward", "two_pass"}
+
+
+def test_benchmark_leaves_out_a_peer_that_is_wrong(small_benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_peers.CupyUnfused, "forward", lambda self, causal, q, k, v: (v * 2, None))
+    options = small_options("--operations", "forward", "--sections", "speed")
+    run = benchmark.run(options, FakeGpu(), tmp_path)
+    assert {row["provider"] for row in run.rows} == {"fa2cupy"}
+    assert len(run.failures) == 6 and all("cupy unfused: result 0 differs" in text for text in run.failures)
+    assert run.failures[0] in capsys.readouterr().err
+
+
+def test_benchmark_goes_on_without_a_peer_that_refuses(small_benchmark, tmp_path, monkeypatch, capsys):
+    def refuse(self, causal, q, k, v):
+        raise NotImplementedError("not on Sundays")
+
+    monkeypatch.setattr(_peers.CupyUnfused, "forward", refuse)
+    run = benchmark.run(small_options("--operations", "forward", "--sections", "speed"), FakeGpu(), tmp_path)
+    assert {row["provider"] for row in run.rows} == {"fa2cupy"} and not run.failures
+    assert capsys.readouterr().out.count("without cupy unfused: not on Sundays") == 2  # once for each dtype
+
+
+def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, capsys):
+    call = {"call": "forward", "new_kernels": 1, "compile_s_longest": 1.5, "compile_s_total": 1.5}
+    answers = iter([[{**call, "milliseconds": 1600.0}], [{**call, "milliseconds": 50.0}]])
+    caches = []
+
+    def first_calls(problem, cache):
+        caches.append(cache)
+        return next(answers)
+
+    monkeypatch.setattr(_startup, "_first_calls", first_calls)
+    run = benchmark.run(small_options("--sections", "startup"), FakeGpu(), tmp_path)
+    assert not run.failures and len(set(caches)) == 1
+    (row,) = _measure.read_csv(tmp_path / "startup.csv")
+    assert (row["first_call_ms_fresh"], row["first_call_ms_cached"], row["compile_s_longest"]) == ("1600", "50", "1.5")
+    assert "50 ms from the disk cache" in capsys.readouterr().out
+
+
+def test_missing_torch_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    peers = _peers.available_peers(FakeGpu(), list(_peers.PEERS))
+    assert [peer.name for peer in peers] == ["cupy unfused"]
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient: ")
+
+
+def test_benchmark_without_gpu_says_so(monkeypatch, capsys):
+    def no_gpu():
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(benchmark, "Gpu", no_gpu)
+    assert benchmark.main([]) == 2
+    assert "needs a CUDA GPU and CuPy: no driver" in capsys.readouterr().err
+
+
+def made_up_rows():
+    for problem in benchmark.speed_problems(["float16", "float32"], [64, 128], [2048, 4096]):
+        for operation in _peers.OPERATIONS:
+            for speed, provider in enumerate(("torch flash", "torch cudnn", "fa2cupy"), start=2):
+                if (provider, operation) != ("torch cudnn", "two_pass"):
+                    row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
+                    row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
+                    yield {**row, "tflops": 100.0 * speed, "ratio": 4 / speed if provider != "fa2cupy" else ""}
+
+
+def test_csv_round_trip_and_summary(tmp_path):
+    rows = list(made_up_rows())
+    path = tmp_path / "benchmark.csv"
+    _measure.write_csv(path, benchmark.COLUMNS, rows)
+    assert benchmark.summary(_measure.read_csv(path)) == benchmark.summary(rows)
+    assert (
+        benchmark.summary(rows)[0].split()
+        == "torch flash forward float16 d=64 worst 2.00 median 2.00 (4 sizes)".split()
+    )
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
+def test_plot_only(tmp_path, capsys):
+    _measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, made_up_rows())
+    assert benchmark.main(["--plot-only", str(tmp_path / "benchmark.csv"), "--out", str(tmp_path / "plots")]) == 0
+    for name in ("forward.png", "backward.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+        assert str(tmp_path / "plots" / name) in capsys.readouterr().out or name == "backward.png"
+
+
+# --- sweep ------------------------------------------------------------------------------------------------------------
+
+
+@needs_cupy
+def test_sweep_for_a_named_architecture(tmp_path, capsys):
+    arguments = (
+        "--arch sm_80 --operation forward --head-dim 64 --b-r 64 --b-c 64 --warps 4 --stages 1 2 --blocks 1".split()
+    )
+    assert sweep.main([*arguments, "--jobs", "2", "--out", str(tmp_path)]) == 0
+    rows = _measure.read_csv(tmp_path / "sweep-forward-float16-d64-s4096.csv")
+    assert [(row["b_r"], row["b_c"], row["num_warps"], row["num_stages"]) for row in rows] == [
+        ("64", "64", "4", "1"),
+        ("64", "64", "4", "2"),
+    ]
+    tile_bytes = 64 * 64 * 2
+    for row, tiles in zip(rows, (3, 5), strict=True):  # Q, and K and V once or twice
+        registers, shared = int(row["registers"]), int(row["shared_bytes"])
+        assert 64 <= registers <= 255 and int(row["spill_bytes"]) == 0 and row["status"] == "compiled"
+        assert tiles * tile_bytes <= shared < (tiles + 1) * tile_bytes
+        blocks = min(65536 // (-(-registers // 8) * 8 * 128), 164 * 1024 // (shared + 1024), 2048 // 128)
+        assert float(row["occupancy"]) == pytest.approx(blocks * 128 / 2048, rel=1e-4)
+    assert (tmp_path / "sweep-forward-float16-d64-s4096.png").exists() == HAS_MATPLOTLIB
+    output = capsys.readouterr().out
+    assert "shared memory" in output and _measure.format_bytes(int(rows[0]["shared_bytes"])) in output
+
+
+def compile_or_die(spec):
+    if spec.tile.b_r == 64:
+        os.abort()
+    if spec.tile.b_r == 128:
+        raise ValueError("ptxas did not like it")
+    return Report(registers=spec.tile.b_r)
+
+
+def compile_forever(spec):
+    time.sleep(600)
+
+
+def specs_with(*heights):
+    return [KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(b_r, 64, 4)) for b_r in heights]
+
+
+def test_a_crashing_compiler_is_one_row():
+    specs = specs_with(32, 64, 128, 16)
+    advanced = []
+    reports = compile_all(specs, 2, lambda: advanced.append(1), compile_or_die)
+    assert [report.registers for report in reports] == [32, 0, 0, 16]
+    assert "compiler crashed (exit code -" in reports[1].failure
+    assert reports[2].failure == "refused: ptxas did not like it"
+    assert len(advanced) == len(specs)
+    row = sweep.Row(specs[1], reports[1], 0.0, reports[1].failure)
+    problem = Problem("float16", 64, 4096, 4, 32, False)
+    assert "compiler crashed" in sweep.table([row], problem)[1]
+    assert sweep.as_record(row, problem, {})["status"] == reports[1].failure
+
+
+def test_a_compiler_that_hangs_is_ended():
+    (report,) = compile_all(specs_with(32), 1, lambda: None, compile_forever, timeout_s=1.0)
+    assert report.failure == "took longer than 1 s"
+
+
+def test_filters_and_pruning(capsys):
+    base = ["--arch", "sm_80", "--operation", "forward", "--head-dim", "60"]
+    device = DeviceInfo.named("sm_80")
+    everything = sweep.choose_specs(sweep.parse_arguments([*base, "--all"]), device)
+    assert {spec.tile for spec in everything} == set(legal_configs("forward", head_dim=64, arch="sm_80"))
+    assert {spec.head_dim for spec in everything} == {64}
+    pruned = sweep.choose_specs(sweep.parse_arguments(base), device)
+    assert set(pruned) < set(everything)
+    for spec in pruned:
+        assert spec.tile.blocks_per_sm * (spec.shared_memory_bytes + 1024) <= device.shared_memory_per_multiprocessor
+    some = sweep.choose_specs(sweep.parse_arguments([*base, "--max-configs", "5", "--warps", "4"]), device)
+    assert len(some) == 5 and {spec.tile.num_warps for spec in some} == {4}
+    assert sweep.main([*base, "--b-r", "7"]) == 1
+    assert "no legal tile is left" in capsys.readouterr().err
+
+
+def test_sweep_without_gpu_or_arch_says_what_to_do(monkeypatch, capsys):
+    def no_gpu():
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(sweep, "Gpu", no_gpu)
+    assert sweep.main(["--operation", "forward"]) == 2
+    assert "no GPU can be used (no driver); name an architecture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("operation", sweep.METHODS)
+def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, tuning_folder):
+    """With a compiler, a launch and a clock that are made up: the faster of the right tiles wins."""
+    launched = []
+
+    def bind(plan, buffers):
+        (stage,) = plan.stages
+        assert stage.spec.operation == operation
+
+        def kernel(addresses):
+            named = dict(zip(buffers, addresses, strict=True))
+            launched.append({name: named[name] for name in stage.spec.params.pointers})
+            gpu.clock = float(stage.spec.tile.b_r)
+            if stage.spec.tile.b_c == 32:
+                raise RuntimeError("launch failed")
+
+        return (kernel,)
+
+    class Clocked(FakeGpu):
+        clock = 0.0
+
+        def elapsed_ms(self, call, repeats):
+            call()
+            return self.clock
+
+    gpu = Clocked()
+    monkeypatch.setattr(sweep, "Gpu", lambda: gpu)
+    monkeypatch.setattr(sweep, "bind_plan", bind)
+    monkeypatch.setattr(sweep, "legal_configs", lambda *a, **k: legal_configs(*a, **{**k, "arch": "sm_90"}))
+    monkeypatch.setattr(sweep, "compile_all", lambda specs, jobs, advance: [Report(registers=128)] * len(specs))
+    monkeypatch.setattr(sweep, "TOKENS", {"float16": 96})
+    monkeypatch.setattr(sweep, "MODEL_DIM", 64)
+    filters = "--b-r 32 64 --b-c 32 64 --stages 1 --blocks 1 --seqlen 48 --head-dim 64 --save --warps".split()
+    warps = "2" if operation in ("forward", "backward_dq") else "4"
+    assert sweep.main(["--operation", operation, *filters, warps, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.csv")
+    rows = {(row["b_r"], row["b_c"]): row for row in _measure.read_csv(path)}
+    assert {key: row["status"] for key, row in rows.items()} == {
+        ("32", "32"): "launch failed", ("64", "32"): "launch failed", ("32", "64"): "ok", ("64", "64"): "ok",
+    }  # fmt: skip
+    assert rows["32", "64"]["ms_median"] == "32" and rows["32", "32"]["ms_median"] == ""
+    assert all(all(table.values()) for table in launched)
+    tuning._tuned_tiles.cache_clear()  # as in a new process
+    saved = tuning.tuned_tile(operation, "sm80", "float16", 64, False, gpu.info)
+    assert (saved.b_r, saved.b_c) == (32, 64)
+    assert "saved 32x64" in capsys.readouterr().out

@@ -1,0 +1,288 @@
+"""The language model of scripts/train_lm.py: gradients, both attentions, checkpoints, the script from end to end."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa2cupy
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import train_lm  # noqa: E402
+from _lm_arrays import CupyArrays, NumpyArrays, SetupError  # noqa: E402
+from _lm_data import Corpus, load_corpus, zlib_bits_per_byte  # noqa: E402
+from _lm_model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention  # noqa: E402
+from _lm_training import LOG_EVERY, Curve, Settings, Training  # noqa: E402
+
+SMALL = Settings(
+    layers=2, heads=2, width=32, context=48, batch=4, steps=10, learning_rate=3e-3, warmup=3, evaluate_every=5,
+    evaluate_windows=3, final_windows=5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    """A corner of the standard library, so that tests do not read all of it."""
+    package = importlib.util.find_spec("email").submodule_search_locations[0]
+    return load_corpus(Path(package), held_out_share=0.2)
+
+
+def train(settings: Settings, corpus: Corpus, steps: int) -> Training:
+    training = Training(settings, corpus, NumpyArrays())
+    training.run_to(steps)
+    training.arrays.peak_bytes()
+    return training
+
+
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
+def test_gradients_against_finite_differences(attention):
+    arrays = NumpyArrays(np.float64)
+    config = ModelConfig(layers=2, heads=2, width=12, context=7)
+    parameters = Parameters(config, arrays, seed=1)
+    model = Transformer(
+        config, arrays, parameters, fa2cupy.attention if attention == "fused" else unfused_attention(arrays)
+    )
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 256, (3, config.context + 1), np.uint8)
+
+    def evaluate():
+        logits, backprop = model(windows[:, :-1])
+        losses, loss_backprop = cross_entropy(np, logits, windows[:, 1:].reshape(-1))
+        return losses.mean(), backprop, loss_backprop
+
+    _, backprop, loss_backprop = evaluate()
+    backprop(loss_backprop())
+    for name, weight in parameters.operand.items():
+        direction, saved, step = rng.standard_normal(weight.shape), weight.copy(), 1e-5
+        weight += step * direction
+        above = evaluate()[0]
+        weight -= 2 * step * direction
+        below = evaluate()[0]
+        weight[...] = saved
+        derivative = (parameters.gradient[name] * direction).sum()
+        assert (above - below) / (2 * step) == pytest.approx(derivative, rel=1e-6, abs=1e-9), name
+
+
+def test_fused_and_unfused_train_alike(corpus):
+    fused, unfused = (
+        train(dataclasses.replace(SMALL, attention=kind), corpus, SMALL.steps) for kind in ("fused", "unfused")
+    )
+    assert fused.curve.losses != unfused.curve.losses  # two computations, not one under two names
+    np.testing.assert_allclose(fused.curve.losses, unfused.curve.losses, rtol=1e-4)
+
+
+def test_loss_falls_below_that_of_byte_frequencies(corpus):
+    settings = dataclasses.replace(train_lm.PRESETS["tiny"], layers=2, width=64, context=64, batch=8, steps=60)
+    training = train(settings, corpus, settings.steps)
+    share = np.bincount(corpus.held_out, minlength=256) / len(corpus.held_out)
+    entropy = -(share[share > 0] * np.log2(share[share > 0])).sum()
+    bits, evaluated = training.evaluate(windows=40)
+    assert evaluated == 40 * settings.context
+    assert bits < 0.92 * entropy
+
+
+def test_a_resumed_run_is_the_same_run(corpus, tmp_path):
+    whole = train(SMALL, corpus, SMALL.steps)
+    train(SMALL, corpus, 5).save(tmp_path / "half.npz")
+    resumed = Training.load(tmp_path / "half.npz", corpus, NumpyArrays())
+    assert (resumed.step, resumed.settings) == (5, SMALL)
+    resumed.run_to(SMALL.steps)
+    resumed.arrays.peak_bytes()
+    assert resumed.curve.losses == whole.curve.losses
+    np.testing.assert_array_equal(resumed.parameters.flat, whole.parameters.flat)
+    np.testing.assert_array_equal(resumed.optimizer.square, whole.optimizer.square)
+    assert [path.name for path in tmp_path.iterdir()] == ["half.npz"]
+
+
+def test_a_checkpoint_of_another_text_is_refused(corpus, tmp_path):
+    train(SMALL, corpus, 1).save(tmp_path / "other.npz")
+    changed = dataclasses.replace(corpus, held_out=corpus.held_out[:-1])
+    with pytest.raises(SetupError, match="another Python"):
+        Training.load(tmp_path / "other.npz", changed, NumpyArrays())
+
+
+def test_a_loss_that_is_no_number_ends_the_training(corpus):
+    training = Training(SMALL, corpus, NumpyArrays())
+    training.parameters.flat[:] = np.nan
+    with pytest.raises(FloatingPointError, match="step 1"):
+        training.run_to(1)
+    training.arrays.peak_bytes()
+
+
+def test_windows_predict_every_held_out_byte_once(corpus):
+    windows, lengths = corpus.held_out_windows(100)
+    targets = np.concatenate([window[1 : 1 + length] for window, length in zip(windows, lengths, strict=True)])
+    np.testing.assert_array_equal(targets, corpus.held_out[1:])
+    np.testing.assert_array_equal(windows[1:, 0], windows[:-1, -1])
+    few, _ = corpus.held_out_windows(100, 4)
+    assert len(few) == 4
+    np.testing.assert_array_equal(few[0], windows[0])
+
+
+def test_padding_does_not_count(corpus):
+    corpus = dataclasses.replace(corpus, held_out=corpus.held_out[:1000])
+    training = Training(SMALL, corpus, NumpyArrays())
+    bits, evaluated = training.evaluate(0)
+    training.arrays.peak_bytes()
+    assert evaluated == len(corpus.held_out) - 1
+    windows, lengths = corpus.held_out_windows(SMALL.context)
+    assert lengths[-1] < SMALL.context
+    total = 0.0
+    for window, length in zip(windows, lengths, strict=True):
+        logits = training.model(window[None, :-1])[0]
+        total += cross_entropy(np, logits, window[1:])[0][:length].sum()
+    assert bits == pytest.approx(total / np.log(2) / evaluated, rel=1e-5)
+
+
+def test_the_corpus_is_split_by_file(corpus):
+    package = Path(importlib.util.find_spec("email").submodule_search_locations[0])
+    sizes = [path.stat().st_size + 1 for path in package.rglob("*.py")]
+    assert len(corpus.training) + len(corpus.held_out) == sum(sizes)
+    assert corpus.training_files + corpus.held_out_files == len(sizes)
+    assert 0.5 < zlib_bits_per_byte(corpus.held_out) < 4
+
+
+def test_too_little_text_is_refused(tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "module.py").write_text("x = 1\n")
+    with pytest.raises(SetupError, match="not have enough"):
+        load_corpus(tmp_path)
+
+
+def test_learning_rate_rises_and_falls():
+    rates = [SMALL.learning_rate_at(step) for step in range(1, SMALL.steps + 1)]
+    assert rates[:3] == pytest.approx([1e-3, 2e-3, 3e-3])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.05 * SMALL.learning_rate)
+
+
+def test_curve_rows(tmp_path):
+    curve = Curve([4.0, 3.0, 2.0], [(1, 0.5), (3, 1.5)], [(3, 1.6, 2.25)])
+    assert curve.points() == [(1, 0.5, 4.0), (3, 1.5, 2.5)]
+    curve.write_csv(tmp_path / "curve.csv", 100)
+    rows = list(csv.reader((tmp_path / "curve.csv").open()))
+    assert rows[1:] == [["1", "100", "0.500", "4.00000", ""], ["3", "300", "1.500", "2.50000", "2.25000"]]
+
+
+SIZES = ["--device", "cpu", "--preset", "tiny", "--layers", "1", "--heads", "2", "--width", "16", "--context", "32"]
+SIZES += ["--batch", "2", "--evaluate-every", "10", "--final-windows", "4"]
+
+
+@pytest.fixture
+def short_corpus(corpus, monkeypatch):
+    monkeypatch.setattr(train_lm, "load_corpus", lambda: corpus)
+
+
+def test_both_attentions_in_one_report(short_corpus, tmp_path, capsys):
+    assert train_lm.main([*SIZES, "--steps", "20", "--attention", "both", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "largest distance of the two curves" in printed
+    assert "zlib's line was not reached" in printed
+    for kind in ("fused", "unfused"):
+        rows = list(csv.DictReader((tmp_path / f"tiny-{kind}.csv").open()))
+        assert [int(row["step"]) for row in rows] == [1, LOG_EVERY, 2 * LOG_EVERY]
+        assert float(rows[-1]["held_out_bits_per_byte"]) > 0
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_still_a_csv(short_corpus, tmp_path, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert train_lm.main([*SIZES, "--steps", "2", "--out", str(tmp_path)]) == 0
+    assert "pip install 'fa2cupy[bench]'" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-fused.csv", "tiny-fused.npz"]
+
+
+def test_ctrl_c_saves_and_resume_goes_on(short_corpus, tmp_path, capsys, monkeypatch):
+    assert train_lm.main([*SIZES, "--steps", "12", "--out", str(tmp_path / "whole")]) == 0
+    advance = Training._advance
+
+    def interrupted_advance(self):
+        if self.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        advance(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_advance", interrupted_advance)
+        assert train_lm.main([*SIZES, "--steps", "12", "--out", str(tmp_path / "parts")]) == 0
+    assert "stopped at step 7" in capsys.readouterr().out
+    assert train_lm.main(["--device", "cpu", "--resume", str(tmp_path / "parts" / "tiny-fused.npz")]) == 0
+    states = [np.load(tmp_path / folder / "tiny-fused.npz") for folder in ("whole", "parts")]
+    for name in ("weights", "mean", "square", "losses"):
+        np.testing.assert_array_equal(states[0][name], states[1][name])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_time_limit_stops_the_first_run_and_sets_the_length_of_the_second(short_corpus, tmp_path, capsys):
+    arguments = [*SIZES, "--steps", "100000", "--time-limit", "0.5", "--compare", "--out", str(tmp_path)]
+    assert train_lm.main(arguments) == 0
+    steps = [len(np.load(tmp_path / f"tiny-{kind}.npz")["losses"]) for kind in ("fused", "unfused")]
+    assert steps[0] == steps[1] < 100000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be positive"),
+        (["--resume", "nowhere.npz"], "there is no file nowhere.npz"),
+        (["--resume", "nowhere.npz", "--batch", "3"], "leave out --batch"),
+        (["--resume", "nowhere.npz", "--compare"], "leave out --attention"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        train_lm.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
+    assert train_lm.main(["--device", "cpu", "--width", "30", "--heads", "4", "--out", str(tmp_path)]) == 2
+    assert "width must be a multiple of twice the heads (8), got 30" in capsys.readouterr().err
+
+
+def test_runs_from_another_folder_as_a_script(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "train_lm.py"), *SIZES, "--steps", "1"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "runs" / "tiny-fused.csv").exists()
+
+
+@pytest.fixture
+def cupy_arrays():
+    """CuPy's arrays; the memory pool of the other tests comes back afterwards."""
+    import cupy
+
+    yield CupyArrays()
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+@pytest.mark.gpu
+def test_products_on_the_gpu_are_bfloat16(cupy_arrays):
+    assert cupy_arrays._product == cupy_arrays._bfloat16_product
+
+
+@pytest.mark.gpu
+def test_pointwise_functions_are_one_kernel_on_the_gpu(cupy_arrays):
+    assert isinstance(cupy_arrays.pointwise(_gelu_gradient), cupy_arrays.xp._core.fusion.Fusion)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
+def test_the_gpu_trains_like_numpy(attention, corpus, cupy_arrays):
+    settings = dataclasses.replace(SMALL, attention=attention, steps=20)
+    on_host = train(settings, corpus, settings.steps)
+    on_device = Training(settings, corpus, cupy_arrays)
+    on_device.run_to(settings.steps)
+    assert on_device.arrays.peak_bytes() > 0
+    np.testing.assert_allclose(on_device.curve.losses, on_host.curve.losses, rtol=0.02)
