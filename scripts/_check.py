@@ -1,0 +1,121 @@
+"""Right first, then fast: one head of ours against float64, and every head of the peers against ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+from _measure import Problem, Tensors
+
+import fa2cupy
+from fa2cupy import TileConfig, reference
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.testing import assert_within_baseline
+
+__all__ = ["HeadCheck", "check_equal"]
+
+#: Score elements that the reference has in memory at a time: 256 MiB in float64.
+BLOCK_ELEMENTS = 2**25
+
+#: Largest difference between two right implementations, relative to the largest value; a wrong tile is off by 1.
+_TOLERANCES = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
+
+
+class HeadCheck:
+    """What the last head of the last batch of a problem should be, by the rule of `fa2cupy.testing`.
+
+    A float64 score matrix of a long sequence does not fit into memory. Queries are therefore taken in blocks, each of
+    which is a problem of its own: its rows with all the keys that they see. Gradients of k and v are sums over blocks.
+    """
+
+    def __init__(self, xp, problem: Problem, tensors: Tensors):
+        self._xp, self._problem, self._tensors = xp, problem, tensors
+        self._head = tuple(xp.ascontiguousarray(a[-1, :, -1]) for a in (tensors.q, tensors.k, tensors.v, tensors.do))
+        self._single = AttentionProblem.from_arrays(*self._head[:3], causal=problem.causal)
+
+    def verify(self, operation: str, config: Mapping[str, TileConfig] | None = None, family: str | None = None) -> None:
+        """Runs ours into arrays full of NaN and holds the results against the reference.
+
+        Raises
+        ------
+        AssertionError
+            A result is wrong, or an element of it was not written.
+        """
+        t = self._tensors
+        options = {"causal": self._problem.causal, "family": family}
+        forward = {"o": self._unwritten(t.q.shape, t.q.dtype), "lse": self._unwritten(*self._statistics)}
+        forward_config = config if operation == "forward" else None
+        fa2cupy.forward(t.q, t.k, t.v, out=tuple(forward.values()), config=forward_config, **options)
+        if operation == "forward":
+            head = {"o": forward["o"][-1, :, -1], "lse": forward["lse"][-1, -1]}
+            self._compare(head, self._forward)
+            return
+        gradients = {name: self._unwritten(t.q.shape, t.q.dtype) for name in ("dq", "dk", "dv")}
+        arguments = (t.q, t.k, t.v, *forward.values(), t.do)
+        fa2cupy.backward(*arguments, method=operation, out=tuple(gradients.values()), config=config, **options)
+        self._compare({name: array[-1, :, -1] for name, array in gradients.items()}, self._backward)
+
+    @property
+    def _statistics(self) -> tuple[tuple[int, ...], str]:
+        problem = self._problem
+        return (problem.batch, problem.num_heads, problem.seqlen), self._single.accumulator_dtype
+
+    def _unwritten(self, shape: tuple[int, ...], dtype):
+        return self._xp.full(shape, float("nan"), dtype)
+
+    def _compare(self, results: Mapping[str, object], standards: Mapping[str, tuple]) -> None:
+        for name, result in results.items():
+            assert_within_baseline(name, result, *standards[name], problem=self._single)
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, tuple]]:
+        """Rows, keys and their part of q, k, v: aligned to the bottom right, the mask of a part is the whole's."""
+        q, k, v, _ = self._head
+        seqlen = self._problem.seqlen
+        height = max(1, BLOCK_ELEMENTS // seqlen)
+        for start in range(0, seqlen, height):
+            rows = slice(start, min(start + height, seqlen))
+            keys = slice(0, rows.stop if self._problem.causal else seqlen)
+            yield rows, keys, (q[rows], k[keys], v[keys])
+
+    @functools.cached_property
+    def _forward(self) -> dict[str, tuple]:
+        xp, causal = self._xp, self._problem.causal
+        standards = []
+        for function in (reference.forward, reference.baseline_forward):
+            parts = [function(*inputs, causal=causal) for _, _, inputs in self._blocks()]
+            standards.append([xp.concatenate([part[i].astype("float64") for part in parts]) for i in range(2)])
+        return dict(zip(("o", "lse"), zip(*standards, strict=True), strict=True))
+
+    @functools.cached_property
+    def _backward(self) -> dict[str, tuple]:
+        do, causal = self._head[3], self._problem.causal
+        standards = [[self._xp.zeros(do.shape) for _ in range(3)] for _ in range(2)]
+        for rows, keys, inputs in self._blocks():
+            o, lse = reference.forward(*inputs, causal=causal)
+            parts = (
+                reference.backward(*inputs, o, lse, do[rows], causal=causal),
+                reference.baseline_backward(*inputs, do[rows], causal=causal),
+            )
+            for (dq, dk, dv), part in zip(standards, parts, strict=True):
+                dq[rows] += part[0].astype("float64")
+                dk[keys] += part[1].astype("float64")
+                dv[keys] += part[2].astype("float64")
+        return dict(zip(("dq", "dk", "dv"), zip(*standards, strict=True), strict=True))
+
+
+def check_equal(problem: Problem, ours: Sequence, theirs: Sequence) -> None:
+    """Two implementations' results, all heads, are equal but for rounding.
+
+    Raises
+    ------
+    AssertionError
+        They are not, or one has a NaN.
+    """
+    allowed = _TOLERANCES[problem.dtype]
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        our, their = our.astype("float32"), their.astype("float32")
+        difference = float(abs(their - our).max()) / float(abs(our).max())
+        if not difference <= allowed:
+            raise AssertionError(
+                f"result {index} differs from fa2cupy's by {difference:.2g} of the largest value, not {allowed:.2g}"
+            )

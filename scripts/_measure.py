@@ -1,0 +1,313 @@
+"""What the scripts share: problems, timing, memory, progress and result files.
+
+Importing this module makes ``fa2cupy`` importable in a bare checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gc
+import importlib.util
+import itertools
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("fa2cupy") is None:
+    sys.path.insert(0, str(ROOT))
+
+import ml_dtypes  # noqa: E402  (after the path is complete)
+import numpy as np  # noqa: E402
+
+from fa2cupy import precompile  # noqa: E402
+from fa2cupy.device import DeviceInfo  # noqa: E402
+
+#: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
+#: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
+_PRODUCTS = {"forward": 2, "single_pass": 5, "two_pass": 5, "backward": 5, "backward_dq": 3, "backward_dkdv": 4}
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Self-attention of (batch, seqlen, num_heads, head_dim) arrays."""
+
+    dtype: str
+    head_dim: int
+    seqlen: int
+    batch: int
+    num_heads: int
+    causal: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of q, k, v, o and their gradients."""
+        return self.batch, self.seqlen, self.num_heads, self.head_dim
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of one of them."""
+        return self.batch * self.seqlen * self.num_heads * self.head_dim * _ITEMSIZE[self.dtype]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """Dtype of the arrays; NumPy and CuPy know bfloat16 through ml_dtypes."""
+        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+
+    def flops(self, operation: str) -> float:
+        """Floating-point operations: 2 for each multiply-add of the matrix products, half of them when causal."""
+        full = 2 * _PRODUCTS[operation] * self.batch * self.num_heads * self.seqlen**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    def tflops(self, operation: str, milliseconds: float) -> float:
+        """TFLOP/s."""
+        return self.flops(operation) / milliseconds / 1e9
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype} d={self.head_dim} seqlen={self.seqlen} batch={self.batch} heads={self.num_heads} {mask}"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """One set of inputs, in fa2cupy's layout."""
+
+    q: object
+    k: object
+    v: object
+    do: object
+
+
+class Gpu:
+    """The device that is measured: everything that only works where there is one."""
+
+    def __init__(self):
+        import cupy
+
+        self.xp = cupy
+        self.info = DeviceInfo.current()
+        self.name = self.info.name
+        self.driver = _driver_version()
+
+    def tensors(self, problem: Problem, seed: int) -> Tensors:
+        """Standard normal inputs."""
+        random_state = self.xp.random.RandomState(seed)
+        return Tensors(
+            *[
+                random_state.standard_normal(problem.shape, dtype=self.xp.float32).astype(problem.numpy_dtype)
+                for _ in range(4)
+            ]
+        )
+
+    def address(self, array) -> int:
+        """Where an array's first element is."""
+        return array.data.ptr
+
+    def synchronize(self) -> None:
+        """Waits for all queued work."""
+        self.xp.cuda.Device().synchronize()
+
+    def elapsed_ms(self, call: Callable[[], object], repeats: int) -> float:
+        """Milliseconds of one of `repeats` calls, by CUDA events around all of them."""
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        start.record()
+        for _ in range(repeats):
+            call()
+        stop.record()
+        stop.synchronize()
+        return self.xp.cuda.get_elapsed_time(start, stop) / repeats
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """Most bytes of CuPy's pool that a call held at once, its results included."""
+        pool = self.xp.get_default_memory_pool()
+        before = pool.used_bytes()
+        with _pool_meter(self.xp, pool) as meter:
+            call()
+        return max(0, meter.peak - before)
+
+    def precompile(self, problems: Iterable[Problem], operations: Iterable[str]) -> None:
+        """Compiles what the calls will need, side by side."""
+        methods = [name for name in operations if name != "forward"]
+        for dtype, group in itertools.groupby(problems, lambda problem: problem.dtype):
+            group = list(group)
+            head_dims, masks = {p.head_dim for p in group}, {p.causal for p in group}
+            precompile(dtypes=[dtype], head_dims=sorted(head_dims), causal=sorted(masks), methods=methods)
+
+    def release(self) -> None:
+        """Gives unused memory of the pool back, so that other libraries can have it."""
+        gc.collect()
+        self.xp.get_default_memory_pool().free_all_blocks()
+
+
+def _pool_meter(cupy, pool):
+    class PoolMeter(cupy.cuda.MemoryHook):
+        """Notes the most bytes in use after any allocation."""
+
+        name = "PoolMeter"
+        peak = 0
+
+        def malloc_postprocess(self, **event):
+            self.peak = max(self.peak, pool.used_bytes())
+
+    return PoolMeter()
+
+
+def _driver_version() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        from cupy.cuda import runtime
+
+        version = runtime.driverGetVersion()
+        return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation bound to its inputs.
+
+    Attributes
+    ----------
+    name : str
+    call : callable
+        Computes on the next set of inputs and returns the implementation's own arrays.
+    mode : callable, optional
+        Gives a context manager in which the calls are made.
+    """
+
+    name: str
+    call: Callable[[], tuple]
+    mode: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+def sets_beyond_cache(bytes_per_set: int, l2_bytes: int) -> int:
+    """How many input sets to rotate among, so that none of one is still in the L2 cache when its turn comes again."""
+    return max(2, 2 * l2_bytes // bytes_per_set + 1)
+
+
+def rotating(function: Callable[..., tuple], argument_sets: Sequence[tuple]) -> Callable[[], tuple]:
+    """A call without arguments that takes the next of `argument_sets` each time."""
+    following = itertools.cycle(argument_sets).__next__
+    return lambda: function(*following())
+
+
+def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> float:
+    """Mean time of a call over about `budget_ms`; first calls (compilation, handles) must have been made."""
+    repeats = max(1, round(budget_ms / max(gpu.elapsed_ms(call, 1), 1e-3)))
+    # A kernel that follows an idle or a lighter one runs at a higher clock than it can hold.
+    gpu.elapsed_ms(call, -(-repeats // 3))
+    return gpu.elapsed_ms(call, repeats)
+
+
+def time_in_rounds(
+    gpu: Gpu, candidates: Sequence[Candidate], rounds: int, budget_ms: float, rng: random.Random
+) -> dict[str, list[float]]:
+    """Milliseconds of each candidate in each round. Clocks drift, so the candidates take turns, in shuffled order."""
+    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for _ in range(rounds):
+        for candidate in rng.sample(candidates, len(candidates)):
+            with candidate.mode():
+                times[candidate.name].append(milliseconds(gpu, candidate.call, budget_ms))
+    return times
+
+
+def host_microseconds(gpu: Gpu, candidate: Candidate, calls: int = 30, batches: int = 60) -> float:
+    """Host time of a call that waits for nothing: the median over batches too short to fill the launch queue."""
+    samples = []
+    with candidate.mode():
+        for _ in range(calls):
+            candidate.call()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(batches):
+                gpu.synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    candidate.call()
+                samples.append((time.perf_counter() - start) / calls)
+        finally:
+            if enabled:
+                gc.enable()
+        gpu.synchronize()
+    return statistics.median(samples) * 1e6
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def slug(device_name: str) -> str:
+    """A device's name as a folder name: ``h100-80gb-hbm3``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower().removeprefix("nvidia ")).strip("-")
+
+
+def results_folder(device_name: str, chosen: str | None = None) -> Path:
+    """The folder for a device's results, created: the user's choice, else ``scripts/results/<device>``."""
+    folder = Path(chosen) if chosen else ROOT / "scripts" / "results" / slug(device_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Writes rows; a column that a row lacks stays empty, and numbers get five significant digits."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{v:.5g}" if isinstance(v, float) else v for name, v in row.items()})
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Rows as `write_csv` wrote them, all values as text."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def format_bytes(count: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+class _Lines:
+    """The part of tqdm's interface that the scripts use, as plain lines."""
+
+    def __init__(self, total: int, desc: str):
+        self._done, self._total, self._desc = 0, total, desc
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        print(f"{self._desc} [{self._done}/{self._total}]", file=sys.stderr, flush=True)
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def progress(total: int, desc: str):
+    """A progress bar (tqdm if it is installed) with ``update`` and ``write``, to be used in a ``with``."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Lines(total, desc)
+    return tqdm(total=total, desc=desc)

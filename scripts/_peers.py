@@ -1,0 +1,263 @@
+"""What the benchmark compares: fa2cupy, PyTorch's attention operators, and attention written out in CuPy.
+
+All compute on the same memory: PyTorch gets CuPy's arrays through DLPack, and both launch on the default stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+from _measure import Candidate, Gpu, Problem, Tensors, rotating
+
+import fa2cupy
+from fa2cupy.inspection import default_specs
+
+__all__ = ["OPERATIONS", "PEERS", "Fa2cupy", "available_peers"]
+
+#: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode.
+OPERATIONS = ("forward", "single_pass", "two_pass")
+
+_HALF = ("float16", "bfloat16")
+
+
+class Fa2cupy:
+    """Ours, through the public functions: Delta and the conversion of dQ are part of a backward."""
+
+    name = "fa2cupy"
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
+        """The operation on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""
+        forward = functools.partial(fa2cupy.forward, causal=problem.causal)
+        if operation == "forward":
+            return Candidate(self.name, rotating(forward, [(t.q, t.k, t.v) for t in sets]))
+        backward = functools.partial(fa2cupy.backward, causal=problem.causal, method=operation)
+        saved = [(t.q, t.k, t.v, *forward(t.q, t.k, t.v), t.do) for t in sets]
+        return Candidate(self.name, rotating(backward, saved))
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """``(o,)`` or ``(dq, dk, dv)`` out of what a call returned."""
+        return results[:1] if operation == "forward" else results
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """Most bytes that a call allocated at once, its results included."""
+        return self.gpu.peak_bytes(call)
+
+    def tile(self, problem: Problem, operation: str) -> str:
+        """The tiles that a call takes, in words."""
+        method = None if operation == "forward" else operation
+        specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
+        tiles = {spec.operation: spec.tile for spec in specs if spec.operation not in ("delta", "convert_dq")}
+        return "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
+
+
+class _Peer:
+    """Common part of the peers: `forward` and `backward` are what a subclass adds."""
+
+    name: str
+    operations: tuple[str, ...] = OPERATIONS
+    dtypes: tuple[str, ...] = _HALF
+
+    def supports(self, problem: Problem, operation: str) -> bool:
+        """Whether the comparison makes sense; what an operator refuses by itself need not be told here."""
+        return operation in self.operations and problem.dtype in self.dtypes
+
+    def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
+        """As `Fa2cupy.candidate`."""
+        inputs = [tuple(map(self.own, (t.q, t.k, t.v, t.do))) for t in sets]
+        forward = functools.partial(self.forward, problem.causal)
+        if operation == "forward":
+            return Candidate(self.name, rotating(forward, [(q, k, v) for q, k, v, _ in inputs]))
+        saved = [(q, k, v, do, forward(q, k, v)) for q, k, v, do in inputs]
+        mode = self.deterministic if operation == "two_pass" else contextlib.nullcontext
+        return Candidate(self.name, rotating(functools.partial(self.backward, problem.causal), saved), mode)
+
+
+class _TorchPeer(_Peer):
+    """An operator of PyTorch. They take and give (batch, heads, seqlen, head_dim): a transposed view, no copy."""
+
+    def __init__(self, gpu: Gpu):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ImportError("this PyTorch has no CUDA device")
+        self.torch, self.xp = torch, gpu.xp
+
+    def own(self, array):
+        """CuPy's array as a tensor. bfloat16 travels as int16, because DLPack does not know ml_dtypes."""
+        torch = self.torch
+        if array.dtype.name == "bfloat16":
+            return torch.from_dlpack(array.view(self.xp.int16)).view(torch.bfloat16).transpose(1, 2)
+        return torch.from_dlpack(array).transpose(1, 2)
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """As `Fa2cupy.arrays`."""
+        return tuple(map(self._foreign, results[:1] if operation == "forward" else results[:3]))
+
+    def _foreign(self, tensor):
+        tensor = tensor.transpose(1, 2)
+        if tensor.dtype == self.torch.bfloat16:
+            import ml_dtypes
+
+            return self.xp.from_dlpack(tensor.view(self.torch.int16)).view(ml_dtypes.bfloat16)
+        return self.xp.from_dlpack(tensor)
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """As `Fa2cupy.peak_bytes`, for PyTorch's allocator."""
+        cuda = self.torch.cuda
+        before = cuda.memory_allocated()
+        cuda.reset_peak_memory_stats()
+        call()
+        return cuda.max_memory_allocated() - before
+
+    def release(self) -> None:
+        """Gives unused memory back to the driver."""
+        self.torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """PyTorch's deterministic mode, without its habit of filling every new array with NaN, which would be timed."""
+        torch = self.torch
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+class TorchFlash(_TorchPeer):
+    """FlashAttention-2 as PyTorch ships it."""
+
+    name = "torch flash"
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """Calls the operator."""
+        return self.torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """Calls the operator with what the forward left."""
+        o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward
+        return self.torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset
+        )
+
+
+class TorchCudnn(_TorchPeer):
+    """cuDNN's attention through PyTorch, which offers no deterministic mode for it."""
+
+    name = "torch cudnn"
+    operations = ("forward", "single_pass")
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """Calls the operator."""
+        return self.torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """Calls the operator with what the forward left."""
+        o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward
+        return self.torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
+        )
+
+
+class TorchEfficient(_TorchPeer):
+    """xFormers' memory-efficient attention in PyTorch: its only fused operator for float32."""
+
+    name = "torch efficient"
+    dtypes = ("float32",)
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """Calls the operator."""
+        return self.torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """Calls the operator with what the forward left."""
+        o, lse, seed, offset = forward
+        return self.torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            do, q, k, v, None, o, lse, seed, offset, 0.0, [True, True, True, False], causal
+        )
+
+
+class CupyUnfused(_Peer):
+    """Attention through a written-out score matrix, as one writes it in CuPy; softmax in float32."""
+
+    name = "cupy unfused"
+    operations = ("forward", "single_pass")
+    dtypes = ("float16", "bfloat16", "float32")
+    max_score_bytes = 5e9
+
+    def __init__(self, gpu: Gpu):
+        self.gpu, self.xp = gpu, gpu.xp
+
+    def supports(self, problem: Problem, operation: str) -> bool:
+        """Where the score matrices of the whole batch fit into memory several times."""
+        score_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen**2
+        return super().supports(problem, operation) and score_bytes <= self.max_score_bytes
+
+    def own(self, array):
+        """(batch, heads, seqlen, head_dim): a view."""
+        return array.transpose(0, 2, 1, 3)
+
+    def arrays(self, operation: str, results: tuple) -> tuple:
+        """As `Fa2cupy.arrays`."""
+        return tuple(self.own(a) for a in (results[:1] if operation == "forward" else results))
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """As `Fa2cupy.peak_bytes`."""
+        return self.gpu.peak_bytes(call)
+
+    def release(self) -> None:
+        """Nothing of its own."""
+
+    def forward(self, causal: bool, q, k, v) -> tuple:
+        """The output, and P, which a backward needs."""
+        xp, seqlen = self.xp, q.shape[2]
+        scaled = self._scale(q, q.shape[-1])
+        scores = xp.matmul(scaled, k.swapaxes(2, 3)).astype(xp.float32, copy=False)
+        if causal:
+            scores += xp.triu(xp.full((seqlen, seqlen), -xp.inf, xp.float32), 1)
+        scores -= scores.max(axis=-1, keepdims=True)
+        xp.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+        probabilities = scores.astype(q.dtype, copy=False)
+        return xp.matmul(probabilities, v), probabilities
+
+    def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
+        """The gradients from P; the mask is in it already."""
+        xp, p = self.xp, forward[1]
+        dp = xp.matmul(do, v.swapaxes(2, 3)).astype(xp.float32, copy=False)
+        dp -= (dp * p).sum(axis=-1, keepdims=True)
+        dp *= p
+        ds = dp.astype(q.dtype, copy=False)
+        dq, dk = xp.matmul(ds, k), xp.matmul(ds.swapaxes(2, 3), q)
+        return self._scale(dq, q.shape[-1]), self._scale(dk, q.shape[-1]), xp.matmul(p.swapaxes(2, 3), do)
+
+    @staticmethod
+    def _scale(array, head_dim: int):
+        # The result of a product with a Python number need not be bfloat16 again.
+        return (array * head_dim**-0.5).astype(array.dtype, copy=False)
+
+
+PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, "unfused": CupyUnfused}
+
+
+def available_peers(gpu: Gpu, names: Sequence[str]) -> list[_Peer]:
+    """Those of the named peers that can be imported; says in one line why others drop out."""
+    peers, missing = [], {}
+    for name in names:
+        try:
+            peers.append(PEERS[name](gpu))
+        except (ImportError, OSError) as error:  # OSError: a CUDA library of PyTorch's does not load
+            missing.setdefault(str(error), []).append(name)
+    for reason, dropped in missing.items():
+        print(f"without {', '.join(dropped)}: {reason}")
+    for torch in {peer.torch for peer in peers if isinstance(peer, _TorchPeer)}:
+        print(f"with PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
+    return peers

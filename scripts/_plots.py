@@ -1,0 +1,108 @@
+"""The scripts' pictures. matplotlib is needed only here: without it there is none, and a line says so."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["bar_panels", "can_plot", "heat_map"]
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed; says so if it is not."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    print("no plots: matplotlib is not installed (pip install matplotlib)")
+    return False
+
+
+def _new_figure(width: float, height: float):
+    # Without pyplot: no window system, no global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def bar_panels(
+    path: Path,
+    title: str,
+    unit: str,
+    colors: Mapping[str, str],
+    panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]],
+) -> None:
+    """A grid of panels with grouped bars over the sequence length.
+
+    `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The series
+    stand in the order of `colors`.
+    """
+    rows = list(dict.fromkeys(row for row, _ in panels))
+    columns = list(dict.fromkeys(column for _, column in panels))
+    width, height = 1.0 + 3.3 * len(columns), 1.2 + 2.3 * len(rows)
+    figure = _new_figure(width, height)
+    axes = figure.subplots(len(rows), len(columns), sharey="row", squeeze=False)
+    figure.suptitle(title, fontsize=13)
+    for row, axes_of_row in zip(rows, axes, strict=True):
+        present = [column for column in columns if (row, column) in panels]
+        for column, axis in zip(columns, axes_of_row, strict=True):
+            if column not in present:
+                axis.set_axis_off()
+                continue
+            _grouped_bars(axis, colors, panels[row, column])
+            axis.set_title(f"{column}, {row}", fontsize=10)
+            if column == present[0]:
+                axis.set_ylabel(unit)
+                axis.tick_params(labelleft=True)
+    handles = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    shown = [name for name in colors if name in handles]
+    per_line = max(1, min(len(shown), int(width / 2)))
+    figure.legend([handles[n] for n in shown], shown, loc="outside lower center", ncols=per_line, frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def _grouped_bars(axis, colors: Mapping[str, str], series: Mapping[str, Mapping[int, float]]) -> None:
+    seqlens = sorted({seqlen for heights in series.values() for seqlen in heights})
+    present = [name for name in colors if name in series]
+    width = 0.84 / len(present)
+    for place, name in enumerate(present):
+        positions = [i - 0.42 + (place + 0.5) * width for i, seqlen in enumerate(seqlens) if seqlen in series[name]]
+        heights = [series[name][seqlen] for seqlen in seqlens if seqlen in series[name]]
+        axis.bar(positions, heights, width * 0.94, color=colors[name], label=name)
+    axis.set_xticks(range(len(seqlens)), [str(seqlen) for seqlen in seqlens])
+    axis.set_xlabel("sequence length", fontsize=8)
+    axis.grid(axis="y", linewidth=0.4, alpha=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def heat_map(path: Path, title: str, unit: str, cells: Mapping[tuple[int, int], tuple[float, str]]) -> None:
+    """A grid over (b_r, b_c): `cells` gives each its value, which is its colour, and the text below the value."""
+    rows, columns = sorted({r for r, _ in cells}), sorted({c for _, c in cells})
+    figure = _new_figure(2.0 + 1.5 * len(columns), 1.6 + 0.9 * len(rows))
+    axis = figure.subplots()
+    nothing = float("nan")
+    values = [[cells.get((r, c), (nothing, ""))[0] for c in columns] for r in rows]
+    image = axis.imshow(values, cmap="viridis", aspect="auto")
+    figure.colorbar(image, label=unit)
+    for (b_r, b_c), (value, text) in cells.items():
+        axis.text(
+            columns.index(b_c),
+            rows.index(b_r),
+            f"{value:.4g}\n{text}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="black" if image.norm(value) > 0.6 else "white",
+        )
+    axis.set_xticks(range(len(columns)), [str(c) for c in columns])
+    axis.set_yticks(range(len(rows)), [str(r) for r in rows])
+    axis.set_xlabel("b_c (keys of a tile)")
+    axis.set_ylabel("b_r (queries of a tile)")
+    axis.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=110)

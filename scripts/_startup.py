@@ -1,0 +1,79 @@
+"""First calls: what compilation, the disk cache and loading cost. As a script it is the process that is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _measure import Gpu, Problem
+
+__all__ = ["COLUMNS", "measure_startup"]
+
+COLUMNS = (
+    "gpu", "driver", "date", "dtype", "head_dim", "causal", "call", "new_kernels", "compile_s_longest",
+    "compile_s_total", "first_call_ms_fresh", "first_call_ms_cached",
+)  # fmt: skip
+_CALLS = (None, "single_pass", "two_pass")
+
+
+def measure_startup(problem: Problem) -> list[dict[str, object]]:
+    """A row for each call: its first time in a process with an empty disk cache, and in the next process."""
+    with tempfile.TemporaryDirectory(prefix="fa2cupy-startup-") as cache:
+        fresh, cached = (_first_calls(problem, cache) for _ in range(2))
+    return [
+        {**first, "first_call_ms_fresh": first["milliseconds"], "first_call_ms_cached": second["milliseconds"]}
+        for first, second in zip(fresh, cached, strict=True)
+    ]
+
+
+def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
+    arguments = [problem.dtype, str(problem.head_dim), str(int(problem.causal))]
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    environment = {**os.environ, "FA2CUPY_CACHE_DIR": cache}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"the process that times first calls failed:\n{run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def _child(dtype: str, head_dim: str, causal: str) -> None:
+    import fa2cupy
+    from fa2cupy.cache import cached_kernel
+    from fa2cupy.inspection import default_specs
+
+    gpu = Gpu()
+    problem = Problem(dtype, int(head_dim), 1024, 1, 2, causal == "1")
+    tensors = gpu.tensors(problem, 0)  # starts the CUDA context and CuPy's own kernels, which are not ours to count
+    gpu.synchronize()
+    rows, seen, saved = [], set(), ()
+    for method in _CALLS:
+        start = time.perf_counter()
+        if method is None:
+            saved = fa2cupy.forward(tensors.q, tensors.k, tensors.v, causal=problem.causal)
+        else:
+            inputs = (tensors.q, tensors.k, tensors.v, *saved, tensors.do)
+            fa2cupy.backward(*inputs, causal=problem.causal, method=method)
+        gpu.synchronize()
+        elapsed = time.perf_counter() - start
+        new = [s for s in default_specs(gpu.info, dtype, problem.head_dim, problem.causal, method) if s not in seen]
+        seen.update(new)
+        seconds = [cached_kernel(spec).seconds for spec in new]
+        rows.append(
+            {
+                "call": method or "forward",
+                "new_kernels": len(new),
+                "compile_s_longest": max(seconds),
+                "compile_s_total": sum(seconds),
+                "milliseconds": elapsed * 1e3,
+            }
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -1,0 +1,372 @@
+"""fa2cupy beside the peers that can be imported, on the same arrays in one process.
+
+    python scripts/benchmark.py                 everything: about five minutes on an H100
+    python scripts/benchmark.py --quick         fewer sizes, shorter measurements
+    python scripts/benchmark.py --dtypes float16 --head-dims 128 --operations forward
+    python scripts/benchmark.py --sections memory host
+    python scripts/benchmark.py --plot-only scripts/results/h100-80gb-hbm3/benchmark.csv
+
+Sections:
+
+speed
+    16384 tokens (batch * seqlen) and num_heads * head_dim = 2048 (the number of heads rounded down), in the layout
+    (batch, seqlen, heads, head_dim), with standard normal inputs; float32, which has few peers, with 4096 tokens and
+    one length. A forward is 4 * batch * heads * seqlen^2 * head_dim FLOPs, half of it when causal, and a backward 2.5
+    times as many, by either method. Results are checked first: one head of ours against float64, all heads of every
+    peer against ours; what is wrong is reported and not timed. Then the implementations take turns in rounds, and each
+    rotates among inputs larger than twice the L2 cache. ``ratio`` is the median over rounds of a peer's time over ours:
+    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode.
+memory
+    One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is what a
+    call holds at its peak beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
+host
+    ``host_us``: host time of a call on a tiny problem without waiting for the GPU.
+startup
+    First calls with an empty and with a filled disk cache, in processes of their own: startup.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from _check import HeadCheck, check_equal
+from _measure import (
+    Candidate,
+    Gpu,
+    Problem,
+    format_bytes,
+    host_microseconds,
+    progress,
+    read_csv,
+    results_folder,
+    sets_beyond_cache,
+    time_in_rounds,
+    write_csv,
+)
+from _peers import OPERATIONS, PEERS, Fa2cupy, available_peers
+from _plots import bar_panels, can_plot
+from _startup import COLUMNS as STARTUP_COLUMNS
+from _startup import measure_startup
+
+COLUMNS = (
+    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
+    "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
+)  # fmt: skip
+SECTIONS = ("speed", "memory", "host", "startup")
+
+TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096}
+MODEL_DIM = 2048
+FLOAT32_HEAD_DIMS = (64, 128)
+
+DTYPES = ("float16", "bfloat16", "float32")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+SEQLENS = (512, 2048, 4096, 16384)
+QUICK = {"dtypes": ("float16",), "head_dims": (64, 128), "seqlens": (2048, 16384)}
+
+#: Bars of the plots, in their order.
+COLORS = {
+    "fa2cupy": "#d1301f",
+    "fa2cupy single_pass": "#d1301f",
+    "torch flash": "#4c78a8",
+    "torch cudnn": "#7a7a7a",
+    "torch efficient": "#7aa874",
+    "cupy unfused": "#cfcfcf",
+    "fa2cupy two_pass": "#f0988c",
+    "torch flash deterministic": "#a6c1dc",
+    "torch efficient deterministic": "#c1dbbd",
+}
+
+MEMORY_PROBLEM = Problem("float16", 128, 65536, 1, 2, False)
+HOST_PROBLEM = Problem("float16", 64, 128, 1, 2, False)
+STARTUP_PROBLEM = Problem("float16", 128, 1024, 1, 2, True)
+
+
+def speed_problems(dtypes: Iterable[str], head_dims: Iterable[int], seqlens: Sequence[int]) -> Iterator[Problem]:
+    """The sizes of the speed section."""
+    for dtype in dtypes:
+        fitting = [seqlen for seqlen in seqlens if seqlen <= TOKENS[dtype]]
+        for head_dim in head_dims:
+            if dtype == "float32" and head_dim not in FLOAT32_HEAD_DIMS:
+                continue
+            for seqlen in fitting[-1:] if dtype == "float32" else fitting:
+                for causal in (False, True):
+                    yield Problem(dtype, head_dim, seqlen, TOKENS[dtype] // seqlen, MODEL_DIM // head_dim, causal)
+
+
+class Benchmark:
+    """One run: the device, the implementations, and what they have shown so far."""
+
+    def __init__(self, gpu: Gpu, peers: Sequence, rounds: int, budget_ms: float):
+        self.gpu = gpu
+        self.ours = Fa2cupy(gpu)
+        self.peers = peers
+        self.rounds = rounds
+        self.budget_ms = budget_ms
+        self.rows: list[dict[str, object]] = []
+        self.failures: list[str] = []
+        self._rng = random.Random(0)
+        self._dropped: set[tuple[str, ...]] = set()
+        self.stamp = {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+
+    def speed(self, problem: Problem, operations: Iterable[str], write=print) -> None:
+        """Checks and times all implementations on one problem."""
+        self._release()
+        count = sets_beyond_cache(3 * problem.tensor_bytes, self.gpu.info.l2_bytes)
+        sets = [self.gpu.tensors(problem, seed) for seed in range(count)]
+        check = HeadCheck(self.gpu.xp, problem, sets[0])
+        scores = format_bytes(problem.seqlen**2 * problem.tensor_bytes // math.prod(problem.shape))
+        write(f"{problem} (the scores of one head would take {scores})")
+        for operation in operations:
+            candidates, bytes_held = self._checked(problem, sets, operation, check, write)
+            if not candidates:
+                continue
+            times = time_in_rounds(self.gpu, candidates, self.rounds, self.budget_ms, self._rng)
+            ours = times[self.ours.name]
+            for name, samples in times.items():
+                row = self._row(problem, operation, name)
+                row.update(ms_median=statistics.median(samples), ms_min=min(samples), ms_max=max(samples))
+                row["tflops"] = problem.tflops(operation, row["ms_median"])
+                row["extra_bytes"] = bytes_held[name] - problem.tensor_bytes * (1 if operation == "forward" else 3)
+                if name != self.ours.name:
+                    row["ratio"] = statistics.median(theirs / our for theirs, our in zip(samples, ours, strict=True))
+                write(describe(row))
+
+    def host(self, problem: Problem, operations: Iterable[str]) -> None:
+        """Host time of all implementations on a tiny problem."""
+        sets = [self.gpu.tensors(problem, 0)]
+        check = HeadCheck(self.gpu.xp, problem, sets[0])
+        for operation in operations:
+            candidates, _ = self._checked(problem, sets, operation, check, print)
+            for candidate in candidates:
+                row = self._row(problem, operation, candidate.name)
+                row["host_us"] = host_microseconds(self.gpu, candidate)
+                print(f"  {operation:12s}{candidate.name:16s}{row['host_us']:8.1f} us of host time a call")
+
+    def startup(self, problem: Problem, path: Path) -> None:
+        """First calls, in processes of their own."""
+        try:
+            rows = [
+                {**self.stamp, **vars(problem), "causal": int(problem.causal), **row}
+                for row in measure_startup(problem)
+            ]
+        except RuntimeError as error:
+            self._fail(f"FAILED: {error}")
+            return
+        write_csv(path, STARTUP_COLUMNS, [{name: row[name] for name in STARTUP_COLUMNS} for row in rows])
+        for row in rows:
+            first, again = row["first_call_ms_fresh"], row["first_call_ms_cached"]
+            print(
+                f"  first {row['call']:12s}{first:8.0f} ms, {row['new_kernels']} kernels compiled (the longest "
+                f"{row['compile_s_longest']:.2f} s); {again:.0f} ms from the disk cache"
+            )
+
+    def _fail(self, text: str) -> None:
+        self.failures.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+    def _row(self, problem: Problem, operation: str, provider: str) -> dict[str, object]:
+        row = {
+            **self.stamp,
+            **vars(problem),
+            "causal": int(problem.causal),
+            "operation": operation,
+            "provider": provider,
+        }
+        if provider == self.ours.name:
+            row["tile"] = self.ours.tile(problem, operation)
+        self.rows.append(row)
+        return row
+
+    def _checked(
+        self, problem: Problem, sets: Sequence, operation: str, check: HeadCheck, write
+    ) -> tuple[list[Candidate], dict[str, int]]:
+        """The candidates whose results are right, ours first, and the bytes that a call of each holds at its peak."""
+        candidates, bytes_held = [], {}
+        try:
+            check.verify(operation)
+            ours = self.ours.candidate(problem, sets, operation)
+            results = self.ours.arrays(operation, ours.call())
+        except Exception as error:  # a wrong result, or any failure to get one: this row is lost, the others are not
+            kind = "WRONG" if isinstance(error, AssertionError) else "FAILED"
+            self._fail(f"{kind}: {problem} {operation}: {error}")
+            return [], {}
+        candidates.append(ours)
+        bytes_held[ours.name] = self.ours.peak_bytes(ours.call)
+        for peer in self.peers:
+            if not peer.supports(problem, operation):
+                continue
+            try:
+                candidate = peer.candidate(problem, sets, operation)
+                with candidate.mode():
+                    check_equal(problem, results, peer.arrays(operation, candidate.call()))
+                    bytes_held[peer.name] = peer.peak_bytes(candidate.call)
+                candidates.append(candidate)
+            except AssertionError as error:  # one of the two is wrong, in a head that float64 was not asked about
+                self._fail(f"WRONG: {problem} {operation}: {peer.name}: {error}")
+            except Exception as error:  # an operator that does not know the problem, or has no memory for it
+                self._drop(peer.name, problem, operation, error, write)
+        return candidates, bytes_held
+
+    def _drop(self, name: str, problem: Problem, operation: str, error: Exception, write) -> None:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        key = (name, operation, problem.dtype, reason)
+        if key not in self._dropped:
+            self._dropped.add(key)
+            write(f"  {operation:12s}without {name}: {reason}")
+
+    def _release(self) -> None:
+        self.gpu.release()
+        for peer in self.peers:
+            peer.release()
+
+
+def describe(row: dict[str, object]) -> str:
+    """A row of the speed section as a line."""
+    ratio = f"  {row['ratio']:5.2f} x our time" if "ratio" in row else ""
+    return (
+        f"  {row['operation']:12s}{row['provider']:16s}{row['ms_median']:9.3f} ms "
+        f"({row['ms_min']:.3f} to {row['ms_max']:.3f}){row['tflops']:8.1f} TFLOP/s  "
+        f"extra {format_bytes(row['extra_bytes']):>10s}{ratio}"
+    )
+
+
+def summary(rows: Iterable[dict[str, object]]) -> list[str]:
+    """Our speed relative to each peer by operation, dtype and head_dim: the worst and the median over the rest."""
+    groups: dict[tuple, list[float]] = {}
+    for row in rows:
+        if row.get("ratio"):
+            key = (row["provider"], row["operation"], row["dtype"], int(row["head_dim"]))
+            groups.setdefault(key, []).append(float(row["ratio"]))
+    return [
+        f"{provider:16s}{operation:12s}{dtype:10s}d={head_dim:<5d}worst {min(ratios):5.2f}  median "
+        f"{statistics.median(ratios):5.2f}  ({len(ratios)} sizes)"
+        for (provider, operation, dtype, head_dim), ratios in groups.items()
+    ]
+
+
+def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
+    """forward.png and backward.png from rows, fresh or read from a CSV: a panel for each dtype, mask and head_dim."""
+    paths = []
+    for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
+        panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+        for row in rows:
+            swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS[row["dtype"]]
+            if row["operation"] in operations and swept and row.get("tflops"):
+                mask = "causal" if int(row["causal"]) else "full"
+                panel = panels.setdefault((f"{row['dtype']} {mask}", f"head_dim {row['head_dim']}"), {})
+                panel.setdefault(_series(row), {})[int(row["seqlen"])] = float(row["tflops"])
+        if panels:
+            title = f"Attention {name} on {rows[0]['gpu']}, {rows[0]['date']}"
+            paths.append(folder / f"{name}.png")
+            bar_panels(paths[-1], title, "TFLOP/s", COLORS, panels)
+    return paths
+
+
+def _series(row: dict[str, object]) -> str:
+    if row["operation"] == "forward":
+        return row["provider"]
+    if row["provider"] == Fa2cupy.name:
+        return f"{row['provider']} {row['operation']}"
+    return row["provider"] + (" deterministic" if row["operation"] == "two_pass" else "")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `--quick` only changes defaults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer sizes, two rounds, shorter measurements")
+    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
+    add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
+    add("--head-dims", nargs="+", type=int, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
+    add(
+        "--seqlens",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help=f"divisors of the tokens; default: {' '.join(map(str, SEQLENS))}",
+    )
+    add(
+        "--operations",
+        nargs="+",
+        choices=OPERATIONS,
+        default=OPERATIONS,
+        metavar="NAME",
+        help=f"of {', '.join(OPERATIONS)}",
+    )
+    add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
+    add("--rounds", type=int, help="default: 3, with --quick 2")
+    add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
+    add("--plot-only", metavar="CSV", help="draw the plots of an earlier run beside its CSV, or in --out; needs no GPU")
+    options = parser.parse_args(arguments)
+    defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
+    for name, value in defaults.items():
+        setattr(options, name, getattr(options, name) or value)
+    options.rounds = options.rounds or (2 if options.quick else 3)
+    options.budget_ms = 20.0 if options.quick else 40.0
+    bad = [s for s in options.seqlens if s < 1 or TOKENS["float16"] % s]
+    if bad:
+        parser.error(f"--seqlens: {bad} do not divide {TOKENS['float16']}")
+    return options
+
+
+def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
+    """All sections asked for. What there is by then is written after each problem, and when the run is broken off."""
+    peers = available_peers(gpu, options.peers)
+    benchmark = Benchmark(gpu, peers, options.rounds, options.budget_ms)
+    problems = list(speed_problems(options.dtypes, options.head_dims, sorted(options.seqlens)))
+    if "speed" not in options.sections:
+        problems = []
+    if "memory" in options.sections:
+        problems.append(MEMORY_PROBLEM)
+    if "speed" in options.sections:
+        print("compiling")
+        gpu.precompile(problems, options.operations)
+    try:
+        with progress(len(problems), "benchmark") as bar:
+            for problem in problems:
+                benchmark.speed(problem, options.operations, bar.write)
+                write_csv(folder / "benchmark.csv", COLUMNS, benchmark.rows)
+                bar.update()
+        if "host" in options.sections:
+            benchmark.host(HOST_PROBLEM, options.operations)
+    finally:
+        write_csv(folder / "benchmark.csv", COLUMNS, benchmark.rows)
+    if "startup" in options.sections:
+        benchmark.startup(STARTUP_PROBLEM, folder / "startup.csv")
+    return benchmark
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a result was wrong or one of ours failed."""
+    options = parse_arguments(arguments)
+    if options.plot_only:
+        source = Path(options.plot_only)
+        folder = Path(options.out) if options.out else source.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if can_plot():
+            print(*plot(read_csv(source), folder), sep="\n")
+        return 0
+    try:
+        gpu = Gpu()
+    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
+        print(f"the benchmark needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+        return 2
+    folder = results_folder(gpu.name, options.out)
+    benchmark = run(options, gpu, folder)
+    if can_plot():
+        plot(benchmark.rows, folder)
+    print("our speed relative to:", *summary(benchmark.rows), f"written to {folder}", sep="\n")
+    for text in benchmark.failures:
+        print(text, file=sys.stderr)
+    return 1 if benchmark.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

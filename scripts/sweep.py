@@ -1,0 +1,341 @@
+"""The template parameter sweep: every legal tile of one kernel compiled, checked, timed and tabulated.
+
+    python scripts/sweep.py --operation forward --head-dim 128                  on this GPU
+    python scripts/sweep.py --operation backward --head-dim 64 --causal --save  the winner becomes this GPU's default
+    python scripts/sweep.py --operation forward --head-dim 64 --arch sm_86      without a GPU: the compiler's report
+    python scripts/sweep.py --operation backward_dq --b-r 64 128 --warps 4      only some
+
+``backward`` is the kernel of ``single_pass``; ``backward_dq`` and ``backward_dkdv`` are those of ``two_pass``. Only
+that kernel is timed, without Delta or the conversion of dQ, and its TFLOP/s count the matrix products it really does.
+A result is checked, one head against float64, at a length that is no multiple of any tile. Then all tiles are timed
+once, and the best of them again in rounds. Compilation happens in child processes, which leave their kernels in the
+disk cache. Writes sweep-<kernel>.csv and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from _check import HeadCheck
+from _compile_pool import Report, compile_all
+from _measure import (
+    Candidate,
+    Gpu,
+    Problem,
+    format_bytes,
+    milliseconds,
+    progress,
+    results_folder,
+    rotating,
+    sets_beyond_cache,
+    time_in_rounds,
+    write_csv,
+)
+from _plots import can_plot, heat_map
+
+import fa2cupy
+from fa2cupy import legal_configs
+from fa2cupy.device import DeviceInfo
+from fa2cupy.families import choose_family
+from fa2cupy.launch import bind_plan
+from fa2cupy.plan import Plan, plan_backward, plan_forward
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.spec import KernelSpec
+from fa2cupy.tiles import OPERATIONS, TileConfig, fits_blocks
+from fa2cupy.tuning import save_tuned_tile
+
+TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
+MODEL_DIM = 2048
+CHECK_SEQLEN = 601
+FINALISTS = 8
+FILTERS = {
+    "--b-r": "b_r",
+    "--b-c": "b_c",
+    "--warps": "num_warps",
+    "--stages": "num_stages",
+    "--blocks": "blocks_per_sm",
+}
+METHODS = {"forward": "forward", "backward": "single_pass", "backward_dq": "two_pass", "backward_dkdv": "two_pass"}
+
+
+@dataclass
+class Row:
+    """One tile and all that is known of it."""
+
+    spec: KernelSpec
+    report: Report
+    occupancy: float
+    status: str = "compiled"
+    samples: tuple[float, ...] = ()
+
+    @property
+    def ms(self) -> float:
+        """Median of the samples."""
+        return statistics.median(self.samples)
+
+
+def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
+    """Whether a tile can be good: the blocks it reserves registers for fit, and 4 warps or more can be resident."""
+    warps = (
+        device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
+    )
+    return warps >= 4 and fits_blocks(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.tile, device)
+
+
+def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
+    """The kernels of the sweep, after all filters."""
+    family = choose_family(options.dtype, device, options.family)
+    head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
+    tiles = legal_configs(
+        options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.name
+    )
+    wanted = {name: getattr(options, name) for name in FILTERS.values()}
+    specs = [
+        KernelSpec(options.operation, family.name, device.arch, options.dtype, head_dim, options.causal, tile)
+        for tile in tiles
+        if all(values is None or getattr(tile, name) in values for name, values in wanted.items())
+    ]
+    if not options.all:
+        specs = [spec for spec in specs if interesting(spec, device)]
+    if options.max_configs and len(specs) > options.max_configs:
+        specs = [specs[i * len(specs) // options.max_configs] for i in range(options.max_configs)]
+    return specs
+
+
+def compile_rows(specs: Sequence[KernelSpec], device: DeviceInfo, jobs: int) -> list[Row]:
+    """Compiles all kernels, with a progress bar."""
+    with progress(len(specs), "compiling") as bar:
+        reports = compile_all(specs, jobs, bar.update)
+    rows = []
+    for spec, report in zip(specs, reports, strict=True):
+        occupancy = device.occupancy(spec.tile.num_threads, report.registers, spec.shared_memory_bytes)
+        rows.append(Row(spec, report, 0.0 if report.failure else occupancy, report.failure or "compiled"))
+    return rows
+
+
+class KernelRunner:
+    """Launches the kernel of the sweep, alone, on inputs that are prepared once."""
+
+    def __init__(self, gpu: Gpu, problem: Problem, spec: KernelSpec):
+        self.gpu, self.operation, self.family = gpu, spec.operation, spec.family
+        xp = gpu.xp
+        count = sets_beyond_cache(3 * problem.tensor_bytes, gpu.info.l2_bytes)
+        self._arrays = []
+        for tensors in (gpu.tensors(problem, seed) for seed in range(count)):
+            q, k, v = tensors.q, tensors.k, tensors.v
+            o, lse = fa2cupy.forward(q, k, v, causal=problem.causal, family=spec.family)
+            arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "dout": tensors.do}
+            self._arrays.append({**arrays, "delta": fa2cupy.delta(o, tensors.do)})
+        outputs = {name: xp.zeros(problem.shape, problem.numpy_dtype) for name in ("dq", "dk", "dv")}
+        for arrays in self._arrays:
+            arrays.update(outputs)
+        first = self._arrays[0]
+        self._problem = AttentionProblem.from_arrays(first["q"], first["k"], first["v"], causal=problem.causal)
+        self._strides = {
+            name: self._problem.kernel_strides(first[name].shape, first[name].strides)
+            for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+        }
+
+    def candidate(self, tile: TileConfig) -> Candidate:
+        """The kernel with a tile. Repeated calls add to the same workspace, which changes values and not the time."""
+        arguments = (self._problem, self.gpu.info, self._strides)
+        config = {self.operation: tile}
+        if self.operation == "forward":
+            plan = plan_forward(*arguments, config, self.family)
+        else:
+            plan = plan_backward(*arguments, METHODS[self.operation], config, self.family, with_delta=False)
+        stage = next(stage for stage in plan.stages if stage.spec.operation == self.operation)
+        workspaces = {w.name: self.gpu.xp.zeros(w.nbytes, "uint8") for w in plan.workspaces}
+        buffers = (*self._arrays[0], *workspaces)
+        (kernel,) = bind_plan(Plan((stage,)), buffers)
+        address = self.gpu.address
+        own = [address(workspace) for workspace in workspaces.values()]
+        tables = [([address(array) for array in arrays.values()] + own,) for arrays in self._arrays]
+
+        def launch(addresses: list[int], _kept_alive=workspaces) -> None:
+            kernel(addresses)
+
+        return Candidate(str(tile), rotating(launch, tables))
+
+
+def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> None:
+    """Checks and times what compiled; the fastest are timed again in turns."""
+    compiled = [row for row in rows if not row.report.failure]
+    if not compiled:
+        return
+    spec = compiled[0].spec
+    small = Problem(problem.dtype, problem.head_dim, CHECK_SEQLEN, 1, 2, problem.causal)
+    check = HeadCheck(gpu.xp, small, gpu.tensors(small, 0))
+    runner = KernelRunner(gpu, problem, spec)
+    with progress(len(compiled), "timing") as bar:
+        for row in compiled:
+            try:
+                check.verify(METHODS[spec.operation], config={spec.operation: row.spec.tile}, family=spec.family)
+                candidate = runner.candidate(row.spec.tile)
+                candidate.call()
+                row.samples = (milliseconds(gpu, candidate.call, 10.0),)
+                row.status = "ok"
+            except Exception as error:  # a wrong result or a refused launch is this row's result
+                row.status = " ".join(str(error).split())[:200]
+            bar.update()
+    finalists = sorted((row for row in compiled if row.status == "ok"), key=lambda row: row.ms)[:FINALISTS]
+    candidates = [runner.candidate(row.spec.tile) for row in finalists]
+    times = time_in_rounds(gpu, candidates, rounds, 40.0, random.Random(0))
+    for row, candidate in zip(finalists, candidates, strict=True):
+        row.samples = tuple(times[candidate.name])
+
+
+def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str, object]:
+    """A row for the CSV."""
+    spec = row.spec
+    record = {
+        **stamp,
+        **{name: getattr(spec, name) for name in ("arch", "family", "operation", "dtype", "head_dim")},
+        "seqlen": problem.seqlen,
+        "causal": int(spec.causal),
+        **dataclasses.asdict(spec.tile),
+        "registers": row.report.registers,
+        "spill_bytes": row.report.spill_bytes,
+        "shared_bytes": spec.shared_memory_bytes,
+        "occupancy": row.occupancy,
+        "compile_s": row.report.seconds,
+        "status": " ".join(row.status.split()),
+        "ms_median": "",
+        "ms_min": "",
+        "ms_max": "",
+        "tflops": "",
+    }
+    if row.samples:
+        record.update(ms_median=row.ms, ms_min=min(row.samples), ms_max=max(row.samples))
+        record["tflops"] = problem.tflops(spec.operation, row.ms)
+    return record
+
+
+def table(rows: Sequence[Row], problem: Problem) -> list[str]:
+    """The printed table: the fastest first, or by tile where nothing was timed."""
+    ordered = sorted(rows, key=lambda row: row.ms if row.samples else float("inf"))
+    lines = ["  b_r  b_c warps stages blocks  registers  spilled  shared memory  occupancy         ms  TFLOP/s"]
+    for row in ordered:
+        tile, report = row.spec.tile, row.report
+        line = f"{tile.b_r:5d}{tile.b_c:5d}{tile.num_warps:6d}{tile.num_stages:7d}{tile.blocks_per_sm:7d}"
+        if report.failure:
+            lines.append(f"{line}  {' '.join(row.status.split())[:90]}")
+            continue
+        line += f"{report.registers:11d}{report.spill_bytes:7d} B{format_bytes(row.spec.shared_memory_bytes):>15s}"
+        line += f"{row.occupancy:11.1%}"
+        if row.samples:
+            line += f"{row.ms:12.4f}{problem.tflops(row.spec.operation, row.ms):9.1f}"
+        elif row.status != "compiled":
+            line += f"  {row.status[:60]}"
+        lines.append(line)
+    return lines
+
+
+def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo) -> None:
+    """The heat map: the best variant for each (b_r, b_c), by speed if it was timed, else by occupancy."""
+    timed = [row for row in rows if row.samples]
+    shown = timed or [row for row in rows if not row.report.failure]
+    cells: dict[tuple[int, int], tuple[float, str]] = {}
+    for row in sorted(shown, key=lambda row: (row.report.spill_bytes == 0, row.occupancy)):
+        tile = row.spec.tile
+        value = problem.tflops(row.spec.operation, row.ms) if timed else 100 * row.occupancy
+        text = f"{tile.num_warps}w {tile.num_stages}s {tile.blocks_per_sm}b"
+        if not timed:
+            text += f", {row.report.registers} reg"
+        key = (tile.b_r, tile.b_c)
+        if not timed or key not in cells or value > cells[key][0]:
+            cells[key] = (value, text)
+    if cells:
+        spec = shown[0].spec
+        mask = "causal" if spec.causal else "full"
+        title = (
+            f"{spec.operation}, {spec.dtype}, head_dim {spec.head_dim}, {mask}, {device.name}\n(warps, stages, blocks)"
+        )
+        heat_map(path, title, "TFLOP/s" if timed else "occupancy, % (without spills if possible)", cells)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--operation", choices=OPERATIONS, required=True)
+    add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16")
+    add("--head-dim", type=int, default=128, metavar="N")
+    add("--seqlen", type=int, default=4096, metavar="N")
+    add("--causal", action="store_true")
+    add("--family", metavar="NAME", help="kernel family; default: what the device and dtype call for")
+    add("--arch", metavar="NAME", help="compile for an architecture such as sm_86, and time nothing")
+    for option, name in FILTERS.items():
+        add(option, dest=name, nargs="+", type=int, metavar="N", help=f"only these {name}")
+    add("--all", action="store_true", help="also tiles that cannot be good: too few blocks or warps fit")
+    add("--max-configs", type=int, metavar="N", help="at most so many, evenly spread")
+    add("--jobs", type=int, default=max(2, os.cpu_count() or 2), metavar="N", help="compilers at a time")
+    add("--rounds", type=int, default=3, metavar="N", help=f"timing rounds of the {FINALISTS} best")
+    add("--save", action="store_true", help="write the winner to the user's tuning file")
+    add("--out", metavar="DIR", help="default: scripts/results/<gpu or arch>")
+    options = parser.parse_args(arguments)
+    if options.save and options.arch:
+        parser.error("--save: nothing is timed with --arch, so there is no winner")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if not a single tile works."""
+    options = parse_arguments(arguments)
+    gpu = None
+    if not options.arch:
+        try:
+            gpu = Gpu()
+        except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
+            print(
+                f"no GPU can be used ({error}); name an architecture to compile for, such as --arch sm_80",
+                file=sys.stderr,
+            )
+            return 2
+    device = gpu.info if gpu else DeviceInfo.named(options.arch)
+    folder = results_folder(device.name if gpu else device.arch, options.out)
+    specs = choose_specs(options, device)
+    if not specs:
+        print("no legal tile is left; loosen the filters or pass --all", file=sys.stderr)
+        return 1
+    head_dim = specs[0].head_dim
+    batch = max(1, TOKENS[options.dtype] // options.seqlen)
+    problem = Problem(options.dtype, head_dim, options.seqlen, batch, max(1, MODEL_DIM // head_dim), options.causal)
+    print(f"{len(specs)} tiles of {options.operation} ({specs[0].family}) on {device.name} ({device.arch}): {problem}")
+    rows = compile_rows(specs, device, options.jobs)
+    stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
+    name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
+    path = folder / f"{name}{'-causal' if options.causal else ''}.csv"
+    try:
+        if gpu:
+            time_rows(gpu, problem, rows, options.rounds)
+    finally:
+        records = [as_record(row, problem, stamp) for row in rows]
+        write_csv(path, list(records[0]), records)
+    print(*table(rows, problem), f"written to {path}", sep="\n")
+    if can_plot():
+        plot(rows, problem, path.with_suffix(".png"), device)
+    if not gpu:
+        return 0 if any(not row.report.failure for row in rows) else 1
+    timed = [row for row in rows if row.samples]
+    if not timed:
+        print("not a single tile gives right results", file=sys.stderr)
+        return 1
+    if options.save:
+        spec = min(timed, key=lambda row: row.ms).spec
+        save_tuned_tile(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
+        print(f"saved {spec.tile} as the default of {spec.operation} on this GPU")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Trains a byte-level GPT on the source code of Python's standard library: fa2cupy at its main job, on real input.
+
+    python scripts/train_lm.py                              on the GPU, or a tiny model on NumPy where there is none
+    python scripts/train_lm.py --preset tiny --device cpu   about two minutes on two cores
+    python scripts/train_lm.py --preset gpu --attention both
+    python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
+
+Model, gradients and optimizer are in ``_lm_model.py`` and use the array module alone, with ``fa2cupy.attention`` for
+attention. With ``--attention unfused`` the same training, from the same weights on the same bytes, goes through a
+written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
+
+Everything is measured in bits per byte. The line to beat is what zlib at level 9 needs for the held-out files in one
+stream. The model gets them in windows of its context length, each byte predicted once, and knows nothing from before a
+window, while zlib always sees the 32 KiB before. Held-out figures during the training are of a few evenly spaced
+windows, the final one of more, up to all of them; the output says of how many bytes.
+
+Written to ``--out``: a CSV of the curve and a checkpoint for each run, and a PNG of the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("fa2cupy") is None:  # a bare checkout
+    sys.path.insert(0, str(ROOT))
+
+from _lm_arrays import Arrays, NumpyArrays, SetupError, select_arrays  # noqa: E402  (after the path is complete)
+from _lm_data import Corpus, load_corpus, zlib_bits_per_byte  # noqa: E402
+from _lm_report import Result, plot_curves, report_lines  # noqa: E402
+from _lm_training import LOG_EVERY, Settings, Training  # noqa: E402
+
+PRESETS = {
+    # Two minutes on two cores: enough to see the loss fall and the two attentions agree, not to pass zlib.
+    "tiny": Settings(
+        layers=3, heads=4, width=128, context=128, batch=8, steps=1000, learning_rate=4e-3, warmup=30,
+        evaluate_every=100, evaluate_windows=64, final_windows=1024,
+    ),
+    # For an older GPU, or a night on a CPU.
+    "small": Settings(
+        layers=6, heads=4, width=256, context=1024, batch=16, steps=3000, learning_rate=2e-3, warmup=100,
+        evaluate_every=100, evaluate_windows=64, final_windows=0,
+    ),
+    # 25 million weights; about 7 TFLOP a step.
+    "gpu": Settings(
+        layers=8, heads=8, width=512, context=2048, batch=16, steps=1500, learning_rate=1.5e-3, warmup=100,
+        evaluate_every=50, evaluate_windows=64, final_windows=0,
+    ),
+}  # fmt: skip
+_SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not in ("attention", "deterministic")]
+
+
+class Interrupt:
+    """While entered, Ctrl-C only sets a flag, so that no step is left half done; a second one ends the program."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.requested = True
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        signal.signal(signal.SIGINT, self._before)
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+class Progress:
+    """A progress bar on a terminal where tqdm is installed, a line now and then elsewhere."""
+
+    seconds_between_lines = 10.0
+
+    def __init__(self, label: str, done: int, total: int):
+        self._label, self._total, self._printed, self._bar = label, total, -math.inf, None
+        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=label, initial=done, total=total, unit="step", dynamic_ncols=True)
+
+    def show(self, training: Training) -> None:
+        """Loss and speed as of the last reading."""
+        recent = np.mean(training.curve.losses[-LOG_EVERY:])
+        text = f"loss {recent:.3f} bit/byte"
+        if not math.isnan(training.tokens_per_second):
+            text += f", {training.tokens_per_second:,.0f} tokens/s"
+        if training.curve.held_out:
+            text += f", held-out {training.curve.held_out[-1][2]:.3f}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(training.step - self._bar.n)
+        elif time.monotonic() - self._printed >= self.seconds_between_lines or training.step == self._total:
+            print(f"{self._label}: step {training.step}/{self._total}, {text}", flush=True)
+            self._printed = time.monotonic()
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def train(
+    training: Training, checkpoint: Path, until: int, time_limit: float = math.inf, checkpoint_every: int = 500
+) -> tuple[Result, bool]:
+    """Trains up to a step or a time limit, or until Ctrl-C, with progress, evaluations and checkpoints.
+
+    Returns
+    -------
+    result : Result
+    interrupted : bool
+        Whether it was Ctrl-C.
+    """
+    settings = training.settings
+    periods = (LOG_EVERY, settings.evaluate_every, checkpoint_every)
+    progress = Progress(f"{settings.attention} attention", training.step, settings.steps)
+    with Interrupt() as interrupt:
+
+        def over() -> bool:
+            return interrupt.requested or training.seconds >= time_limit
+
+        first = True
+        while training.step < until and not over():
+            # The first step goes alone: its time is not that of the others, and memory is counted in it.
+            stops = [training.step + 1] if first else [(training.step // p + 1) * p for p in periods]
+            training.run_to(min(until, *stops), over)
+            if first:
+                training.arrays.peak_bytes()
+                first = False
+            if training.step % settings.evaluate_every == 0 or training.step == settings.steps:
+                training.record_evaluation()
+            progress.show(training)
+            if training.step % checkpoint_every == 0:
+                training.save(checkpoint)
+        progress.close()
+        seconds = training.seconds
+        training.save(checkpoint)
+        interrupted = interrupt.requested and training.step < until
+        bits, evaluated = (None, 0) if interrupted else training.evaluate(settings.final_windows)
+    speed, peak = training.tokens_per_second, training.arrays.peak_bytes()
+    return Result(settings, training.curve, seconds, bits, evaluated, speed, peak), interrupted
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Checks what argparse does not."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--preset", choices=PRESETS, help="sizes (default: gpu if there is a GPU, else tiny)")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument("--attention", choices=("fused", "unfused", "both"), help="default: fused")
+    parser.add_argument(
+        "--compare", dest="attention", action="store_const", const="both", help="the same as --attention both"
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", default=None, help="the same result every time on a GPU, too"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop training after this time"
+    )
+    parser.add_argument("--checkpoint-every", type=int, default=500, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint, with its settings")
+    parser.add_argument("--out", type=Path, help="folder for results (default: runs, or that of the checkpoint)")
+    sizes = parser.add_argument_group("instead of the preset's")
+    for field in _SIZES:
+        sizes.add_argument(f"--{field.replace('_', '-')}", type=float if field == "learning_rate" else int)
+    options = parser.parse_args(arguments)
+    given = [name for name in ("preset", "attention", "deterministic", *_SIZES) if getattr(options, name) is not None]
+    if options.resume and given:
+        parser.error(f"--resume takes its settings from the checkpoint: leave out --{given[0].replace('_', '-')}")
+    for name in ("checkpoint_every", *_SIZES):
+        value = getattr(options, name)
+        zero_is_allowed = name in ("seed", "final_windows")
+        if value is not None and (value < 0 or (value == 0 and not zero_is_allowed)):
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if options.resume and not options.resume.is_file():
+        parser.error(f"--resume: there is no file {options.resume}")
+    return options
+
+
+def plan_runs(options: argparse.Namespace, arrays: Arrays, corpus: Corpus) -> dict[str, Callable[[], Training]]:
+    """What begins each run, by the name of its files."""
+    if options.resume:
+        return {options.resume.stem: functools.partial(Training.load, options.resume, corpus, arrays)}
+    preset = options.preset or ("tiny" if isinstance(arrays, NumpyArrays) else "gpu")
+    given = {name: getattr(options, name) for name in ("deterministic", *_SIZES) if getattr(options, name) is not None}
+    kinds = ("fused", "unfused") if options.attention == "both" else (options.attention or "fused",)
+    settings = [dataclasses.replace(PRESETS[preset], attention=kind, **given) for kind in kinds]
+    return {f"{preset}-{s.attention}": functools.partial(Training, s, corpus, arrays) for s in settings}
+
+
+def run_all(
+    plans: Mapping[str, Callable[[], Training]], folder: Path, time_limit: float, checkpoint_every: int
+) -> dict[str, Result]:
+    """One run after the other. The time limit is that of the first; the second does as many steps."""
+    results: dict[str, Result] = {}
+    for name, begin in plans.items():
+        training, checkpoint = begin(), folder / f"{name}.npz"
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"{name}: {training.parameters.flat.size:,} weights, {training.settings}", flush=True)
+        until = min([training.settings.steps, *(r.steps for r in results.values())])
+        result, interrupted = train(training, checkpoint, until, math.inf if results else time_limit, checkpoint_every)
+        del training  # before the next one allocates
+        result.curve.write_csv(folder / f"{name}.csv", result.settings.tokens_per_step)
+        results[name] = result
+        if result.steps < result.settings.steps:
+            print(f"stopped at step {result.steps}; to go on: python scripts/train_lm.py --resume {checkpoint}")
+        if interrupted:
+            break
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if the training diverged and 2 if it could not begin."""
+    options = parse_arguments(arguments)
+    folder = options.out or (options.resume.parent if options.resume else Path("runs"))
+    try:
+        arrays, corpus = select_arrays(options.device), load_corpus()
+        line = zlib_bits_per_byte(corpus.held_out)
+        print(f"{arrays.device}; {corpus}; zlib -9 needs {line:.3f} bit/byte for the held-out files")
+        plans = plan_runs(options, arrays, corpus)
+        results = run_all(plans, folder, options.time_limit, options.checkpoint_every)
+    except (SetupError, FloatingPointError) as error:
+        print(f"train_lm.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, SetupError) else 1
+    print(*report_lines(list(results.values()), line, arrays.memory_meaning), sep="\n")
+    first = next(iter(results))
+    name = first if len(results) == 1 else first.removesuffix("-fused")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture of the curves: pip install 'fa2cupy[bench]' for matplotlib")
+    else:
+        title = f"Byte-level GPT on Python's standard library: {name} on {arrays.device}"
+        plot_curves(folder / f"{name}.png", title, list(results.values()), line)
+    print(f"written to {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
