@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .cache import clear_cache
 from .demo import run_demo
-from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
+from .errors import UnsupportedProblemError
 from .inspection import info, precompile
 from .settings import cache_dir
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (KernelCompileError, KernelLaunchError, UnsupportedProblemError) as error:
+    except (RuntimeError, UnsupportedProblemError) as error:  # no device, no compiler, or no kernel for what was asked
         print(f"fa2cupy: {error}", file=sys.stderr)
         return 1
 
