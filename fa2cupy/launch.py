@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Sequence
 from operator import itemgetter
-
-import numpy as np
 
 from .cache import cached_kernel
 from .compiler import CompiledKernel
@@ -69,26 +68,32 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
 
 
 class BoundStage:
-    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream."""
+    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream.
 
-    __slots__ = ("_block", "_constants", "_function", "_grid", "_pack", "_pick", "_shared", "_stage")
+    The record lies at a fixed address, so that a launch packs the pointers and calls the driver. ``cuLaunchKernel``
+    copies the record before it returns; until then a lock keeps other threads from packing theirs.
+    """
 
     def __init__(self, stage: Stage, buffers: tuple[str, ...]):
-        layout = stage.spec.params
-        self._stage = stage
-        self._function = load_kernel(stage.spec)
-        self._grid = (stage.blocks, 1, 1)
-        self._block = (stage.threads, 1, 1)
-        self._shared = stage.spec.shared_memory_bytes
-        self._constants = stage.constants
-        self._pack = layout.pointer_packer.pack
-        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers])
+        from cupy.cuda import driver
 
-    def __call__(self, addresses: Sequence[int]) -> None:
-        # cuLaunchKernel copies the record, so that a call owns nothing afterwards and threads share nothing.
-        record = np.void(self._pack(*self._pick(addresses)) + self._constants)
+        layout = stage.spec.params
+        self._launch = driver.launchKernel
+        self._stage = stage
+        self._function = load_kernel(stage.spec)  # keeps the module loaded
+        self._pack_into = layout.pointer_packer.pack_into
+        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers])
+        self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
+        self._shape = (self._function.ptr, stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
+        self._parameters_address = ctypes.addressof(self._parameters)
+        self._lock = threading.Lock()
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
         try:
-            self._function(self._grid, self._block, (record,), self._shared)
+            with self._lock:
+                self._pack_into(self._record, 0, *self._pick(addresses))
+                self._launch(*self._shape, stream, self._parameters_address, 0)
         except Exception as error:
             raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error
 

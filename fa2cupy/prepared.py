@@ -98,7 +98,7 @@ class KernelCall:
     def _run(self, arrays: tuple, addresses: list[int]) -> tuple:
         buffers = list(arrays)
         for position, shape, dtype in self.allocated:
-            array = buffers[position] = cupy.empty(shape, dtype)
+            array = buffers[position] = cupy.ndarray(shape, dtype)
             addresses[position] = array.data.ptr
         # Freed on return, before the kernels end: CuPy's pool hands the memory only to later work of the same stream.
         for nbytes in self.workspace_bytes:
@@ -107,8 +107,9 @@ class KernelCall:
             addresses.append(memory.ptr)
         for position in self.cleared:
             self._clear(buffers[position], position - len(arrays))
+        stream = cupy.cuda.get_current_stream().ptr
         for stage in self.stages:
-            stage(addresses)
+            stage(addresses, stream)
         return tuple(buffers[self.first_result : len(arrays)])
 
     def _clear(self, buffer, workspace: int) -> None:

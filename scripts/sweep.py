@@ -57,6 +57,7 @@ TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
 MODEL_DIM = 2048
 CHECK_SEQLEN = 601
 FINALISTS = 8
+DEFAULT_STREAM = 0  # as an address: where CuPy works and records its events unless told otherwise
 FILTERS = {
     "--b-r": "b_r",
     "--b-c": "b_c",
@@ -162,7 +163,7 @@ class KernelRunner:
         tables = [([address(array) for array in arrays.values()] + own,) for arrays in self._arrays]
 
         def launch(addresses: list[int], _kept_alive=workspaces) -> None:
-            kernel(addresses)
+            kernel(addresses, DEFAULT_STREAM)
 
         return Candidate(str(tile), rotating(launch, tables))
 

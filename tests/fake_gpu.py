@@ -33,6 +33,10 @@ class FakeArray(np.ndarray):
 
     device_id = 0
 
+    def __new__(cls, shape, dtype):
+        """As CuPy allocates."""
+        return _aligned(shape, dtype)
+
     @property
     def data(self) -> FakeMemory:
         return FakeMemory(self.ctypes.data, self, self.device_id)
@@ -56,7 +60,11 @@ class FakeCupy(types.SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(ndarray=FakeArray)
-        self.cuda = types.SimpleNamespace(Device=lambda ordinal: contextlib.nullcontext(), alloc=self._alloc)
+        self.cuda = types.SimpleNamespace(
+            Device=lambda ordinal: contextlib.nullcontext(),
+            get_current_stream=lambda: types.SimpleNamespace(ptr=0),
+            alloc=self._alloc,
+        )
 
     def empty(self, shape, dtype):
         return _aligned(shape, dtype)
@@ -81,7 +89,7 @@ def fake_gpu(monkeypatch, arch: str = "sm_90") -> Iterator[list[Stage]]:
 
     def bind_plan(plan: Plan, buffers: tuple[str, ...]):
         def bound(stage: Stage):
-            def launch(addresses: list[int]) -> None:
+            def launch(addresses: list[int], stream: int) -> None:
                 launched.append(stage)
                 _Launch(stage, dict(zip(buffers, addresses, strict=True))).run()
 

@@ -387,7 +387,7 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
         (stage,) = plan.stages
         assert stage.spec.operation == operation
 
-        def kernel(addresses):
+        def kernel(addresses, stream):
             named = dict(zip(buffers, addresses, strict=True))
             launched.append({name: named[name] for name in stage.spec.params.pointers})
             gpu.clock = float(stage.spec.tile.b_r)
