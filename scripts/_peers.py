@@ -191,13 +191,13 @@ class CupyUnfused(_Peer):
     name = "cupy unfused"
     operations = ("forward", "single_pass")
     dtypes = ("float16", "bfloat16", "float32")
-    max_score_bytes = 5e9
+    max_score_bytes = 2.5e9
 
     def __init__(self, gpu: Gpu):
         self.gpu, self.xp = gpu, gpu.xp
 
     def supports(self, problem: Problem, operation: str) -> bool:
-        """Where the score matrices of the whole batch fit into memory several times."""
+        """Up to a size of the score matrices beyond which one call takes longer than all others together."""
         score_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen**2
         return super().supports(problem, operation) and score_bytes <= self.max_score_bytes
 
