@@ -10,22 +10,19 @@ reach the rows that it is hidden from (0 * NaN), here as in the kernels.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
 
 import numpy as np
 
 from .arguments import check_array
+from .arrays import array_module, device_context, matmul
 from .problem import AttentionProblem
 
 __all__ = [
-    "array_module",
     "backward",
     "baseline_backward",
     "baseline_forward",
     "delta",
-    "device_context",
     "forward",
     "gradient_noise",
 ]
@@ -152,19 +149,6 @@ def gradient_noise(
         return _Formulas(problem, q, "float64", "float64").noise(q, k, v, lse, do)
 
 
-def array_module(array):
-    """``numpy`` or ``cupy``, whichever the array is of. CuPy is not imported for it."""
-    cupy = sys.modules.get("cupy")
-    return cupy.get_array_module(array) if cupy else np
-
-
-@contextlib.contextmanager
-def device_context(array) -> Iterator[None]:
-    """New CuPy arrays go where `array` is; infinities, of masked rows or a baseline's overflow, warn nobody."""
-    with contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device, np.errstate(all="ignore"):
-        yield
-
-
 class _Formulas:
     """The formulas for one problem, on the module of the array `like`, in one precision.
 
@@ -187,7 +171,7 @@ class _Formulas:
             row_max = self.xp.where(row_max == -np.inf, 0, row_max)
             row_lse = row_max + self.xp.log(self.xp.exp(s - row_max[:, None]).sum(axis=1))
             self._statistics(lse)[own] = row_lse
-            self._heads_first(o)[own] = self._round(self._probabilities(s, row_lse) @ self._head(v, shared))
+            self._heads_first(o)[own] = self._product(self._probabilities(s, row_lse), self._head(v, shared))
         return o, lse
 
     def backward(self, q, k, v, o, lse, do):
@@ -197,11 +181,11 @@ class _Formulas:
             q_head, k_head, do_head = self._head(q, own), self._head(k, shared), self._head(do, own)
             delta_head = (do_head * self._head(o, own)).sum(axis=1)
             p = self._probabilities(self._scores(q_head, k_head), self._statistics(lse)[own])
-            dp = self._round(do_head @ self._head(v, shared).T)
+            dp = self._product(do_head, self._head(v, shared).T)
             ds = self._round(p * (dp - delta_head[:, None]))
-            self._heads_first(dq)[own] = scale * self._round(ds @ k_head)
-            self._heads_first(dk)[shared] += scale * self._round(ds.T @ q_head)
-            self._heads_first(dv)[shared] += self._round(p.T @ do_head)
+            self._heads_first(dq)[own] = scale * self._product(ds, k_head)
+            self._heads_first(dk)[shared] += scale * self._product(ds.T, q_head)
+            self._heads_first(dv)[shared] += self._product(p.T, do_head)
         return tuple(gradient.astype(self.rounded, copy=False) for gradient in (dq, dk, dv))
 
     def noise(self, q, k, v, lse, do) -> tuple[float, float]:
@@ -210,14 +194,14 @@ class _Formulas:
             q_head, k_head = self._head(q, own), self._head(k, shared)
             p = self._probabilities(self._scores(q_head, k_head), self._statistics(lse)[own])
             # dP and delta are two sums of the same products. Errors of different elements of dS add up in quadrature.
-            ds = 2 * p * (abs(self._head(do, own)) @ abs(self._head(v, shared)).T)
+            ds = 2 * p * matmul(abs(self._head(do, own)), abs(self._head(v, shared)).T)
             dq = max(dq, float((ds * ds).sum(axis=1).max()) ** 0.5 * float(abs(k_head).max()))
             dk = max(dk, float((ds * ds).sum(axis=0).max()) ** 0.5 * float(abs(q_head).max()))
         scale = abs(self.problem.softmax_scale)
         return scale * dq, scale * dk * self.problem.heads_per_group**0.5
 
     def _scores(self, q_head, k_head):
-        s = self._round(q_head @ k_head.T) * self.problem.softmax_scale
+        s = self._product(q_head, k_head.T) * self.problem.softmax_scale
         if self.problem.causal:
             query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
             visible = key <= query + self.problem.seqlen_k - self.problem.seqlen_q
@@ -228,6 +212,9 @@ class _Formulas:
         # exp(-inf - -inf) would be NaN where a row sees no key and P is 0.
         row_lse = self.xp.where(row_lse == -np.inf, np.inf, row_lse)
         return self._round(self.xp.exp(s - row_lse[:, None]))
+
+    def _product(self, a, b):
+        return self._round(matmul(a, b))
 
     def _round(self, matrix):
         return matrix.astype(self.rounded, copy=False).astype(self.work, copy=False)

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from . import reference
+from .arrays import array_module, device_context
 from .problem import AttentionProblem
 
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
@@ -77,8 +78,8 @@ class Expectation:
     def unwritten(self, *names: str) -> tuple:
         """New arrays for the results named, to be passed as ``out=``: all NaN, so that an unwritten element shows."""
         q, k, _ = self._inputs
-        xp = reference.array_module(q)
-        with reference.device_context(q):
+        xp = array_module(q)
+        with device_context(q):
             lse = xp.empty(self.problem.lse_shape, self.problem.accumulator_dtype)
             like = {"o": q, "lse": lse, "dq": q, "dk": k, "dv": k}
             return tuple(xp.full(like[name].shape, np.nan, like[name].dtype) for name in names)
@@ -120,7 +121,7 @@ def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> C
     """Holds a result of `fa2cupy.delta` against the reference, as `Expectation.check` does for the others."""
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
     wanted = reference.delta(o, do, layout=layout)
-    with reference.device_context(o):
+    with device_context(o):
         noise = _largest(reference.delta(abs(o.astype("float64")), abs(do.astype("float64")), layout=layout))
     return assert_within_baseline("delta", delta, wanted, wanted, noise, problem=problem, spec=spec)
 
@@ -154,7 +155,7 @@ def assert_within_baseline(
     dtype = problem.accumulator_dtype if name in ("lse", "delta") else problem.dtype
     if result.shape != wanted.shape or result.dtype.name != dtype:
         raise AssertionError(f"{name}: expected {dtype} of shape {wanted.shape}, got {result.dtype} of {result.shape}")
-    with reference.device_context(result):
+    with device_context(result):
         distance = _distance(result, wanted)
         baseline_distance = _distance(baseline, wanted)
         baseline_error = _largest(baseline_distance[np.isfinite(baseline_distance)])

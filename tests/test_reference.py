@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import types
 
 import numpy as np
 import pytest
 
-from fa2cupy import reference
+from fa2cupy import arrays, reference
 from fa2cupy.testing import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -208,3 +209,19 @@ def test_gradient_noise_is_small_where_nothing_cancels():
     noise = [np.finfo("float32").eps * n for n in reference.gradient_noise(q, k, v, lse, do)]
     gradients = reference.backward(q, k, v, o, lse, do)[:2]
     assert all(bound < 0.3 * 1e-5 * abs(g).max() for bound, g in zip(noise, gradients, strict=True))
+
+
+def test_without_cublas_the_host_multiplies(monkeypatch):
+    class OnDevice:
+        """Of CuPy's arrays what a product without cuBLAS needs."""
+
+        def __init__(self, host):
+            self.host = host
+
+        def get(self):
+            return self.host
+
+    monkeypatch.setattr(arrays, "has_cublas", lambda: False)
+    monkeypatch.setattr(arrays, "array_module", lambda array: types.SimpleNamespace(asarray=OnDevice))
+    a, b = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(arrays.matmul(OnDevice(a), OnDevice(b)).host, a @ b)
