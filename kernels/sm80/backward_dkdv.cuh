@@ -18,8 +18,8 @@
 // faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
 //
 // Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
-// Barriers: __syncthreads at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
-// the slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
+// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and the
+// slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -266,12 +266,12 @@ struct BackwardDkdv {
             const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
-                __syncthreads();
+                block_barrier();
                 load_query_tile(step, 0);
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            __syncthreads();
+            block_barrier();
             if constexpr (kStages > 1) {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();
@@ -287,10 +287,10 @@ struct BackwardDkdv {
             step = following;
         }
         cp_async_wait<0>();
-        __syncthreads();
+        block_barrier();
         if constexpr (kWithDq) {
             if (steps > 0) add_dq(previous, (steps + 1) % 2);
-            __syncthreads();
+            block_barrier();
         }
         store_gradient<kProbability>(gradient);
     }

@@ -68,6 +68,9 @@ __device__ __forceinline__ int32 computed_anew(int32 x) {
     return x;
 }
 
+// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts warps.
+__device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
+
 // All of the barrier's threads wait, and learn whether the predicate held for all of them.
 __device__ __forceinline__ bool barrier_all(int32 id, int32 threads, bool predicate) {
     int32 all;
