@@ -39,6 +39,7 @@ NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80")
 TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED, "synccheck": NOT_MODELLED}
 # Those of the tests, which are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+SECONDS_FOR_A_TOOL = 600
 SANITIZED = ROOT / "tests" / "sanitized_calls.py"
 
 
@@ -71,18 +72,15 @@ def _check(options: argparse.Namespace) -> int:
         "python": versions["python"],
         "digest": code_digest(ROOT),
     }
-    if not {"tests", "sanitizers"} <= set(options.skip):
-        precompile(dtypes=("float16", "bfloat16"), head_dims=NATIVE_HEAD_DIMS)
-        precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111))
-    if "tests" not in options.skip:
-        receipt["tests"] = _run_tests(folder)
-    if "sanitizers" not in options.skip:
-        receipt["sanitizers"] = _run_sanitizers()
-    if "benchmark" not in options.skip:
-        command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--out", str(folder)]
-        receipt["benchmark"] = "passed" if subprocess.run(command).returncode == 0 else "failed"
-    (folder / "check.json").write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(receipt, indent=2))
+    # Written after each step, so that a run that is broken off leaves what it found.
+    path = folder / "check.json"
+    for name, step in (("tests", _run_tests), ("sanitizers", _run_sanitizers), ("benchmark", _run_benchmark)):
+        receipt[name] = "skipped" if name in options.skip else "not finished"
+        if name not in options.skip:
+            path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+            receipt[name] = step(folder)
+        path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+    print(path.read_text(encoding="utf-8"))
     return 0 if _passed(receipt) else 1
 
 
@@ -102,6 +100,8 @@ def _verify(path: Path) -> int:
 
 
 def _run_tests(folder: Path) -> dict[str, object]:
+    precompile(dtypes=("float16", "bfloat16"), head_dims=NATIVE_HEAD_DIMS)
+    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111))
     report = folder / "tests.xml"
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"], cwd=ROOT)
@@ -117,7 +117,7 @@ def _run_tests(folder: Path) -> dict[str, object]:
     }
 
 
-def _run_sanitizers() -> dict[str, str]:
+def _run_sanitizers(folder: Path) -> dict[str, str]:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         return dict.fromkeys(TOOLS, "not run: compute-sanitizer is not on the PATH")
@@ -131,7 +131,11 @@ def _sanitize(sanitizer: str, tool: str) -> str:
     options = ["--tool", tool, "--kernel-name", "kernel_substring=fa2_", "--error-exitcode", "9"]
     for name in TOOLS[tool]:
         options += ["--kernel-name-exclude", f"kernel_substring={name}"]
-    run = subprocess.run([sanitizer, *options, sys.executable, str(SANITIZED)], capture_output=True, text=True)
+    command = [sanitizer, *options, sys.executable, str(SANITIZED)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_TOOL)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {SECONDS_FOR_A_TOOL} seconds"
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout)
     if run.returncode not in (0, 9) or not summary:
         return f"did not run: {run.stdout[-500:]}{run.stderr[-500:]}"
@@ -140,11 +144,17 @@ def _sanitize(sanitizer: str, tool: str) -> str:
     return summary[-1] + (f"; not judged: {', '.join(TOOLS[tool])}" if TOOLS[tool] else "")
 
 
+def _run_benchmark(folder: Path) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--out", str(folder)]
+    return "passed" if subprocess.run(command).returncode == 0 else "failed"
+
+
 def _passed(receipt: dict) -> bool:
+    tests, sanitizers = receipt["tests"], receipt["sanitizers"]
     return (
-        receipt.get("tests", {}).get("failed", 0) == 0
-        and all(re.match(r"0 (errors|hazards)|not run", text) for text in receipt.get("sanitizers", {}).values())
-        and receipt.get("benchmark") != "failed"
+        (tests == "skipped" or tests["failed"] == 0)
+        and (sanitizers == "skipped" or all(re.match(r"0 (errors|hazards)|not run", text) for text in sanitizers.values()))
+        and receipt["benchmark"] in ("passed", "skipped")
     )
 
 

@@ -303,7 +303,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 2
     device = gpu.info if gpu else DeviceInfo.named(options.arch)
-    folder = results_folder(device.name if gpu else device.arch, options.out)
     specs = choose_specs(options, device)
     if not specs:
         print("no legal tile is left; loosen the filters or pass --all", file=sys.stderr)
@@ -315,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = compile_rows(specs, device, options.jobs)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
     name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
-    path = folder / f"{name}{'-causal' if options.causal else ''}.csv"
+    path = results_folder(device.name if gpu else device.arch, options.out) / f"{name}{'-causal' if options.causal else ''}.csv"
     try:
         if gpu:
             time_rows(gpu, problem, rows, options.rounds)

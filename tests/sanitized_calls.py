@@ -22,7 +22,7 @@ KINDS = (
     ("bfloat16", 160),
     ("float16", 256),
     ("float32", 64),
-    ("float64", 72),
+    ("float64", 80),
 )
 
 
