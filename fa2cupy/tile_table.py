@@ -41,7 +41,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (32, TileConfig(128, 64, 4, 2, 3), _H100),
         (64, TileConfig(128, 128, 4, 2, 2), _H100),
         (64, TileConfig(128, 64, 4, 2, 2)),
-        (96, TileConfig(128, 64, 4, 3, 2), _H100),
+        (96, TileConfig(128, 80, 4, 2, 2), _H100),
         (128, TileConfig(128, 64, 4, 2, 2), _H100),
         (128, TileConfig(128, 32, 4, 2, 2)),
         (128, TileConfig(128, 32, 4, 1, 2)),
@@ -82,7 +82,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
     *_rows(
         "sm80",
         "backward_dkdv",
-        (32, TileConfig(64, 128, 8, 2, 2), _H100),
+        (32, TileConfig(64, 64, 4, 2, 4), _H100),
         (64, TileConfig(64, 64, 4, 2, 3), _H100),
         (64, TileConfig(64, 64, 4, 2, 2)),
         (64, TileConfig(32, 64, 4, 2, 2)),

@@ -250,9 +250,14 @@ struct BackwardDkdv {
         const int32 tiles_per_head = tiles.end - tiles.begin;
         const int32 steps = tiles_per_head * params.heads_per_group;
         const int32 first_head = where.head * params.heads_per_group;
-        Step step{first_head, tiles.begin};
+        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of dQ.
+        constexpr bool kApart = kWithDq && !Spec::kCausal;
+        const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
+        Step step{first_head, start};
         const auto next = [&](Step s) {
-            return s.tile + 1 < tiles.end ? Step{s.head, s.tile + 1} : Step{s.head + 1, tiles.begin};
+            const int32 tile = s.tile + 1 < tiles.end ? s.tile + 1 : tiles.begin;
+            const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
+            return Step{same_head ? s.head : s.head + 1, tile};
         };
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
