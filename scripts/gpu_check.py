@@ -39,7 +39,7 @@ NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80")
 TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED, "synccheck": NOT_MODELLED}
 # Those of the tests, which are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-SECONDS_FOR_A_TOOL = 600
+SECONDS_FOR_A_TOOL = 300
 SANITIZED = ROOT / "tests" / "sanitized_calls.py"
 
 
@@ -132,10 +132,12 @@ def _sanitize(sanitizer: str, tool: str) -> str:
     for name in TOOLS[tool]:
         options += ["--kernel-name-exclude", f"kernel_substring={name}"]
     command = [sanitizer, *options, sys.executable, str(SANITIZED)]
+    start = time.perf_counter()
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_TOOL)
     except subprocess.TimeoutExpired:
         return f"did not end within {SECONDS_FOR_A_TOOL} seconds"
+    print(f"{tool}: {time.perf_counter() - start:.0f} s", flush=True)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout)
     if run.returncode not in (0, 9) or not summary:
         return f"did not run: {run.stdout[-500:]}{run.stderr[-500:]}"
