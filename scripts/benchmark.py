@@ -281,7 +281,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line; `--quick` only changes defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--quick", action="store_true", help="fewer sizes, two rounds, shorter measurements")
+    add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
     add("--head-dims", nargs="+", type=int, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
@@ -301,15 +301,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help=f"of {', '.join(OPERATIONS)}",
     )
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=int, help="default: 3, with --quick 2")
+    add("--rounds", type=int, help="default: 7, with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add("--plot-only", metavar="CSV", help="draw the plots of an earlier run beside its CSV, or in --out; needs no GPU")
     options = parser.parse_args(arguments)
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
         setattr(options, name, getattr(options, name) or value)
-    options.rounds = options.rounds or (2 if options.quick else 3)
-    options.budget_ms = 20.0 if options.quick else 40.0
+    options.rounds = options.rounds or (3 if options.quick else 7)
+    options.budget_ms = 10.0 if options.quick else 20.0
     bad = [s for s in options.seqlens if s < 1 or TOKENS["float16"] % s]
     if bad:
         parser.error(f"--seqlens: {bad} do not divide {TOKENS['float16']}")
