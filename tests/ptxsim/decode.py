@@ -33,6 +33,9 @@ CACHE_MODIFIERS = (
 )
 
 
+_SPACE_NAMES = frozenset(SPACES.split())
+
+
 @dataclass(frozen=True)
 class _Entry:
     make: Maker
@@ -114,7 +117,7 @@ def _predicated_control(machine: Machine, inst: Inst, step: Control) -> Control:
 def space_of(inst: Inst) -> str:
     """The state space that an instruction names, "generic" if none."""
     for part in inst.parts:
-        if part in SPACES.split():
+        if part in _SPACE_NAMES:
             return part if part == "shared::cluster" else part.partition("::")[0]
     return "generic"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class Program:
     def __init__(self, ptx: str) -> None:
         self.variables: dict[str, Var] = {}
         self.functions: dict[str, Function] = {}
-        self.files = {number: name for number, name in _FILE.findall(ptx)}
+        # NVRTC puts the working folder before the names that #line gives.
+        self.files = {number: name.removeprefix(os.getcwd() + os.sep) for number, name in _FILE.findall(ptx)}
         text = without_comments(ptx)
         position = 0
         while (position := _SPACE.match(text, position).end()) < len(text):

@@ -86,7 +86,7 @@ Operand = Reg | Imm | Special | Sym | Addr | Vec | Pair | Sink
 
 @dataclass
 class Inst:
-    """One instruction; `parts` are the modifiers and types behind the dots."""
+    """One instruction; `parts` are the modifiers and types behind the dots, `types` the scalar types among them."""
 
     op: str
     parts: tuple[str, ...]
@@ -98,14 +98,12 @@ class Inst:
     target: int = -1
     table: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.types = [part for part in self.parts if part in WIDTH]
+
     @property
     def opcode(self) -> str:
         return ".".join((self.op, *self.parts))
-
-    @property
-    def types(self) -> list[str]:
-        """The scalar types among the modifiers, in their order."""
-        return [part for part in self.parts if part in WIDTH]
 
     @property
     def type(self) -> str:
