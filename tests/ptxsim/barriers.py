@@ -72,7 +72,7 @@ class Barriers:
             place = divmod(int(key), _NUM_BARRIERS)
             barrier = self.of_block.setdefault(place, _BlockBarrier())
             mine = threads[chosen]
-            self._count(barrier, place[1], mine, None if counts is None else int(counts[chosen][0]))
+            self._count(barrier, place[1], mine, None if counts is None else np.unique(counts[chosen]).tolist())
             if predicate is not None:
                 barrier.predicates.append(predicate[chosen])
             if self.machine.race is not None:
@@ -97,13 +97,16 @@ class Barriers:
             machine.race.block_barrier(rows[:, ::32] >> 5)
         return True
 
-    def _count(self, barrier: _BlockBarrier, number: int, threads: np.ndarray, count: int | None) -> None:
+    def _count(self, barrier: _BlockBarrier, number: int, threads: np.ndarray, counts: list[int] | None) -> None:
         first = int(threads[0])
-        if count is None:
-            if barrier.arrived and barrier.expected is not None:
-                raise PtxError(f"barrier {number}: mixed uses with and without a count", first)
+        if barrier.arrived and (barrier.expected is None) != (counts is None):
+            raise PtxError(f"barrier {number}: mixed uses with and without a count", first)
+        if counts is None:
             barrier.arrived += len(threads)
             return
+        count = counts[-1]
+        if len(counts) > 1:
+            raise PtxError(f"barrier {number}: counts {counts[0]} and {count} mixed", first)
         if count % 32 or count == 0:
             raise PtxError(f"barrier {number}: a count of {count}, which is no multiple of 32", first)
         if barrier.arrived and barrier.expected != count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,13 @@ MAX_SHARED = 227 << 10
 _STRIDE_ALIGNMENT = 1024  # what the 128-byte swizzle asks for
 
 
+def _readable(symbol: str) -> str:
+    """A variable's own name, without the function that it was mangled with and the number that made it unique."""
+    name = symbol.partition("#")[0]
+    mangled = re.match(r"_ZZ.*E(\d+)(\w+)$", name)
+    return mangled[2] if mangled and len(mangled[2]) == int(mangled[1]) else name
+
+
 class SharedMemory(ByteStore):
     """Blocks lie behind one another, `stride` bytes apart; offsets count from the first block."""
 
@@ -49,7 +57,7 @@ class SharedMemory(ByteStore):
             if variable.nbytes:
                 self.offsets[name] = -(-end // variable.align) * variable.align
                 end = self.offsets[name] + variable.nbytes
-                self._extents.append((self.offsets[name], variable.nbytes, name.partition("#")[0]))
+                self._extents.append((self.offsets[name], variable.nbytes, _readable(name)))
         dynamic = {name: v for name, v in shared.items() if not v.nbytes}
         align = max([16, *(_STRIDE_ALIGNMENT if v.align >= 128 else v.align for v in dynamic.values())])
         end = -(-end // align) * align
