@@ -136,13 +136,15 @@ def test_bit_fields(ty):
     cases = [(p, n) for p in (0, 3, bits - 8, bits - 1, bits, 200) for n in (0, 1, 8, bits - 1, bits, 255)]
     position, length = ([c[k] for c in cases] for k in (0, 1))
     value, into = ([x >> (64 - bits)] * len(cases) for x in (0xF1E2D3C4B5A69788, 0x0123456789ABCDEF))
-    expected = [wrapped(field(v, p, n, bits, signed), bits, signed) for v, p, n in zip(value, position, length, strict=True)]
+    fields = [field(v, p, n, bits, signed) for v, p, n in zip(value, position, length, strict=True)]
+    expected = [wrapped(x, bits, signed) for x in fields]
     assert applied(f"bfe.{ty} %v0, %v1, %v2, %v3;", ty, f"{ty} b32 b32", value, position, length) == expected
     if not signed:
         b = f"b{bits}"
         masks = [(((1 << n) - 1) << p) & (1 << bits) - 1 for p, n in cases]
         expected = [i & ~k | v << p & k for i, v, p, k in zip(into, value, position, masks, strict=True)]
-        assert applied(f"bfi.{b} %v0, %v1, %v2, %v3, %v4;", b, f"{b} {b} b32 b32", value, into, position, length) == expected
+        columns = (value, into, position, length)
+        assert applied(f"bfi.{b} %v0, %v1, %v2, %v3, %v4;", b, f"{b} {b} b32 b32", *columns) == expected
 
 
 UNARY = {
@@ -185,7 +187,8 @@ def test_permutations_funnels_and_logic_of_three():
     assert applied(f"lop3.b32 %v0, %v1, %v2, %v3, {table};", "b32", "b32 b32 b32", [a], [b], [c]) == expected
 
 
-FLOATS = [0.0, -0.0, 0.49, 0.5, 1.5, 2.5, -2.5, 3.7, -3.7, 300.0, -300.0, 3e9, -3e9, 1e20, -1e20, math.inf, -math.inf, math.nan]
+FLOATS = [0.0, -0.0, 0.49, 0.5, 1.5, 2.5, -2.5, 3.7, -3.7, 300.0, -300.0, 3e9, -3e9, 1e20, -1e20]
+FLOATS += [math.inf, -math.inf, math.nan]
 
 
 @pytest.mark.parametrize("ty", ["s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"])
@@ -219,8 +222,8 @@ def test_integers_to_integers(to, of):
 def test_two_floats_into_one_register(mode, to):
     rng = np.random.default_rng(0)
     # Also ties of both formats, numbers above the largest float16, and a subnormal one.
-    x = np.concatenate([rng.standard_normal(50) * 100, [1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 7e4, -7e4, 3e-7]])
-    x = x.astype(np.float32)
+    special = [1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 7e4, -7e4, 3e-7]
+    x = np.concatenate([rng.standard_normal(50) * 100, special]).astype(np.float32)
     if to == "bf16x2":
         bits = x.view(np.uint32).astype(np.int64)
         narrow = (bits >> 16 if mode == "rz" else bits + 0x7FFF + (bits >> 16 & 1) >> 16) & 0xFFFF
@@ -243,7 +246,13 @@ def test_bfloat16_rounds_to_even_and_keeps_nan():
 
 @pytest.mark.parametrize(
     "name, ordered, unordered",
-    [("lt", np.less, False), ("ge", np.greater_equal, False), ("ne", np.not_equal, False), ("neu", np.not_equal, True), ("leu", np.less_equal, True)],
+    [
+        ("lt", np.less, False),
+        ("ge", np.greater_equal, False),
+        ("ne", np.not_equal, False),
+        ("neu", np.not_equal, True),
+        ("leu", np.less_equal, True),
+    ],
 )
 def test_comparisons_with_nan(name, ordered, unordered):
     a, b = (np.array(v, np.float32) for v in ([1, 2, 2, math.nan, 1, math.nan], [2, 1, 2, 1, math.nan, math.nan]))
@@ -266,7 +275,14 @@ def test_directed_rounding(mode):
 
 @pytest.mark.parametrize(
     "text, value",
-    [("0x7fU", 127), ("-12", -12), ("017", 15), ("0b101", 5), ("0f3F800000", ("f32", 0x3F800000)), ("0d3FF0000000000000", ("f64", 0x3FF << 52))],
+    [
+        ("0x7fU", 127),
+        ("-12", -12),
+        ("017", 15),
+        ("0b101", 5),
+        ("0f3F800000", ("f32", 0x3F800000)),
+        ("0d3FF0000000000000", ("f64", 0x3FF << 52)),
+    ],
 )
 def test_constants(text, value):
     assert parse_constant(text).value == value
@@ -276,8 +292,9 @@ MATH = r"""
 #include <cuda_fp16.h>
 extern "C" __global__ void functions(const float* a, float* o, int n) {
   int i = threadIdx.x; float x = a[i], y = fabsf(x);
-  float r[14] = {expf(x), logf(y), sinf(x), cosf(x * 1e4f), tanhf(x), x / 3.7f, sqrtf(y), erff(x), powf(y, 1.7f), rsqrtf(y),
-                 fmodf(x, 0.3f), rintf(x * 5), (float)exp((double)x), __half2float(__float2half(x) * __float2half(3.f))};
+  float r[14] = {expf(x), logf(y), sinf(x), cosf(x * 1e4f), tanhf(x), x / 3.7f, sqrtf(y), erff(x), powf(y, 1.7f),
+                 rsqrtf(y), fmodf(x, 0.3f), rintf(x * 5), (float)exp((double)x),
+                 __half2float(__float2half(x) * __float2half(3.f))};
   for (int k = 0; k < 14; k++) o[k * n + i] = r[k];
 }
 """
@@ -307,7 +324,8 @@ extern "C" __global__ void control(const int* a, const int* b, int* o, int n) {
   for (int j = 0; j < (x & 15); j++) { if (y >> j & 1) { sum += j; continue; } if (sum > 9) break; sum += 3; }
   o[i] = sum;
   o[n + i] = gcd(x & 0xffff, y & 0xffff);
-  switch (i % 7) { case 0: x += 1; break; case 1: x *= 2; break; case 2: x -= 3; break; case 3: x = -x; break; case 4: x ^= 7; break; case 5: x += 9; break; default: x = 0; }
+  switch (i % 7) { case 0: x += 1; break; case 1: x *= 2; break; case 2: x -= 3; break; case 3: x = -x; break;
+    case 4: x ^= 7; break; case 5: x += 9; break; default: x = 0; }
   o[2 * n + i] = x;
   o[3 * n + i] = table[i & 3] + constants[i & 3];
 }
@@ -385,9 +403,10 @@ def test_grids_and_blocks_of_three_dimensions(batch):
 WARP = r"""
 extern "C" __global__ void warps(const int* a, int* o, int n) {
   int i = threadIdx.x, x = a[i]; unsigned all = ~0u;
-  int r[12] = {__shfl_up_sync(all, x, 3, 16), __shfl_down_sync(all, x, 5), __shfl_xor_sync(all, x, 9), __shfl_sync(all, x, i * 3, 8),
-    (int)__ballot_sync(all, x & 1), __any_sync(all, i == 33), __all_sync(all, i < 40), (int)__match_any_sync(all, x & 3),
-    (int)__reduce_add_sync(all, x & 255), (int)__reduce_max_sync(all, x), __syncthreads_count(x & 1), __syncthreads_or(i == 70)};
+  int r[12] = {__shfl_up_sync(all, x, 3, 16), __shfl_down_sync(all, x, 5), __shfl_xor_sync(all, x, 9),
+    __shfl_sync(all, x, i * 3, 8), (int)__ballot_sync(all, x & 1), __any_sync(all, i == 33), __all_sync(all, i < 40),
+    (int)__match_any_sync(all, x & 3), (int)__reduce_add_sync(all, x & 255), (int)__reduce_max_sync(all, x),
+    __syncthreads_count(x & 1), __syncthreads_or(i == 70)};
   for (int k = 0; k < 12; k++) o[k * n + i] = r[k];
   if (i % 3 == 0) o[12 * n + i] = __activemask(); else o[12 * n + i] = __shfl_sync(__activemask(), x, 31);
 }
@@ -497,15 +516,21 @@ def test_barrier_after_threads_have_left():
 ATOMICS = r"""
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
-extern "C" __global__ void atomics(float* f, double* d, __half2* h, __nv_bfloat162* b, unsigned* u, unsigned long long* l, int* order) {
+extern "C" __global__ void atomics(float* f, double* d, __half2* h, __nv_bfloat162* b, unsigned* u,
+  unsigned long long* l, int* order) {
   __shared__ int counter; int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (threadIdx.x == 0) counter = 0;
   __syncthreads();
-  atomicAdd(f, 1.0f); atomicAdd(d, 0.5); atomicAdd(h, __floats2half2_rn(1, 2)); atomicAdd(b, __floats2bfloat162_rn(1, 0.5f));
+  atomicAdd(f, 1.0f); atomicAdd(d, 0.5); atomicAdd(h, __floats2half2_rn(1, 2));
+  atomicAdd(b, __floats2bfloat162_rn(1, 0.5f));
   atomicMax(u, i); atomicInc(u + 1, 9); atomicXor(u + 2, i); atomicMin((int*)u + 5, -i); atomicAdd(l, 1ull << 33);
-  unsigned old = u[3], assumed; do { assumed = old; old = atomicCAS(u + 3, assumed, assumed + 3); } while (old != assumed);
+  unsigned old = u[3], assumed;
+  do { assumed = old; old = atomicCAS(u + 3, assumed, assumed + 3); } while (old != assumed);
   atomicExch(u + 6 + i, atomicAdd(&counter, 1));
-  if (threadIdx.x == 0) { while (atomicAdd(u + 4, 0) != blockIdx.x) ; order[blockIdx.x] = u[4]; __threadfence(); atomicAdd(u + 4, 1); }
+  if (threadIdx.x == 0) {
+    while (atomicAdd(u + 4, 0) != blockIdx.x) ;
+    order[blockIdx.x] = u[4]; __threadfence(); atomicAdd(u + 4, 1);
+  }
 }
 """
 

@@ -12,15 +12,21 @@ pytestmark = pytest.mark.simulated
 PRELUDE = r"""
 typedef unsigned u32; typedef unsigned long long u64; struct alignas(64) Map { u64 opaque[16]; };
 __device__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ void init(u32 bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory"); }
-__device__ void expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory"); }
+__device__ void init(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
+}
+__device__ void expect(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
 __device__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory"); }
 __device__ void wait(u32 bar, int phase) {
   u32 done = 0;
-  while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
+  while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+    "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
 }
 __device__ void load(u32 to, const Map& map, u32 bar, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%3, %4}], [%2];"
     :: "r"(to), "l"(&map), "r"(bar), "r"(x), "r"(y) : "memory");
 }
 __device__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -39,17 +45,20 @@ extern "C" __global__ void ring(int* o, int rounds) {            // one producer
     else { wait(full + 8 * i, phase); o[r * 64 + t - 32] = slots[i][31 - lane]; arrive(empty + 8 * i); }
   }
 }
-extern "C" __global__ void tokens(int* o) {                      // the other form: arrive returns the phase that one waits for
+// the other form: arrive returns the phase that one waits for
+extern "C" __global__ void tokens(int* o) {
   __shared__ u64 bar; __shared__ int s[64]; u32 b = shared(&bar); int t = threadIdx.x;
   if (t == 0) init(b, 64);
   __syncthreads();
   s[t] = t; u64 state; u32 done = 0;
   asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(b) : "memory");
-  while (!done) asm volatile("{ .reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(b), "l"(state) : "memory");
+  while (!done) asm volatile("{ .reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; "
+    "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(b), "l"(state) : "memory");
   o[t] = s[63 - t];
 }
 extern "C" __global__ void __launch_bounds__(256) registers(int* o) {
-  if (threadIdx.x < 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  if (threadIdx.x < 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+  else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   o[threadIdx.x] = threadIdx.x;
 }
 """
@@ -79,7 +88,8 @@ def test_setmaxnreg_changes_nothing():
 
 
 SWIZZLE = r"""
-extern "C" __global__ void dump(const __grid_constant__ Map map, unsigned short* o, int x, int y) {      // a tile as it lies in shared memory
+// a tile as it lies in shared memory
+extern "C" __global__ void dump(const __grid_constant__ Map map, unsigned short* o, int x, int y) {
   __shared__ __align__(1024) unsigned short s[TILE]; __shared__ u64 bar; int t = threadIdx.x;
   if (t == 0) { init(shared(&bar), 1); expect(shared(&bar), TILE * 2); load(shared(s), map, shared(&bar), x, y); }
   __syncthreads();
@@ -92,7 +102,8 @@ extern "C" __global__ void undump(const unsigned short* a, const __grid_constant
   fence();
   __syncthreads();
   if (t == 0) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" :: "l"(&map), "r"(shared(s)), "r"(x), "r"(y) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" :: "l"(&map),
+      "r"(shared(s)), "r"(x), "r"(y) : "memory");
     store_done();
   }
 }
@@ -142,15 +153,19 @@ def test_tma_tiles_with_every_swizzle(span, x, y):
 
 
 BULK = r"""
-extern "C" __global__ void tile3d(const __grid_constant__ Map a, const __grid_constant__ Map b, int x, int y, int z) {   // 8 x 4 x 2 floats
+// 8 x 4 x 2 floats
+extern "C" __global__ void tile3d(const __grid_constant__ Map a, const __grid_constant__ Map b, int x, int y, int z) {
   __shared__ __align__(128) float s[64]; __shared__ u64 bar;
   if (threadIdx.x == 0) {
     init(shared(&bar), 1); expect(shared(&bar), 256);
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" :: "r"(shared(s)), "l"(&a), "r"(shared(&bar)), "r"(x), "r"(y), "r"(z) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];"
+      :: "r"(shared(s)), "l"(&a), "r"(shared(&bar)), "r"(x), "r"(y), "r"(z) : "memory");
     wait(shared(&bar), 0);
     for (int i = 0; i < 64; i++) s[i] += 1;
     fence();
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" :: "l"(&b), "r"(shared(s)), "r"(x), "r"(y), "r"(z) : "memory");
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
+      :: "l"(&b), "r"(shared(s)), "r"(x), "r"(y), "r"(z) : "memory");
     store_done();
   }
 }
@@ -158,7 +173,8 @@ extern "C" __global__ void runs(const float* a, float* o, float* sums) {        
   __shared__ __align__(128) float s[256]; __shared__ u64 bar; int t = threadIdx.x; u32 b = shared(&bar);
   if (t == 0) {
     init(b, 1); expect(b, 1024);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 1024, [%2];" :: "r"(shared(s)), "l"(a), "r"(b) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 1024, [%2];"
+      :: "r"(shared(s)), "l"(a), "r"(b) : "memory");
   }
   __syncthreads();
   wait(b, 0);
@@ -166,8 +182,10 @@ extern "C" __global__ void runs(const float* a, float* o, float* sums) {        
   fence();
   __syncthreads();
   if (t == 0) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 1024;" :: "l"(o), "r"(shared(s)) : "memory");
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 1024;" :: "l"(sums), "r"(shared(s)) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 1024;" :: "l"(o), "r"(shared(s))
+      : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 1024;" :: "l"(sums),
+      "r"(shared(s)) : "memory");
     store_done();
   }
 }
@@ -183,12 +201,16 @@ extern "C" __global__ void copies(const float* a, float* o) {                   
     for (int i = t - 64; i < 256; i += 32) o[i] = s[i] * 2;
   }
 }
-extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(const __grid_constant__ Map map, unsigned short* o) {   // each block loads half for both
-  __shared__ __align__(1024) unsigned short s[1024]; __shared__ u64 bar[2]; int t = threadIdx.x; u32 rank, b = shared(bar), remote;
+// each block loads half for both
+extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(const __grid_constant__ Map map, unsigned short* o) {
+  __shared__ __align__(1024) unsigned short s[1024]; __shared__ u64 bar[2]; int t = threadIdx.x;
+  u32 rank, b = shared(bar), remote;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (t == 0) { init(b, 1); init(b + 8, 2); expect(b, 2048); }
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  if (t == 0) asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+  if (t == 0)
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;"
       :: "r"(shared(s + 512 * rank)), "l"(&map), "r"(b), "r"(0), "r"(8 * rank), "h"((short)3) : "memory");
   wait(b, 0);
   for (int i = t; i < 1024; i += 64) o[blockIdx.x * 1024 + i] = s[i];
@@ -244,13 +266,17 @@ def test_multicast_and_remote_arrivals_in_a_cluster(seed):
 
 
 WGMMA = r"""
-// C (64 x 64) = SIGN A (64 x 64) B (64 x 64), one warp group. SPAN: swizzle. TA, TB: A, B are MN-major. REGISTERS: A from registers.
+// C = A B, 64 x 64 each, by one warp group. SPAN: the swizzle. TA, TB: whether A and B are MN-major.
+
 #define BOX (SPAN ? SPAN : 16)                                   // bytes of a row of a tile
-extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant__ Map ta, const __grid_constant__ Map tb, const u32* A, float* C) {
-  extern __shared__ __align__(1024) unsigned char sm[]; u32 s = shared(sm), bar = s + 16384; int t = threadIdx.x, lane = t % 32;
+extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant__ Map ta,
+  const __grid_constant__ Map tb, const u32* A, float* C) {
+  extern __shared__ __align__(1024) unsigned char sm[]; u32 s = shared(sm), bar = s + 16384;
+  int t = threadIdx.x, lane = t % 32;
   if (t == 0) {
     init(bar, 1); expect(bar, 16384);
-    for (int p = 0; p < 128 / BOX; p++) { load(s + p * 64 * BOX, ta, bar, p * BOX / 2, 0); load(s + 8192 + p * 64 * BOX, tb, bar, p * BOX / 2, 0); }
+    for (int p = 0; p < 128 / BOX; p++) { load(s + p * 64 * BOX, ta, bar, p * BOX / 2, 0);
+      load(s + 8192 + p * 64 * BOX, tb, bar, p * BOX / 2, 0); }
   }
   __syncthreads();
   wait(bar, 0);
@@ -258,17 +284,20 @@ extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant_
   const u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : SPAN == 32 ? 3 : 0;
   const u64 mode = swizzle << 62 | (u64)(8 * BOX / 16) << 32 | (u64)(64 * BOX / 16) << 16;
   u32 a[4][4];
-  for (int q = 0; q < 4; q++) for (int r = 0; r < 4; r++) a[q][r] = A[(t / 32 * 16 + lane / 4 + 8 * (r & 1)) * 32 + q * 8 + lane % 4 + 4 * (r >> 1)];
+  for (int q = 0; q < 4; q++) for (int r = 0; r < 4; r++) 
+    a[q][r] = A[(t / 32 * 16 + lane / 4 + 8 * (r & 1)) * 32 + q * 8 + lane % 4 + 4 * (r >> 1)];
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     u32 k_major = q * 32 / BOX * 64 * BOX + q * 32 % BOX, mn_major = q * 16 * BOX;
     u64 da = mode | (s + (TA ? mn_major : k_major)) >> 4, db = mode | (s + 8192 + (TB ? mn_major : k_major)) >> 4;
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " WHEN ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" D_LIST "}, " OPERANDS "; }"
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " WHEN ", 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" D_LIST "}, " OPERANDS "; }"
       : D_REGISTERS : A_REGISTERS, "l"(db), "r"(q));
   }
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  for (int i = 0; i < 32; i++) C[(t / 32 * 16 + lane / 4 + (i & 2) * 4) * 64 + i / 4 * 8 + (t & 3) * 2 + (i & 1)] = d[i];
+  for (int i = 0; i < 32; i++)
+    C[(t / 32 * 16 + lane / 4 + (i & 2) * 4) * 64 + i / 4 * 8 + (t & 3) * 2 + (i & 1)] = d[i];
 }
 """
 D_LIST = ",".join(f"%{k}" for k in range(32))
@@ -315,4 +344,5 @@ def test_a_tile_is_refused_where_the_hardware_would_refuse_it():
     memory = Memory()
     wrong_rank = tensor_map(memory.alloc(np.zeros((8, 64), np.float32)), "f32", (64, 8), (256,), (8, 4))
     launch = cuda_module(PRELUDE + BULK, "compute_90a").launch
-    assert "rank 2 in an instruction of rank 3" in report_of(launch, "tile3d", 1, 32, [wrong_rank] * 2 + [0] * 3, memory=memory)
+    report = report_of(launch, "tile3d", 1, 32, [wrong_rank] * 2 + [0] * 3, memory=memory)
+    assert "rank 2 in an instruction of rank 3" in report

@@ -29,15 +29,18 @@ extern "C" __global__ void matrices(const unsigned short* a, u32* plain, u32* tr
   for (int i = l; i < 256; i += 32) s[w * 256 + i] = a[w * 256 + i];
   __syncwarp();
   u32 row = base + (l & 15) * 32 + (l >> 4) * 16, r[4];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]),
+    "=r"(r[3]) : "r"(row));
   for (int k = 0; k < 4; k++) plain[(w * 4 + k) * 32 + l] = r[k];
 #if __CUDA_ARCH__ >= 900
   u32 back = row + 1024;
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(back), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(back), "r"(r[0]),
+    "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
   __syncwarp();
   for (int i = l; i < 256; i += 32) stored[w * 256 + i] = s[512 + w * 256 + i];
 #endif
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]),
+    "=r"(r[2]), "=r"(r[3]) : "r"(row));
   for (int k = 0; k < 4; k++) transposed[(w * 4 + k) * 32 + l] = r[k];
 }
 """
@@ -73,7 +76,7 @@ extern "C" __global__ void multiply(const u32* a, const u32* b, const u32* c, u3
 
 
 def fragments(matrix: np.ndarray, width: int) -> np.ndarray:
-    """Bits of a matrix by register and lane: blocks of 8 rows and `width` columns, those of a column of blocks together."""
+    """Bits of a matrix by register and lane: blocks of 8 rows and `width` columns, column of blocks by column."""
     rows, columns = matrix.shape[0] // 8, matrix.shape[1] // width
     blocks = matrix.reshape(rows, 8, columns, width).transpose(2, 0, 1, 3)
     return np.ascontiguousarray(blocks).view(np.uint32).reshape(rows * columns, 32)
@@ -140,41 +143,53 @@ def test_matrix_products(shape, ty, result):
 
 
 PRODUCT = r"""
-// C (128 x 64) = A (128 x K) B^T (64 x K): two stages of cp.async with zero fill, ldmatrix and mma.sync. K is a multiple of 8.
+// C (128 x 64) = A (128 x K) B^T (64 x K), K a multiple of 8: two stages of cp.async with zero fill.
+
 typedef unsigned u32;
-extern "C" __global__ void __launch_bounds__(128) product(const unsigned short* A, const unsigned short* B, float* C, int K) {
-  extern __shared__ __align__(128) unsigned char memory[];       // 2 stages of A (128 x 32) and B (64 x 32), rows of 80 bytes
+extern "C" __global__ void __launch_bounds__(128) product(const unsigned short* A, const unsigned short* B, float* C,
+  int K) {
+  // 2 stages of A (128 x 32) and B (64 x 32), rows of 80 bytes
+  extern __shared__ __align__(128) unsigned char memory[];
   A += blockIdx.x * 128ll * K; C += blockIdx.x * 128 * 64;
   const u32 s0 = (u32)__cvta_generic_to_shared(memory);
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5, nk = (K + 31) / 32;
   auto load = [&](int stage, int kb) {
     for (int i = t; i < 192 * 4; i += 128) {
-      int row = i / 4, chunk = i & 3, k = kb * 32 + chunk * 8; int left = (K - k) * 2; left = left < 0 ? 0 : left > 16 ? 16 : left;
-      const unsigned short* p = (row < 128 ? A + (long long)row * K : B + (long long)(row - 128) * K) + (left ? k : 0);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(s0 + stage * 192 * 80 + row * 80 + chunk * 16), "l"(p), "r"(left));
+      int row = i / 4, chunk = i & 3, k = kb * 32 + chunk * 8; int left = (K - k) * 2;
+      left = left < 0 ? 0 : left > 16 ? 16 : left;
+      const unsigned short* p = (row < 128 ? A + (long long)row * K : B + (long long)(row - 128) * K) + 
+        (left ? k : 0);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"(s0 + stage * 192 * 80 + row * 80 + chunk * 16), "l"(p), "r"(left));
     }
     asm volatile("cp.async.commit_group;");
   };
   float acc[2][8][4] = {};
   load(0, 0);
   for (int kb = 0; kb < nk; kb++) {
-    if (kb + 1 < nk) { load((kb + 1) & 1, kb + 1); asm volatile("cp.async.wait_group 1;"); } else asm volatile("cp.async.wait_group 0;");
+    if (kb + 1 < nk) { load((kb + 1) & 1, kb + 1); asm volatile("cp.async.wait_group 1;"); }
+    else asm volatile("cp.async.wait_group 0;");
     __syncthreads();
     const u32 sa = s0 + (kb & 1) * 192 * 80, sb = sa + 128 * 80;
     for (int k = 0; k < 2; k++) {
       u32 a[2][4], b[8][2];
       for (int i = 0; i < 2; i++) { u32 p = sa + (warp * 32 + i * 16 + (lane & 15)) * 80 + k * 32 + (lane >> 4) * 16;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[i][0]), "=r"(a[i][1]), "=r"(a[i][2]), "=r"(a[i][3]) : "r"(p)); }
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[i][0]), "=r"(a[i][1]),
+          "=r"(a[i][2]), "=r"(a[i][3]) : "r"(p)); }
       for (int j = 0; j < 8; j++) { u32 p = sb + (j * 8 + (lane & 7)) * 80 + k * 32 + ((lane >> 3) & 1) * 16;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(b[j][0]), "=r"(b[j][1]) : "r"(p)); }
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(b[j][0]), "=r"(b[j][1])
+          : "r"(p)); }
       for (int i = 0; i < 2; i++) for (int j = 0; j < 8; j++)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(acc[i][j][0]), "+f"(acc[i][j][1]), "+f"(acc[i][j][2]), "+f"(acc[i][j][3]) : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[j][0]), "r"(b[j][1]));
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, "
+          "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(acc[i][j][0]), "+f"(acc[i][j][1]), "+f"(acc[i][j][2]), "+f"(acc[i][j][3]) : "r"(a[i][0]),
+            "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[j][0]), "r"(b[j][1]));
     }
     __syncthreads();
   }
   for (int i = 0; i < 2; i++) for (int j = 0; j < 8; j++) for (int r = 0; r < 2; r++)
-    *(float2*)(C + (warp * 32 + i * 16 + r * 8 + lane / 4) * 64 + j * 8 + (lane & 3) * 2) = make_float2(acc[i][j][2 * r], acc[i][j][2 * r + 1]);
+    *(float2*)(C + (warp * 32 + i * 16 + r * 8 + lane / 4) * 64 + j * 8 + (lane & 3) * 2) =
+      make_float2(acc[i][j][2 * r], acc[i][j][2 * r + 1]);
 }
 """
 
@@ -197,9 +212,11 @@ def test_product_through_two_stages_of_shared_memory(ty, depth):
 
 COPIES = r"""
 extern "C" __global__ void copies(const int* a, int* o, int n) {
-  __shared__ __align__(16) int s[128 * 4]; int t = threadIdx.x; unsigned to = (unsigned)__cvta_generic_to_shared(s + 4 * t);
+  __shared__ __align__(16) int s[128 * 4]; int t = threadIdx.x;
+  unsigned to = (unsigned)__cvta_generic_to_shared(s + 4 * t);
   int left = (n - 4 * t) * 4; left = left < 0 ? 0 : left > 16 ? 16 : left;
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(a + (left ? 4 * t : 0)), "r"(left) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(a + (left ? 4 * t : 0)), "r"(left)
+    : "memory");
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
   for (int i = t; i < 512; i += 128) o[i] = s[511 - i];

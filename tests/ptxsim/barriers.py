@@ -91,7 +91,8 @@ class Barriers:
         if counts is not None and (counts != machine.padded_threads).any():
             return False
         rows = threads.reshape(-1, machine.padded_threads)
-        if (rows[:, 0] % machine.padded_threads).any() or (rows[:, -1] - rows[:, 0] != machine.padded_threads - 1).any():
+        first, last = rows[:, 0], rows[:, -1]
+        if (first % machine.padded_threads).any() or (last - first != machine.padded_threads - 1).any():
             return False
         if machine.race is not None:
             machine.race.block_barrier(rows[:, ::32] >> 5)

@@ -1,4 +1,4 @@
-"""Copies by the asynchronous proxy: cp.async.bulk of runs of bytes, and of tensor tiles (TMA). They take effect at once."""
+"""Copies by the asynchronous proxy: runs of bytes, and tiles of tensors (TMA). They take effect at once."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tupl
     offset = offset[inside] + (tensor.address - buffer.address)
     if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
         raise PtxError(
-            f"a tensor map out of bounds: bytes {int(offset.min())} to {int(offset.max()) + tensor.size} of {buffer.name}, "
-            f"which has {buffer.nbytes} bytes"
+            f"a tensor map out of bounds: bytes {int(offset.min())} to {int(offset.max()) + tensor.size} of "
+            f"{buffer.name}, which has {buffer.nbytes} bytes"
         )
     return buffer, offset, inside
 

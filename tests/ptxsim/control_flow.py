@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .decode import CACHE_MODIFIERS, Control, Plain, control, plain
+from .decode import CACHE_MODIFIERS, SPACES, Control, Plain, control, plain
 from .errors import PtxError
 from .syntax import Inst
 
@@ -74,7 +74,7 @@ def _call(machine: Machine, inst: Inst) -> Control:
 @plain("setmaxnreg", allow="inc dec sync aligned")
 @plain("griddepcontrol", allow="wait launch_dependents")
 @plain("membar", allow="cta gl sys gpu")
-@plain("prefetch", "prefetchu", "discard", "applypriority", allow=CACHE_MODIFIERS + " global local const param tensormap")
+@plain("prefetch", "prefetchu", "discard", "applypriority", allow=f"{CACHE_MODIFIERS} {SPACES} tensormap")
 @plain("nanosleep", "pmevent")
 def _no_effect(machine: Machine, inst: Inst) -> Plain:
     return lambda ix: None

@@ -1,8 +1,8 @@
 """The table of instructions, and what their makers share.
 
-A maker turns one instruction into a closure over rows of registers. A plain closure gets a selection of threads (a slice or
-an array of numbers); a control closure gets the sorted array of thread numbers and sends them to their next instruction.
-What no maker claims, modifier by modifier, is refused before the kernel starts.
+A maker turns one instruction into a closure over rows of registers. A plain closure gets a selection of threads (a
+slice or an array of numbers); a control closure gets the sorted array of thread numbers and sends them to their next
+instruction. What no maker claims, modifier by modifier, is refused before the kernel starts.
 """
 
 from __future__ import annotations

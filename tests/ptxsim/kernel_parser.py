@@ -1,7 +1,7 @@
 """A kernel's body to a flat list of instructions.
 
-Scopes ({ ... } with registers, labels and variables of their own) are resolved to rows of the register file and to places
-in the list; device functions are inlined where they are called, so that the machine needs no call stack.
+Scopes ({ ... } with registers, labels and variables of their own) are resolved to rows of the register file and to
+places in the list; device functions are inlined where they are called, so that the machine needs no call stack.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The machine: threads of a batch of blocks, grouped by program counter, and the scheduler that runs one group after another.
+"""The machine: the threads of a batch of blocks, and the scheduler that runs one group of them after another.
 
-A register is a NumPy row over all threads of the batch, so one Python step executes an instruction for a whole group. The
-group with the smallest program counter comes first, so that diverged warps meet again; no group starves. Between two control
-instructions a group runs a list of plain closures.
+Groups are the threads at one program counter. A register is a NumPy row over all threads of the batch, so one Python
+step executes an instruction for a whole group. The group with the smallest program counter comes first, so that
+diverged warps meet again; no group starves. Between two control instructions a group runs a list of plain closures.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class Machine:
         pc = min(self._pending)
         inst, thread = self.kernel.insts[pc], self._pending[pc][0][0]
         raise PtxError(
-            f"no end after {self._options.max_rounds} scheduling rounds; does a loop wait for something outside of this "
-            f"batch of blocks?\n  by {self.where(thread)}{self._place(inst)}"
+            f"no end after {self._options.max_rounds} scheduling rounds; does a loop wait for something outside of "
+            f"this batch of blocks?\n  by {self.where(thread)}{self._place(inst)}"
         )
 
     # Scheduling

@@ -1,4 +1,4 @@
-"""Bytes that know which of them were written, and global memory: named buffers at 64-bit addresses with gaps between them."""
+"""Bytes that know which of them were written, and global memory: named buffers with gaps between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["Buffer", "ByteStore", "Memory", "columns", "joined"]
 _GAP = 1 << 20
 _BASE = 0x10_0000_0000
 _ALIGNMENT = 512  # of cudaMalloc
-_ONES = {n: unsigned(n)(int.from_bytes(b"\1" * n, "little")) for n in (1, 2, 4, 8)} | {16: np.uint64(0x0101010101010101)}
+_ONES = {n: unsigned(n)(int.from_bytes(b"\1" * n, "little")) for n in (1, 2, 4, 8)}
+_ONES[16] = _ONES[8]
 
 
 def columns(words: np.ndarray, size: int, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""PTX text of a module: its variables, functions and source files. kernel_parser turns a kernel's body into instructions."""
+"""PTX text of a module: its variables, functions and source files. kernel_parser makes instructions of the bodies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Program:
         if body < 0 or 0 <= semicolon < body:  # only declared
             return semicolon + 1
         end = closing(text, body, "{}")
-        self.functions[match[1]] = Function(match[1], entry, params, returns, text[body + 1 : end - 1], text[start:body])
+        directives, statements = text[start:body], text[body + 1 : end - 1]
+        self.functions[match[1]] = Function(match[1], entry, params, returns, statements, directives)
         return end
 
     @staticmethod

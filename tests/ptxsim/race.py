@@ -1,10 +1,10 @@
 """Races through shared memory, found with vector clocks.
 
-Entities are the warps of a cluster and what works for them in the background: the reads of a warp's wgmmas, the reads of its
-bulk copies, the writes of its cp.async copies, and for each mbarrier the TMA writes that signal it. Every entity has a clock. A release (arrival at a
-barrier) publishes what a warp has seen, an acquire (a wait that succeeds) merges it. Every granule of shared memory
-remembers its last writer and the last read by every reader; an access that does not come after the conflicting one is an
-error. Threads of one warp are not checked against each other.
+Entities are the warps of a cluster and what works for them in the background: the reads of a warp's wgmmas, the reads
+of its bulk copies, the writes of its cp.async copies, and for each mbarrier the TMA writes that signal it. Every entity
+has a clock. A release (arrival at a barrier) publishes what a warp has seen, an acquire (a wait that succeeds) merges
+it. Every granule of shared memory remembers its last writer and the last read by every reader; an access that does not
+come after the conflicting one is an error. Threads of one warp are not checked against each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def granule_bytes(insts: Iterable[Inst]) -> int:
 
 
 class RaceDetector:
-    """Warps are numbered over the batch, entities over the cluster: a warp's number in it, then agents, then mbarriers."""
+    """Warps are numbered over the batch, entities over the cluster: its warps, then their agents, then mbarriers."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -1,7 +1,7 @@
 """The register file, and operands as rows over all threads of the batch.
 
-A row is indexed with a slice or an array of threads. Where the type is not what the register stores (a negated predicate, a
-bfloat16 number, a clock) the row is a small object that converts on its way.
+A row is indexed with a slice or an array of threads. Where the type is not what the register stores (a negated
+predicate, a bfloat16 number, a clock) the row is a small object that converts on its way.
 """
 
 from __future__ import annotations

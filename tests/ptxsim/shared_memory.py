@@ -1,4 +1,4 @@
-"""Shared memory of a batch of blocks: its layout, and accesses with checks of bounds, alignment, initialisation and races."""
+"""Shared memory of a batch of blocks: its layout, and accesses with all their checks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SharedMemory(ByteStore):
         return f"shared 0x{offset:x}"
 
     def locate(self, thread: int, address: int) -> tuple[int, int]:
-        """(block of the batch, offset in it) of one address, which may be generic or of another block of the cluster."""
+        """(block of the batch, offset in it) of an address, which may be generic or of another block of the cluster."""
         if address >= GENERIC_SHARED:
             address -= GENERIC_SHARED
         block, cluster = int(self.machine.block_of[thread]), self.machine.cluster_size

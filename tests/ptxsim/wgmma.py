@@ -122,9 +122,9 @@ def _synchronise(machine: Machine, inst: Inst) -> Control:
 def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
     """Offsets in a block's shared memory of a rows x 16 operand of 16-bit elements.
 
-    The leading and the stride byte offsets are those of PTX's tables: without swizzle, between core matrices of 8 x 8 along
-    K and along the rows; K-major with swizzle, between groups of 8 rows (stride); MN-major, between spans along the rows
-    (leading) and between groups of 8 along K (stride).
+    The leading and the stride byte offsets are those of PTX's tables: without swizzle, between core matrices of 8 x 8
+    along K and along the rows; K-major with swizzle, between groups of 8 rows (stride); MN-major, between spans along
+    the rows (leading) and between groups of 8 along K (stride).
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     span = _SPANS[descriptor >> 62]
