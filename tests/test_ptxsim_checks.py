@@ -107,6 +107,7 @@ extern "C" __global__ void swap(float* o, int kind) {
   if (kind == 9) numbers[t] = 0;
   if (kind == 10) { __syncthreads(); numbers[0] = t; }
 }
+extern "C" __global__ void crowded() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
 """
 
 
@@ -131,6 +132,11 @@ def test_shared_memory_and_barriers(kind, wanted):
     launch("swap", 3, 64, [out, 0], memory=memory, race_check=True)
     report = report_of(launch, "swap", 3, 64, [out, kind], memory=memory, race_check=True)
     assert all(part in report for part in (*wanted, "kernel swap", "block (0,0,0)")), report
+
+
+def test_more_threads_at_a_barrier_than_it_expects():
+    report = report_of(cuda_module(SHARED).launch, "crowded", 1, 96, [])
+    assert "barrier 1: 96 threads arrived, 64 are expected" in report
 
 
 COPY = r"""

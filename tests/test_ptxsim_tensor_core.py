@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptxsim import Memory
+from ptxsim import Memory, Module
 from ptxsim.scalars import bf16_to_f32, f32_to_bf16
 from ptxsim_kernels import cuda_module
 
@@ -140,6 +140,42 @@ def test_matrix_products(shape, ty, result):
         d = d.view(np.float16).reshape(16, 8)
     expected = a_values @ b_values.T + c
     np.testing.assert_allclose(d, expected, atol=2e-5 if result == "f32" else 5e-3)
+
+
+def test_products_that_depend_on_each_other():
+    """Products of one A that follow one another are computed together, unless one needs what another gives."""
+    loads = [f"ld.global.b32 %r{k}, [%rd2+{128 * k}];" for k in range(8)]
+    stores = [f"st.global.f32 [%rd3+{128 * k}], %f{k};" for k in range(12)]
+    zeros = [f"mov.f32 %f{k}, 0f00000000;" for k in range(12)]
+    mma = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    mma += "{{%f{0},%f{1},%f{2},%f{3}}}, {{%r0,%r1,%r2,%r3}}, {b}, {c};"
+    first, second = "{%r4,%r5}", "{%r6,%r7}"
+    products = [
+        mma.format(0, 1, 2, 3, b=first, c="{%f0,%f1,%f2,%f3}"),
+        mma.format(4, 5, 6, 7, b=second, c="{%f0,%f1,%f2,%f3}"),  # adds to the first
+        mma.format(4, 5, 6, 7, b=second, c="{%f4,%f5,%f6,%f7}"),  # and once more to the same registers
+        mma.format(8, 9, 10, 11, b=first, c="{%f8,%f9,%f10,%f11}"),
+    ]
+    text = "\n".join([*loads, *zeros, *products, *stores])
+    module = Module(
+        f""".version 8.0
+        .target sm_80
+        .address_size 64
+        .visible .entry kernel(.param .u64 a, .param .u64 o) {{
+        .reg .b32 %r<9>; .reg .b64 %rd<4>; .reg .f32 %f<12>;
+        ld.param.u64 %rd1, [a]; ld.param.u64 %rd3, [o]; mov.u32 %r8, %tid.x;
+        mad.wide.u32 %rd2, %r8, 4, %rd1; mad.wide.u32 %rd3, %r8, 4, %rd3;
+        {text}
+        ret; }}"""
+    )
+    memory, rng = Memory(), np.random.default_rng(3)
+    a, b, c = (rng.standard_normal((n, 16)).astype(np.float16) for n in (16, 8, 8))
+    out = memory.empty((3, 4, 32), np.float32, "o")
+    bits = np.concatenate([fragments(x, 8) for x in (a, b, c)])
+    module.launch("kernel", 1, 32, [memory.alloc(bits, "a"), out], memory=memory)
+    got = memory.read(out).reshape(3, 2, 2, 8, 4).transpose(0, 1, 3, 4, 2).reshape(3, 16, 8)
+    ab, ac = (a.astype(np.float64) @ x.T.astype(np.float64) for x in (b, c))
+    np.testing.assert_allclose(got, [ab, ab + 2 * ac, ab], atol=2e-5)
 
 
 PRODUCT = r"""

@@ -197,7 +197,7 @@ def _fused_multiply_add(machine: Machine, inst: Inst) -> Plain:
 # Division
 
 
-def divide_integers(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _divide_integers(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quotient, towards zero, and remainder; a quotient by zero is all ones, as on the hardware."""
     by_zero = b == 0
     divisor = np.where(by_zero, b.dtype.type(1), b)
@@ -214,9 +214,9 @@ def divide_integers(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _divide(machine: Machine, inst: Inst) -> Plain:
     if is_float(inst.type):
         return _sum_or_product(machine, inst, np.divide)
-    return binary(machine, inst, lambda a, b: divide_integers(a, b)[0])
+    return binary(machine, inst, lambda a, b: _divide_integers(a, b)[0])
 
 
 @plain("rem")
 def _remainder(machine: Machine, inst: Inst) -> Plain:
-    return binary(machine, inst, lambda a, b: divide_integers(a, b)[1])
+    return binary(machine, inst, lambda a, b: _divide_integers(a, b)[1])

@@ -36,7 +36,7 @@ _SPACES = ("global", "shared::cta", "shared::cluster")
 _COMMON = "global shared::cta shared::cluster bulk_group L2::"
 _COMPLETION = "mbarrier::complete_tx::bytes mbarrier::"
 
-decoded_map = lru_cache(TensorMap)
+_decoded_map = lru_cache(TensorMap)
 
 
 @plain("cp.async.bulk.commit_group")
@@ -151,7 +151,7 @@ def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap
         data = machine.memory.read_bytes(pointer, _MAP_NBYTES).tobytes()
     if len(data) < _MAP_NBYTES:
         raise PtxError("a tensor map beyond the end of the arguments", thread)
-    tensor = decoded_map(data)
+    tensor = _decoded_map(data)
     if tensor.rank != rank:
         raise PtxError(f"a tensor map of rank {tensor.rank} in an instruction of rank {rank}", thread)
     return tensor

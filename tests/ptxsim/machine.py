@@ -92,18 +92,14 @@ class Machine:
         self._random = None if options.seed is None else np.random.default_rng(options.seed)
 
         self.registers = RegisterFile(self, kernel.registers)
-        self.source, self.destination, self.full = (
-            self.registers.source,
-            self.registers.destination,
-            self.registers.full,
-        )
+        self.source, self.destination = self.registers.source, self.registers.destination
+        self.full = self.registers.full
         self.shared = SharedMemory(self, {**kernel.variables, **module.program.variables}, dynamic_bytes)
         self.local = np.zeros((len(self.threads), -(-max(kernel.local_bytes, 16) // 16) * 16), np.uint8)
         self.race = RaceDetector(self) if options.race_check else None
         self.barriers = Barriers(self)
         self.mbarriers = Mbarriers(self)
         self.in_flight = InFlight(self) if options.race_check and any(i.op == "wgmma" for i in kernel.insts) else None
-        self.targets = {i.target for i in kernel.insts} | {pc for i in kernel.insts for pc in i.table}
         self._decode()
 
     def _decode(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .decode import Plain, plain, space_of
 from .errors import PtxError
 from .scalars import INT64, NUMPY, WIDTH

@@ -6,6 +6,7 @@ predicate, a bfloat16 number, a clock) the row is a small object that converts o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,13 +58,14 @@ class RegisterFile:
 
     def full(self, value: Any, dtype: type) -> np.ndarray:
         """A read-only row of one value."""
-        key = (np.asarray(value).tobytes(), np.dtype(dtype).str)
+        key = (value.tobytes() if isinstance(value, np.generic) else value, np.dtype(dtype).char)
         if key not in self._constants:
             row = self._constants[key] = np.full(self.threads, value, dtype)
             row.setflags(write=False)
         return self._constants[key]
 
     @staticmethod
+    @lru_cache(maxsize=None)
     def constant(operand: Imm, ty: str) -> np.generic:
         """The value of an immediate as a scalar of that type; integers in float instructions are values, not bits."""
         dtype = np.dtype(NUMPY[ty])

@@ -142,7 +142,7 @@ def _run_of(machine: Machine, first: Inst) -> list[Inst]:
         if (inst.op, inst.parts, inst.predicate, inst.args[1:2]) != (first.op, first.parts, None, first.args[1:2]):
             break
         results, *operands = (set(arg.items) for arg in inst.args)
-        if inst.pc in machine.targets or written & results.union(*operands) or first.predicate is not None:
+        if written & results.union(*operands) or first.predicate is not None:
             break
         run.append(inst)
         written |= results

@@ -10,7 +10,7 @@ import numpy as np
 
 from .errors import PtxError
 
-__all__ = ["SWIZZLE_BITS", "TensorMap", "swizzled", "tensor_map"]
+__all__ = ["TensorMap", "swizzled", "tensor_map"]
 
 _MAGIC = 0x50545853494D3031
 _FORMAT = "<QQBBBx5Q4Q5H"
@@ -31,12 +31,12 @@ _TYPES = {
 _NAMES = list(_TYPES)
 
 # Swizzle span in bytes: which bits of the 128-byte line's number are added to that of the 16-byte chunk.
-SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
+_SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
 
 def swizzled(address: np.ndarray, span: int) -> np.ndarray:
     """Where the byte at a linear shared address lies under the swizzle: 16-byte chunks change places."""
-    return address ^ ((address >> 7 & SWIZZLE_BITS[span]) << 4)
+    return address ^ ((address >> 7 & _SWIZZLE_BITS[span]) << 4)
 
 
 def tensor_map(
@@ -72,7 +72,7 @@ def tensor_map(
         raise PtxError("tensor_map: the address and all strides must be multiples of 16 bytes")
     if any(not 1 <= extent <= 256 for extent in box) or box[0] * size % 16:
         raise PtxError("tensor_map: box sizes must be 1 to 256, and the inner one a multiple of 16 bytes")
-    if swizzle not in SWIZZLE_BITS or (swizzle and box[0] * size > swizzle):
+    if swizzle not in _SWIZZLE_BITS or (swizzle and box[0] * size > swizzle):
         raise PtxError(f"tensor_map: an inner box of {box[0] * size} bytes in a swizzle span of {swizzle}")
 
     def padded(values: Sequence[int], count: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def _active_mask(machine: Machine, inst: Inst) -> Plain:
     return run
 
 
-def _by_warp(threads: np.ndarray) -> Callable:
+def _by_warp(threads: np.ndarray) -> Iterator[np.ndarray]:
     """Yields for each warp which of the threads are its own."""
     warps = threads >> 5
     for warp in np.unique(warps):
