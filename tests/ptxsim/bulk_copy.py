@@ -1,0 +1,250 @@
+"""Copies by the asynchronous proxy: runs of bytes, and tiles of tensors (TMA). They take effect at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .async_copy import commit_group, wait_group
+from .decode import Control, Plain, address, control, plain
+from .errors import PtxError
+from .memory import Buffer
+from .scalars import NUMPY
+from .shared_memory import GENERIC_PARAM, WINDOW
+from .syntax import Addr, Inst
+from .tensor_map import TensorMap
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+__all__ = []
+
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_CHUNK = 16
+_MAP_NBYTES, _MAP_ALIGNMENT = 128, 64
+_SPACES = ("global", "shared::cta", "shared::cluster")
+_COMMON = "global shared::cta shared::cluster bulk_group L2::"
+_COMPLETION = "mbarrier::complete_tx::bytes mbarrier::"
+
+_decoded_map = lru_cache(TensorMap)
+
+
+@plain("cp.async.bulk.commit_group")
+def _commit(machine: Machine, inst: Inst) -> Plain:
+    return commit_group(machine, "bulk")
+
+
+@plain("cp.async.bulk.wait_group", allow="read")
+def _wait(machine: Machine, inst: Inst) -> Plain:
+    return wait_group(machine, inst, "bulk")
+
+
+@plain("cp.async.bulk.prefetch", allow=f"tensor 1d 2d 3d 4d 5d tile {_COMMON}")
+def _prefetch(machine: Machine, inst: Inst) -> Plain:
+    return lambda ix: None
+
+
+def _loads(inst: Inst) -> bool:
+    """Whether the copy goes from global to shared memory; the first space named is where it goes."""
+    to, of = (part for part in inst.parts if part in _SPACES)
+    if "global" not in (to, of):
+        raise PtxError("bulk copies from shared to shared memory are not implemented")
+    return of == "global"
+
+
+def _reduction(inst: Inst) -> Callable | None:
+    if inst.parts[0] != "reduce":
+        return None
+    name = next((part for part in inst.parts if part in _REDUCTIONS), None)
+    if name is None:
+        raise PtxError(f"the reduction of {inst.opcode} is not implemented")
+    return _REDUCTIONS[name]
+
+
+def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, what: str) -> None:
+    """Checks of a bulk read of 16-byte chunks of a block."""
+    chunks = chunks + block * machine.shared.stride
+    bad = machine.shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
+    if bad is not None:
+        where = machine.shared.describe(int(chunks[bad]) % machine.shared.stride)
+        raise PtxError(f"{what} reads uninitialised shared memory: {where}", thread)
+    if machine.race is not None:
+        machine.race.async_read("bulk", np.array([thread >> 5]), chunks, _CHUNK)
+
+
+def _write_shared(
+    machine: Machine, thread: int, block: int, chunks: np.ndarray, data: np.ndarray, mbarrier: tuple[int, int]
+) -> None:
+    """A bulk write of 16-byte chunks, of which an mbarrier is told."""
+    chunks = chunks + block * machine.shared.stride
+    tag = None
+    if machine.race is not None:
+        tag = machine.race.tma_write(thread >> 5, chunks, _CHUNK, *mbarrier)
+    machine.shared.scatter(chunks, _CHUNK, data.view(np.uint64).reshape(-1, 2))
+    machine.mbarriers.at(mbarrier, thread)
+    machine.mbarriers.complete_bytes(mbarrier, data.nbytes, tag)
+
+
+# Runs of bytes
+
+
+@control("cp.async.bulk", allow=f"{_COMMON} {_COMPLETION}")
+@control("cp.reduce.async.bulk", allow=f"{_COMMON} {_COMPLETION} {' '.join(_REDUCTIONS)}")
+def _copy_bytes(machine: Machine, inst: Inst) -> Control:
+    loads, reduce = _loads(inst), _reduction(inst)
+    to, of = address(machine, inst.args[0]), address(machine, inst.args[1])
+    sizes = machine.source(inst.args[2], "u32")
+    mbarrier = address(machine, inst.args[3]) if loads else None
+    if reduce is not None and (loads or inst.type not in ("u32", "s32", "u64", "f16", "f32", "f64")):
+        raise PtxError(f"{inst.opcode} is not implemented")
+
+    def run(threads: np.ndarray) -> None:
+        machine.push(inst.pc + 1, threads)
+        for thread in threads.tolist():
+            one = threads[threads == thread]
+            shared_address, global_address = (int(x(one)[0]) for x in ((to, of) if loads else (of, to)))
+            block, start = machine.shared.locate(thread, shared_address)
+            nbytes = int(sizes[thread])
+            if nbytes % _CHUNK or start % _CHUNK or global_address % _CHUNK:
+                raise PtxError(
+                    f"misaligned bulk copy: shared 0x{start:x}, global 0x{global_address:x} and the size {nbytes} must "
+                    "be multiples of 16",
+                    thread,
+                )
+            machine.shared.check_range("bulk copy", start, nbytes)
+            chunks = np.arange(start, start + nbytes, _CHUNK)
+            if loads:
+                data = machine.memory.read_bytes(global_address, nbytes, machine.check_uninit)
+                place = machine.mbarriers.place(thread, int(mbarrier(one)[0]))
+                _write_shared(machine, thread, block, chunks, data.copy(), place)
+                continue
+            _read_shared(machine, thread, block, chunks, "bulk copy")
+            data = machine.shared.gather(chunks + block * machine.shared.stride, _CHUNK).reshape(-1).view(np.uint8)
+            if reduce is not None:
+                old = machine.memory.read_bytes(global_address, nbytes, machine.check_uninit).view(NUMPY[inst.type])
+                data = reduce(old, data.view(NUMPY[inst.type])).view(np.uint8)
+            machine.memory.write_bytes(global_address, data)
+
+    return run
+
+
+# Tiles of tensors
+
+
+def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap:
+    if pointer % _MAP_ALIGNMENT:
+        raise PtxError(f"misaligned tensor map: 0x{pointer:x} is no multiple of {_MAP_ALIGNMENT}", thread)
+    if GENERIC_PARAM <= pointer < GENERIC_PARAM + WINDOW:
+        start = pointer - GENERIC_PARAM
+        data = machine.params[start : start + _MAP_NBYTES].tobytes()
+    else:
+        data = machine.memory.read_bytes(pointer, _MAP_NBYTES).tobytes()
+    if len(data) < _MAP_NBYTES:
+        raise PtxError("a tensor map beyond the end of the arguments", thread)
+    tensor = _decoded_map(data)
+    if tensor.rank != rank:
+        raise PtxError(f"a tensor map of rank {tensor.rank} in an instruction of rank {rank}", thread)
+    return tensor
+
+
+def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
+    """The tensor's buffer, offsets in it of those elements of a tile that the tensor has, and which these are."""
+    offset, inside = tensor.tile(coordinates)
+    buffer = machine.memory.find(tensor.address)
+    offset = offset[inside] + (tensor.address - buffer.address)
+    if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
+        raise PtxError(
+            f"a tensor map out of bounds: bytes {int(offset.min())} to {int(offset.max()) + tensor.size} of "
+            f"{buffer.name}, which has {buffer.nbytes} bytes"
+        )
+    return buffer, offset, inside
+
+
+@control("cp.async.bulk.tensor", allow=f"1d 2d 3d 4d 5d tile multicast::cluster {_COMMON} {_COMPLETION}")
+@control("cp.reduce.async.bulk.tensor", allow=f"1d 2d 3d 4d 5d tile {_COMMON} {' '.join(_REDUCTIONS)}")
+def _copy_tile(machine: Machine, inst: Inst) -> Control:
+    loads, reduce = _loads(inst), _reduction(inst)
+    if loads and reduce is not None:
+        raise PtxError(f"{inst.opcode} is not implemented")
+    pointer, shared = (inst.args[1], inst.args[0]) if loads else (inst.args[0], inst.args[1])
+    coordinates = [machine.source(item, "s32") for item in pointer.extra[0].items]
+    maps, starts = address(machine, Addr(pointer.base, pointer.offset)), address(machine, shared)
+    mbarrier = address(machine, inst.args[2]) if loads else None
+    multicast = machine.source(inst.args[3], "u16") if "multicast::cluster" in inst.parts else None
+
+    def run(threads: np.ndarray) -> None:
+        machine.push(inst.pc + 1, threads)
+        for thread in threads.tolist():
+            one = threads[threads == thread]
+            tensor = _map_at(machine, int(maps(one)[0]), len(coordinates), thread)
+            block, start = machine.shared.locate(thread, int(starts(one)[0]))
+            machine.shared.check_range("TMA tile", start, tensor.nbytes)
+            tile = _inside(machine, tensor, [int(row[thread]) for row in coordinates])
+            if loads:
+                place = machine.mbarriers.place(thread, int(mbarrier(one)[0]))
+                mask = None if multicast is None else int(multicast[thread])
+                _load_tile(machine, thread, tensor, tile, (block, start), place, mask)
+            else:
+                _store_tile(machine, thread, tensor, tile, (block, start), reduce)
+
+    return run
+
+
+def _load_tile(
+    machine: Machine,
+    thread: int,
+    tensor: TensorMap,
+    tile: tuple[Buffer, np.ndarray, np.ndarray],
+    start: tuple[int, int],
+    mbarrier: tuple[int, int],
+    multicast: int | None,
+) -> None:
+    """Elements outside of the tensor become zeros; all bytes of the tile count as arrived."""
+    buffer, offset, inside = tile
+    bad = buffer.unwritten(offset, tensor.size) if machine.check_uninit else None
+    if bad is not None:
+        raise PtxError(f"TMA load of uninitialised global memory: offset {int(offset[bad])} of {buffer.name}", thread)
+    values = np.zeros(len(inside), f"u{tensor.size}")
+    values[inside] = buffer.gather(offset, tensor.size)
+    chunks = tensor.chunks(start[1])
+    if multicast is None:
+        _write_shared(machine, thread, start[0], chunks, values, mbarrier)
+        return
+    size = machine.cluster_size
+    first = start[0] // size * size
+    for rank in range(size):
+        if multicast >> rank & 1:  # to the same offsets, and the mbarrier there
+            _write_shared(machine, thread, first + rank, chunks, values, (first + rank, mbarrier[1]))
+
+
+def _store_tile(
+    machine: Machine,
+    thread: int,
+    tensor: TensorMap,
+    tile: tuple[Buffer, np.ndarray, np.ndarray],
+    start: tuple[int, int],
+    reduce: Callable | None,
+) -> None:
+    """Elements outside of the tensor are not written."""
+    buffer, offset, inside = tile
+    chunks = tensor.chunks(start[1])
+    needed = inside.reshape(len(chunks), -1).any(1)
+    _read_shared(machine, thread, start[0], chunks[needed], "TMA store")
+    words = machine.shared.gather(chunks + start[0] * machine.shared.stride, _CHUNK)
+    values = words.reshape(-1).view(f"u{tensor.size}")[inside]
+    if reduce is not None:
+        if tensor.name == "bf16":
+            raise PtxError("TMA reductions of bf16 are not implemented", thread)
+        old = buffer.gather(offset, tensor.size).view(tensor.dtype)
+        values = reduce(old, values.view(tensor.dtype)).view(values.dtype)
+    buffer.scatter(offset, tensor.size, values)

@@ -1,0 +1,236 @@
+"""wgmma: products of a warp group with operands from shared memory. They take effect at once; waits order them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .decode import Control, Plain, control
+from .errors import PtxError
+from .scalars import halves_to_f32
+from .syntax import Addr, Inst, Operand, Pair, Reg, Vec
+from .tensor_core import register_rows
+from .tensor_map import swizzled
+from .warp import when_converged
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+__all__ = ["InFlight"]
+
+_THREADS = 128  # of a warp group
+_ROWS, _DEPTH = 64, 16
+_CHUNK = 16
+_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}  # swizzle by the descriptor's two highest bits
+_SHAPES = [f"m64n{n}k16" for n in range(8, 257, 8)]
+
+
+class InFlight:
+    """Registers of wgmmas that no wait_group has seen the end of (with race_check).
+
+    Nobody may touch the accumulators of one, and nobody may write the registers of its A.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.reset()
+
+    def reset(self) -> None:
+        shape = (max(self.machine.kernel.registers[32], 1), self.machine.num_warps)
+        self._accumulator, self._operand = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
+        self._busy = 0
+        self._open: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._groups: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {}
+
+    def issue(self, warps: np.ndarray, accumulators: np.ndarray, operands: np.ndarray) -> None:
+        for warp in warps.tolist():
+            self._accumulator[accumulators, warp] += 1
+            self._operand[operands, warp] += 1
+            self._open.setdefault(warp, []).append((accumulators, operands))
+            self._busy += 1
+
+    def commit(self, warps: np.ndarray) -> None:
+        for warp in warps.tolist():
+            self._groups.setdefault(warp, []).append(self._open.pop(warp, []))
+
+    def wait(self, warps: np.ndarray, pending: int) -> None:
+        for warp in warps.tolist():
+            groups = self._groups.get(warp, [])
+            while len(groups) > pending:
+                for accumulators, operands in groups.pop(0):
+                    self._accumulator[accumulators, warp] -= 1
+                    self._operand[operands, warp] -= 1
+                    self._busy -= 1
+
+    def guard(self, step: Plain, inst: Inst) -> Plain:
+        """The step of a plain instruction behind a check of its registers."""
+        used = np.array([row for arg in inst.args for row in _rows_of(arg)], int)
+        if not len(used):
+            return step
+        writes = inst.op not in ("st", "red") and not isinstance(inst.args[0], Addr)
+        written = np.array(_rows_of(inst.args[0]) if writes else [], int)
+
+        def run(ix: Any) -> None:
+            if self._busy and (self._accumulator[used].any() or self._operand[written].any()):
+                warps = np.unique(self.machine.warp_of[ix])
+                if self._accumulator[np.ix_(used, warps)].any():
+                    self.machine.fault("accumulator of an unfinished wgmma is accessed before wgmma.wait_group", ix)
+                if self._operand[np.ix_(written, warps)].any():
+                    self.machine.fault("A register of an unfinished wgmma is overwritten before wgmma.wait_group", ix)
+            step(ix)
+
+        return run
+
+
+def _rows_of(operand: Operand | None) -> list[int]:
+    """Rows of the 32-bit registers in an operand."""
+    match operand:
+        case Reg(width=32):
+            return [operand.index]
+        case Vec():
+            return [row for item in operand.items for row in _rows_of(item)]
+        case Pair():
+            return _rows_of(operand.first) + _rows_of(operand.second)
+        case Addr():
+            return _rows_of(operand.base)
+    return []
+
+
+@control("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", allow="sync aligned")
+def _synchronise(machine: Machine, inst: Inst) -> Control:
+    kind = inst.parts[0]
+    pending = int(inst.args[0].value) if inst.args else 0
+
+    def work(threads: np.ndarray) -> None:
+        if machine.race is None or kind == "fence":
+            return
+        warps = np.unique(threads >> 5)
+        if kind == "commit_group":
+            machine.race.commit("wgmma", warps)
+            machine.in_flight.commit(warps)
+        else:
+            machine.race.wait("wgmma", warps, pending)
+            machine.in_flight.wait(warps, pending)
+
+    return when_converged(machine, inst, None, work)
+
+
+@lru_cache(maxsize=4096)
+def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
+    """Offsets in a block's shared memory of a rows x 16 operand of 16-bit elements.
+
+    The leading and the stride byte offsets are those of PTX's tables: without swizzle, between core matrices of 8 x 8
+    along K and along the rows; K-major with swizzle, between groups of 8 rows (stride); MN-major, between spans along
+    the rows (leading) and between groups of 8 along K (stride).
+    """
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    span = _SPANS[descriptor >> 62]
+    if descriptor >> 49 & 7:
+        raise PtxError("a matrix descriptor with a base offset is not implemented")
+    row, k = np.arange(rows)[:, None], np.arange(_DEPTH)[None, :]
+    if span == 0:
+        if mn_major:
+            raise PtxError("an MN-major matrix descriptor without swizzle is not implemented")
+        return start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
+    if mn_major:
+        per_span = span // 2
+        linear = row // per_span * leading + k // 8 * stride + k % 8 * span + row % per_span * 2
+    else:
+        linear = row // 8 * stride + row % 8 * span + k * 2
+    return swizzled(start + linear, span)
+
+
+def _read_operand(
+    machine: Machine, block: int, descriptor: int, rows: int, mn_major: bool, warps: np.ndarray, ty: str
+) -> np.ndarray:
+    """float32 values of an operand in shared memory, with the checks of an asynchronous read."""
+    shared, offset = machine.shared, _operand_offsets(descriptor, rows, mn_major)
+    if int(offset.max()) + 2 > shared.nbytes:
+        raise PtxError(
+            f"wgmma operand out of bounds: descriptor 0x{descriptor:x} reaches {shared.describe(int(offset.max()))}, "
+            f"the block has 0x{shared.nbytes:x} bytes"
+        )
+    offset = offset + block * shared.stride
+    chunks = (offset[::8] if mn_major else offset[:, ::8]).ravel()  # 8 elements that lie together
+    bad = shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
+    if bad is not None:
+        where = shared.describe(int(chunks[bad]) % shared.stride)
+        raise PtxError(f"wgmma reads uninitialised shared memory: {where}, descriptor 0x{descriptor:x}")
+    if machine.race is not None:
+        machine.race.async_read("wgmma", warps, chunks, _CHUNK)
+    return halves_to_f32(shared.words(2)[offset // 2], ty)
+
+
+@control("wgmma.mma_async", allow="sync aligned " + " ".join(_SHAPES))
+def _multiply(machine: Machine, inst: Inst) -> Control:
+    """D += A B for a warp group: 64 x 16 by 16 x N."""
+    columns = int(inst.parts[3][4:-3])
+    if len(inst.types) != 3 or inst.types[0] != "f32" or inst.types[1] not in ("f16", "bf16"):
+        raise PtxError(f"wgmma of these types is not implemented: {' '.join(inst.types)}")
+    if len(inst.args[0].items) != columns // 2:
+        raise PtxError(f"wgmma with {len(inst.args[0].items)} accumulators instead of {columns // 2}")
+    from_registers = isinstance(inst.args[1], Vec)
+    signs = [int(arg.value) for arg in inst.args[4:6]] or [1, 1]
+    majors = [bool(arg.value) for arg in inst.args[6:]] or [False, False]
+    multiply = _group_product(machine, inst, columns, from_registers, signs[0] * signs[1], majors)
+
+    def run(threads: np.ndarray) -> None:
+        within = threads % machine.padded_threads
+        groups = (machine.block_of[threads] << 20) | within // _THREADS
+        late = []
+        for number in np.unique(groups):
+            mine = threads[groups == number]
+            if len(mine) == _THREADS:
+                multiply(mine)
+                machine.push(inst.pc + 1, mine)
+            else:
+                late.append(mine)
+        if late:
+            machine.park(inst.pc, np.concatenate(late))
+
+    return run
+
+
+def _group_product(
+    machine: Machine, inst: Inst, columns: int, from_registers: bool, sign: int, majors: list[bool]
+) -> Callable[[np.ndarray], None]:
+    ty = inst.types[1]
+    rows = np.array([item.index for item in inst.args[0].items])
+    a_rows = np.array(_rows_of(inst.args[1]) if from_registers else [], int)
+    in_order = bool((np.diff(rows) == 1).all())
+    accumulators = machine.registers.rows[32].view(np.float32)
+    a = register_rows(machine, inst.args[1].items) if from_registers else machine.source(inst.args[1], "u64")
+    b, adds = machine.source(inst.args[2], "u64"), machine.source(inst.args[3], "pred")
+
+    def uniform(values: np.ndarray, what: str, threads: np.ndarray) -> Any:
+        differs = values != values[0]
+        if differs.any():
+            problem = f"wgmma: {what} differs between the threads of a warp group"
+            machine.fault(problem, threads, int(np.argmax(differs)))
+        return values[0].item()
+
+    def multiply(threads: np.ndarray) -> None:
+        ix = machine.selection(threads)
+        block, warps = int(machine.block_of[threads[0]]), threads[::32] >> 5
+        if from_registers:  # register = row half + 2 column half
+            halves = np.ascontiguousarray(a(ix)).view(np.uint16)
+            left = halves_to_f32(halves, ty).reshape(2, 2, 4, 8, 8).transpose(2, 1, 3, 0, 4).reshape(_ROWS, _DEPTH)
+        else:
+            descriptor = uniform(a[ix], "descriptor A", threads)
+            left = _read_operand(machine, block, descriptor, _ROWS, majors[0], warps, ty)
+        descriptor = uniform(b[ix], "descriptor B", threads)
+        right = _read_operand(machine, block, descriptor, columns, majors[-1], warps, ty)
+        product = left @ right.T if sign > 0 else -(left @ right.T)
+        # Row 16 warp + 8 h + g, column 8 c + 2 t + e are in register 4 c + 2 h + e of lane 4 g + t.
+        product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)
+        if machine.in_flight is not None:
+            machine.in_flight.issue(warps, rows, a_rows)
+        place = (slice(int(rows[0]), int(rows[-1]) + 1) if in_order else rows, ix)
+        if uniform(adds[ix], "scale-d", threads):
+            product = accumulators[place] + product
+        accumulators[place] = product
+
+    return multiply

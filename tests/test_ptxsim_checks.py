@@ -1,0 +1,357 @@
+"""The interpreter of PTX: every defect it knows is reported, with what is wrong and where."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptxsim import Memory, Module, PtxError, tensor_map
+from ptxsim_kernels import cuda_module, report_of
+
+pytestmark = pytest.mark.simulated
+
+PLACES = r"""
+extern "C" __global__ void add(const float* a, float* c, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+#line 77 "sm80/somewhere.cuh"
+  c[i] = a[i] + 1;
+}
+"""
+
+
+def float_buffers(memory: Memory, count: int = 64) -> list[int]:
+    return [memory.alloc(np.zeros(count, np.float32), "input"), memory.empty(count, np.float32, "output")]
+
+
+def test_a_report_names_kernel_line_instruction_thread_and_buffer():
+    memory = Memory()
+    a, c = float_buffers(memory, 200)
+    report = report_of(cuda_module(PLACES).launch, "add", 2, 128, [a, c, 0], memory=memory)
+    for part in (
+        f"global read of 4 bytes at 0x{a + 800:x} is out of bounds: at offset 800 of input, which has 800 bytes",
+        "by thread (72,0,0) of block (1,0,0)",
+        "in kernel add, sm80/somewhere.cuh:77: ld.global.f32 %f",
+    ):
+        assert part in report
+
+
+GLOBAL = r"""
+extern "C" __global__ void shifted(const char* a, float* c, int offset) {
+  c[threadIdx.x] = *(const float*)(a + 4 * threadIdx.x + offset);
+}
+extern "C" __global__ void scattered(float* a, int offset) { a[threadIdx.x + offset] = 1; }
+extern "C" __global__ void strided(const float4* a, float* c) { c[threadIdx.x] = a[threadIdx.x].w; }
+extern "C" __global__ void called(float* c) { if (threadIdx.x == 5) asm volatile("trap;"); c[threadIdx.x] = 1; }
+extern "C" __global__ void spin(volatile int* p) { while (*p == 0); }
+"""
+
+
+@pytest.mark.parametrize(
+    "offset, wanted",
+    [
+        (256, ("out of bounds: at offset 256 of input, which has 256 bytes", "by thread (0,0,0)")),
+        (-4, ("out of bounds, below every buffer", "by thread (0,0,0)")),
+        (4, ("at offset 256 of input", "by thread (63,0,0)")),
+        (2, ("misaligned global access: 4 bytes", "offset 2 of input", "by thread (0,0,0)")),
+        (1 << 22, ("out of bounds: at offset",)),
+    ],
+)
+def test_global_reads(offset, wanted):
+    memory = Memory()
+    report = report_of(cuda_module(GLOBAL).launch, "shifted", 1, 64, [*float_buffers(memory), offset], memory=memory)
+    assert all(part in report for part in wanted), report
+
+
+def test_global_writes_and_vectors():
+    memory, launch = Memory(), cuda_module(GLOBAL).launch
+    a, c = float_buffers(memory)
+    report = report_of(launch, "scattered", 1, 64, [a, 3], memory=memory)
+    assert "global write of 4 bytes" in report and "by thread (61,0,0)" in report
+    report = report_of(launch, "strided", 1, 32, [a + 8, c], memory=memory)
+    assert "misaligned global access" in report or "is out of bounds" in report
+
+
+def test_uninitialised_global_memory():
+    memory, launch = Memory(), cuda_module(GLOBAL).launch
+    a = memory.empty(64, np.float32, "fresh")
+    launch("scattered", 1, 40, [a, 0], memory=memory)
+    assert memory.written(a).sum() == 160
+    report = report_of(launch, "shifted", 1, 64, [a, memory.empty(64, np.float32, "c"), 0], memory=memory)
+    assert "uninitialised global memory" in report and "offset 160 of fresh, which has 256 bytes" in report
+    assert "by thread (40,0,0)" in report
+    launch("shifted", 1, 64, [a, memory.empty(64, np.float32, "c"), 0], memory=memory, check_uninit=False)
+
+
+def test_traps_and_endless_loops():
+    memory, launch = Memory(), cuda_module(GLOBAL).launch
+    _, c = float_buffers(memory)
+    assert "trap executed\n  by thread (5,0,0)" in report_of(launch, "called", 1, 64, [c], memory=memory)
+    flag = memory.alloc(np.zeros(1, np.int32), "flag")
+    report = report_of(launch, "spin", 1, 32, [flag], memory=memory, max_rounds=500)
+    assert "no end after 500 scheduling rounds" in report and "kernel.cu:8" in report
+
+
+SHARED = r"""
+extern "C" __global__ void swap(float* o, int kind) {
+  __shared__ float numbers[64]; extern __shared__ float more[]; int t = threadIdx.x;
+  if (kind == 1 && t >= 40) { } else numbers[t] = t;
+  if (kind != 2) __syncthreads();
+  if (kind == 3) ((volatile float*)more)[t] = 1;
+  if (kind == 4) o[t] = *(volatile float*)((char*)numbers + 2);
+  if (kind == 5 && t < 32) asm volatile("bar.sync 1, 64;" ::: "memory");
+  if (kind == 5 && t >= 32) asm volatile("bar.sync 2, 64;" ::: "memory");
+  if (kind == 6) asm volatile("bar.sync 1, %0;" :: "r"(t < 32 ? 64 : 96) : "memory");
+  if (kind == 7) asm volatile("bar.sync 1, 33;" ::: "memory");
+  if (kind == 8 && t < 16) asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
+  if (kind == 8 && t >= 16 && t < 32) asm volatile("bar.sync 3, 32;" ::: "memory");
+  o[t] = numbers[63 - t];
+  if (kind == 9) numbers[t] = 0;
+  if (kind == 10) { __syncthreads(); numbers[0] = t; }
+}
+extern "C" __global__ void crowded() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, ("uninitialised shared memory", "(offset 252 of numbers, which has 256 bytes)", "by thread (0,0,0)")),
+        (2, ("shared memory race: the read of shared", "by warp 0 is not ordered after the write by warp 1")),
+        (3, ("shared access out of bounds: 4 bytes at shared 0x", "the block has 0x", "st.volatile.shared.u32")),
+        (4, ("misaligned shared access: 4 bytes", "(offset 2 of numbers")),
+        (5, ("deadlock in kernel swap", "wait at barrier 1: 32 of 64 arrived", "wait at barrier 2: 32 of 64 arrived")),
+        (6, ("barrier 1: counts 64 and 96 mixed",)),
+        (7, ("barrier 1: a count of 33",)),
+        (8, ("deadlock", "threads wait for other lanes of their warp", "bar.warp.sync")),
+        (9, ("race: the write", "is not ordered after the read by warp 1")),
+        (10, ("race: the write", "by warp 0", "write in the same instruction by warp 1")),
+    ],
+)
+def test_shared_memory_and_barriers(kind, wanted):
+    memory, launch = Memory(), cuda_module(SHARED).launch
+    out = memory.empty(64, np.float32, "o")
+    launch("swap", 3, 64, [out, 0], memory=memory, race_check=True)
+    report = report_of(launch, "swap", 3, 64, [out, kind], memory=memory, race_check=True)
+    assert all(part in report for part in (*wanted, "kernel swap", "block (0,0,0)")), report
+
+
+def test_more_threads_at_a_barrier_than_it_expects():
+    report = report_of(cuda_module(SHARED).launch, "crowded", 1, 96, [])
+    assert "barrier 1: 96 threads arrived, 64 are expected" in report
+
+
+COPY = r"""
+extern "C" __global__ void copy(const int* a, int* o, int kind) {
+  __shared__ __align__(16) int s[256]; int t = threadIdx.x;
+  unsigned to = (unsigned)__cvta_generic_to_shared(s + 4 * t);
+  if (kind == 4 && t == 5) to += 4;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(a + 4 * t) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  if (kind == 3) asm volatile("cp.async.commit_group; cp.async.wait_group 2;" ::: "memory");
+  else if (kind != 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (kind != 2) __syncthreads();
+  for (int i = t; i < 256; i += 64) o[i] = s[255 - i];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, "is not ordered after the write by the cp.async of warp"),  # no wait_group
+        (2, "is not ordered after the write by the cp.async of warp 1"),  # no barrier
+        (3, "is not ordered after the write by the cp.async of warp"),  # waits for a group too few
+        (4, "misaligned shared access: 16 bytes"),
+    ],
+)
+def test_missing_waits_for_cp_async(kind, wanted):
+    memory, launch = Memory(), cuda_module(COPY).launch
+    arguments = [memory.alloc(np.arange(256, dtype=np.int32), "a"), memory.empty(256, np.int32, "o")]
+    launch("copy", 2, 64, [*arguments, 0], memory=memory, race_check=True)
+    assert wanted in report_of(launch, "copy", 2, 64, [*arguments, kind], memory=memory, race_check=True)
+
+
+TMA = r"""
+typedef unsigned u32; typedef unsigned long long u64; struct alignas(64) Map { u64 opaque[16]; };
+// two rounds through one slot
+extern "C" __global__ void tiles(const __grid_constant__ Map in, const __grid_constant__ Map out,
+  float* o, int kind) {
+  __shared__ __align__(128) float s[256]; __shared__ u64 bars[2]; int t = threadIdx.x;
+  u32 slot = (u32)__cvta_generic_to_shared(s), full = (u32)__cvta_generic_to_shared(bars), empty = full + 8;
+  auto wait = [](u32 bar, int phase) {
+    asm volatile("{ .reg .pred p; L: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra L; }"
+      :: "r"(bar), "r"(phase) : "memory");
+  };
+  if (t == 0 && kind != 6) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(full) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(empty), "r"(kind == 8 ? 40 : 64) : "memory");
+  }
+  __syncthreads();
+  for (int r = 0; r < 2; r++) {
+    if (t == 0) {
+      if (r && kind != 1) wait(empty, 0);
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(full), "r"(kind == 3 ? 1040 : 1024)
+        : "memory");
+      asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];"
+        :: "r"(slot + (kind == 7 ? 64 : 0)), "l"(&in), "r"(full), "r"(0), "r"(r * 8) : "memory");
+    }
+    if (kind != 2 || t < 32) wait(full, r);
+    o[r * 256 + t] = s[4 * (t % 64)];
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(empty) : "memory");
+  }
+  __syncthreads();
+  s[t] = t; s[t + 64] = t; s[t + 128] = t; s[t + 192] = t;
+  if (kind != 4) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (t == 0) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1]; "
+      "cp.async.bulk.commit_group;" :: "l"(&out), "r"(slot), "r"(0), "r"(0) : "memory");
+    if (kind != 5) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  }
+  __syncthreads();
+  s[t] = 0;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, ("race: the asynchronous write", "is not ordered after the read by warp")),  # slot overwritten too early
+        (2, ("race: the read", "by warp 1 is not ordered after the write by a TMA load")),  # no wait for full
+        (3, ("deadlock", "wait for the mbarrier at shared", "0 of 1 arrivals and 16 bytes missing")),
+        (4, ("was written by warp", "is read through the async proxy", "without fence.proxy.async")),
+        (5, ("race: the write", "is not ordered after the read by the bulk copy of warp 0")),
+        (6, ("the mbarrier at shared", "bars, which has 16 bytes) is not initialised")),
+        (7, ("TMA tile is out of bounds", "TMA: the shared address 0x40 is misaligned")),
+        (8, ("more arrivals at the mbarrier", "than its count of 40")),
+    ],
+)
+def test_tma_and_mbarriers(kind, wanted):
+    memory, launch = Memory(), cuda_module(TMA, "compute_90a").launch
+    a, b = (memory.alloc(np.zeros((16, 32), np.float32), name) for name in ("a", "b"))
+    out = memory.empty(512, np.float32, "o")
+    maps = [tensor_map(address, "f32", (32, 16), (128,), (32, 8)) for address in (a, b)]
+    launch("tiles", 1, 64, [*maps, out, 0], memory=memory, race_check=True)
+    report = report_of(launch, "tiles", 1, 64, [*maps, out, kind], memory=memory, race_check=True)
+    if kind == 7:  # whichever comes first
+        assert any(part in report for part in wanted), report
+    else:
+        assert all(part in report for part in wanted), report
+
+
+def test_tma_of_what_nobody_wrote_and_of_what_is_not_there():
+    memory, launch = Memory(), cuda_module(TMA, "compute_90a").launch
+    b = memory.alloc(np.zeros((16, 32), np.float32), "b")
+    fresh, out = memory.empty((16, 32), np.float32, "fresh"), memory.empty(512, np.float32, "o")
+
+    def report(address, rows):
+        maps = [tensor_map(x, "f32", (32, n), (128,), (32, 8)) for x, n in ((address, rows), (b, 16))]
+        return report_of(launch, "tiles", 1, 64, [*maps, out, 0], memory=memory, race_check=True)
+
+    assert "TMA load of uninitialised global memory: offset 0 of fresh" in report(fresh, 16)
+    assert "a tensor map out of bounds: bytes 1536 to 2560 of b, which has 2048 bytes" in report(b + 512, 16)
+    not_a_map = [np.zeros(1, "V128")[0]] * 2
+    assert "no tensor map" in report_of(launch, "tiles", 1, 64, [*not_a_map, out, 0], memory=memory)
+
+
+WGMMA = r"""
+typedef unsigned u32; typedef unsigned long long u64;
+extern "C" __global__ void __launch_bounds__(128) product(float* o, int kind) {
+  __shared__ __align__(128) unsigned short s[64 * 16 + 8 * 16]; int t = threadIdx.x;
+  u32 base = (u32)__cvta_generic_to_shared(s);
+  for (int i = t; i < 64 * 16 + (kind == 1 ? 64 : 128); i += 128) s[i] = 0x3c00;
+  if (kind != 2) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if (kind != 3) __syncthreads();
+  float d[4] = {1, 1, 1, 1};
+  // stride 128 bytes, leading 1024
+  const u64 mode = 8ull << 32 | (u64)(kind == 4 ? 640 : 64) << 16;
+  u64 da = mode | base >> 4, db = 8ull << 32 | 8ull << 16 | (base + 2048) >> 4;
+  if (kind == 5) db = 0x4ull << 47 | 0x2ull << 48 | db;                               // a base offset
+  if (kind == 6) da += t / 64;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(da), "l"(db));
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if (kind == 7) o[t] = d[0];
+  if (kind == 8) { s[t] = 0; }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) :: "memory");
+  o[t] = d[0] + d[1] + d[2] + d[3];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, "wgmma reads uninitialised shared memory"),
+        (2, "without fence.proxy.async"),
+        (3, "race: the asynchronous read"),
+        (4, "wgmma operand out of bounds"),
+        (5, "base offset is not implemented"),
+        (6, "descriptor A differs between the threads of a warp group"),
+        (7, "accumulator of an unfinished wgmma"),
+        (8, "is not ordered after the read by the wgmma reads of warp"),
+    ],
+)
+def test_wgmma(kind, wanted):
+    memory, launch = Memory(), cuda_module(WGMMA, "compute_90a").launch
+    out = memory.empty(128, np.float32, "o")
+    launch("product", 1, 128, [out, 0], memory=memory, race_check=True)
+    assert (memory.read(out) == 4 * 17).all()
+    assert wanted in report_of(launch, "product", 1, 128, [out, kind], memory=memory, race_check=True)
+
+
+def kernel(body: str) -> Module:
+    return Module(
+        f".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry kernel()\n{{\n"
+        f".reg .b32 %r<9>; .reg .f32 %f<9>; .reg .b64 %rd<9>; .reg .pred %p<3>; .reg .b16 %h<9>;\n{body}\nret;\n}}"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "frobnicate.b32 %r1, %r2;",
+        "add.cc.u32 %r1, %r2, %r3;",
+        "add.u32.wrap %r1, %r2, %r3;",
+        "mad.lo.cc.u32 %r1, %r2, %r3, %r4;",
+        "prmt.b32.f4e %r1, %r2, %r3, %r4;",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3];",
+        "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1,%r2}, {%r1,%r2}, {%r3,%r4}, {%r1,%r2}, %r5, 0;",
+        "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1,%r2}, {%r3}, {%r4}, {%r1,%r2};",
+        "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1,%f2,%f3,%f4}, %rd1, %rd2, 1, 1, 1;",
+        "cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f2;",
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r2], 16, [%r3];",
+        "cp.async.bulk.tensor.1d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r4];",
+        "mbarrier.pending_count.b64 %r1, %rd1;",
+        "add.rz.f64 %rd1, %rd2, %rd3;",
+        "add.u64 %r1, %rd2, %rd3;",
+        "mov.u32 %r1, %nosuchregister;",
+        "ld.global.v8.b32 {%r1,%r2,%r3,%r4,%r5,%r6,%r7,%r8}, [%rd1];",
+    ],
+)
+def test_what_is_not_implemented_is_refused_before_the_kernel_starts(text):
+    report = report_of(kernel(f"trap;\n{text}").launch, "kernel", 1, 32, [])
+    assert "cannot decode" in report and "in kernel kernel" in report and text[:40].rstrip(";") in report
+    assert "trap executed" not in report
+
+
+def test_launches_that_do_not_fit_the_kernel():
+    launch = cuda_module(PLACES).launch
+    assert "takes 3 arguments, got 2" in report_of(launch, "add", 1, 32, [0, 0])
+    assert "has 4 bytes, the kernel expects 8" in report_of(launch, "add", 1, 32, [np.int32(0), 0, 0])
+    assert "no kernel 'sub'" in report_of(launch, "sub", 1, 32, [])
+    bounded = cuda_module('extern "C" __global__ void __launch_bounds__(64) small() {}').launch
+    assert "compiled for at most 64" in report_of(bounded, "small", 1, 65, [])
+    assert "shared memory, more than" in report_of(bounded, "small", 1, 32, [], dynamic_smem=240_000)
+    assert "no multiple of the cluster" in report_of(bounded, "small", 3, 32, [], cluster=(2, 1, 1))
+
+
+def test_addresses_belong_to_buffers():
+    memory = Memory()
+    address = memory.alloc(np.arange(4), "numbers")
+    with pytest.raises(PtxError, match="inside of numbers, not its start"):
+        memory.read(address + 8)
+    with pytest.raises(PtxError, match="out of bounds: at offset 32 of numbers, which has 32 bytes"):
+        memory.find(address + 32)
