@@ -1,6 +1,8 @@
-"""A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that run from their launch record.
+"""A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that run from their record.
+
 Here they do by the formulas what the kernel would, in simulator.py they execute the kernel. Strides, records, workspaces
-and the choice of copies are then tested where there is no GPU."""
+and the choice of copies are then tested where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,8 @@ def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, confi
 
 
 def backward(
-    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd", out=None,
-    config=None, family=None,
+    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd",
+    out=None, config=None, family=None,
 ):
     """`gpu.backward` by keyword."""
     return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)

@@ -1,10 +1,10 @@
 """A GPU that executes: the fake GPU of fake_gpu.py, whose stages run their kernels in ptxsim, an interpreter of PTX.
 
-A stage is rendered and compiled as for a GPU, up to PTX, and launched with the same record, grid and shared memory. Every
-array of the record gets memory of its own there, from its first to its last element and no further. In it only what
-belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel that reads
-between the rows of a strided array, past its end, or what nobody has written, is stopped. What is checked after a launch:
-every element of an output is written, and nothing else.
+A stage is rendered and compiled as for a GPU, up to PTX, and launched with the same record, grid and shared memory.
+Every array of the record gets memory of its own there, from its first to its last element and no further. In it only
+what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel that
+reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch every
+element of an output must have been written, and nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compile_ptx(text: str, arch: str) -> str:
         nvrtc.compileProgram(program, tuple(o for o in options if not o.startswith("--ptxas-options")))
         ptx = nvrtc.getPTX(program)
     except nvrtc.NVRTCError as error:
-        raise AssertionError(nvrtc.getProgramLog(program)) from error
+        raise RuntimeError(nvrtc.getProgramLog(program)) from error
     finally:
         nvrtc.destroyProgram(program)
     return ptx.decode() if isinstance(ptx, bytes) else ptx
@@ -128,10 +128,12 @@ class _Buffer:
         if not self.is_output:
             assert np.array_equal(self._host, now), f"{spec}: {self.name} is an input, and was written"
             return
-        missing = np.argwhere(~self._of(self._initialised).all(axis=-1))
-        assert not len(missing), f"{spec}: {len(missing)} elements of {self.name} are unwritten, first {missing[0].tolist()}"
         stray = np.count_nonzero(self._initialised & ~self._owned)
         assert not stray, f"{spec}: {stray} bytes between the rows of {self.name} are written"
+        missing = np.argwhere(~self._of(self._initialised).all(axis=-1))
+        assert not len(missing), (
+            f"{spec}: {len(missing)} elements of {self.name} are unwritten, first {missing[0].tolist()}"
+        )
         self._host[...] = now
 
     def _of(self, flat: np.ndarray) -> np.ndarray:
