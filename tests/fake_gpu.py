@@ -1,7 +1,7 @@
 """A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that run from their record.
 
-Here they do by the formulas what the kernel would, in simulator.py they execute the kernel. Strides, records, workspaces
-and the choice of copies are then tested where there is no GPU.
+Here they do by the formulas what the kernel would, in simulator.py they execute the kernel. Strides, records,
+workspaces and the choice of copies are then tested where there is no GPU.
 """
 
 from __future__ import annotations

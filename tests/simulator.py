@@ -2,9 +2,9 @@
 
 A stage is rendered and compiled as for a GPU, up to PTX, and launched with the same record, grid and shared memory.
 Every array of the record gets memory of its own there, from its first to its last element and no further. In it only
-what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel that
-reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch every
-element of an output must have been written, and nothing else.
+what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel
+that reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch
+every element of an output must have been written, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every kernel executed without a GPU: results by the numerical rule, every access within its array and of initialised memory,
-no races between warps. Shapes are a few tiles and reach every branch; see README.md in this folder."""
+"""Every kernel executed without a GPU: results by the numerical rule, every access within its array and of initialised
+memory, no races between warps. Shapes are a few tiles and reach every branch; see README.md in this folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STAGES = {
 
 
 def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
-    """Tiles of 32 rows (sm80) or 8 (simt; 16 of the inner loop for wide rows), so that a few dozen rows are several."""
+    """Tiles of 32 rows (sm80) or 8 (simt; wide rows: 16 in the inner loop): a few dozen rows are several."""
     if dtype in HALF:
         by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
         return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
@@ -41,8 +41,8 @@ def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
 
 
 def lengths_around(n: int) -> tuple[tuple[int, int], ...]:
-    """(seqlen_q, seqlen_k) for tiles of n rows: less than one, one, ragged ones, several with more keys, and so many more
-    queries that under the causal mask whole tiles see no key."""
+    """(seqlen_q, seqlen_k) for tiles of n rows: less than one, one, ragged ones, several with more keys, and so many
+    more queries that under the causal mask whole tiles see no key."""
     return ((1, 1), (n, n), (n + 1, n - 1), (2 * n + 5, 3 * n + 3), (3 * n - 2, n + 5))
 
 
