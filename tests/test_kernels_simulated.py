@@ -107,12 +107,10 @@ def rows_of_the_table() -> list:
     cases = {}
     for row in TILE_TABLE:
         dtype = row.dtypes[0] if row.dtypes else "float16"
-        tile = dataclasses.replace(row.tile, blocks_per_sm=1)  # a limit of registers, which the PTX does not know
+        tile = dataclasses.replace(row.tile, blocks_per_sm=1)  # it limits registers, which the interpreter does not
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
-        while why_illegal(
-            row.operation, row.family, dtype, head_dim, tile, device
-        ):  # a row that serves the smaller ones only
-            head_dim -= 32
+        while why_illegal(row.operation, row.family, dtype, head_dim, tile, device):
+            head_dim -= 32  # the row serves smaller ones only
         name = f"{row.operation}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
         cases[name] = pytest.param(row.operation, dtype, head_dim, tile, id=name)
     return list(cases.values())

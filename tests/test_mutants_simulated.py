@@ -33,6 +33,7 @@ CATCHES = {
     "deadlock": (ptxsim.PtxError, "deadlock"),
     "unwritten": (AssertionError, "elements of .* are unwritten"),
     "stray": (AssertionError, "between the rows of .* are written"),
+    "input": (AssertionError, "is an input, and was written"),
     "numbers": (AssertionError, "% of the allowed"),
 }
 
@@ -161,6 +162,13 @@ MUTANTS = (
         "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.q_strides.row",
         "stray",
         Problem(heads=(1, 1), packed="o"),
+    ),
+    Mutant(
+        "o written over q",
+        "forward",
+        "Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);",
+        "Element* o = const_cast<Element*>(params.q) + params.q_strides.offset(where.batch, 0, where.head);",
+        "input",
     ),
     # Masks and tile ranges
     Mutant(
