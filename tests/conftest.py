@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
     for variable in ("FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
+    # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process.
+    if getattr(config.option, "dist", None) == "load":
+        config.option.dist = "loadgroup"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -33,8 +36,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_SESSION_FOLDER].cleanup()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     needing = [item for item in items if item.get_closest_marker("gpu")]
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in needing:
+            item.add_marker(pytest.mark.xdist_group("gpu"))
     reason = _why_no_gpu() if needing else None
     if reason is not None:
         for item in needing:

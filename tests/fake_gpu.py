@@ -1,5 +1,8 @@
-"""A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that do with their launch record, by the formulas,
-what the kernel would. Strides, records, workspaces and the choice of copies are then tested where there is no GPU."""
+"""A GPU made of NumPy: CuPy's part of gpu.py and prepared.py on host memory, and stages that run from their record.
+
+Here they do by the formulas what the kernel would, in simulator.py they execute the kernel. Strides, records,
+workspaces and the choice of copies are then tested where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextlib
 import ctypes
 import struct
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -40,11 +43,6 @@ class FakeArray(np.ndarray):
     @property
     def data(self) -> FakeMemory:
         return FakeMemory(self.ctypes.data, self, self.device_id)
-
-
-def on_gpu(array: np.ndarray) -> FakeArray:
-    """The same memory as an array of the fake device."""
-    return array.view(FakeArray)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
@@ -82,16 +80,109 @@ class FakeCupy(types.SimpleNamespace):
         return FakeMemory(buffer.ctypes.data, buffer)
 
 
+def place(array: np.ndarray) -> FakeArray:
+    """A copy where CuPy's allocator would put it."""
+    placed = _aligned(array.shape, array.dtype)
+    placed[...] = array
+    return placed
+
+
+def shifted(x: np.ndarray) -> FakeArray:
+    """The same numbers two or four bytes off the alignment."""
+    wide = place(np.empty(x.size + 1, x.dtype))
+    view = wide[1:].reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def gapped(x: np.ndarray) -> FakeArray:
+    """A last axis that is not contiguous."""
+    wide = place(np.empty((*x.shape, 2), x.dtype))
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def packed(x: np.ndarray) -> FakeArray:
+    """Every second head of a wider array: strides that the kernels take."""
+    wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
+    wide[:, :, ::2] = x
+    return wide[:, :, ::2]
+
+
+def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None):
+    """`gpu.forward` by keyword."""
+    return gpu.forward(q, k, v, causal, scale, layout, out, config, family)
+
+
+def backward(
+    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd",
+    out=None, config=None, family=None,
+):
+    """`gpu.backward` by keyword."""
+    return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)
+
+
+class Launch:
+    """One launch: the record unpacked, and the arrays that it names as views of their memory.
+
+    Attributes
+    ----------
+    stage : Stage
+    pointers : dict
+        Addresses by the record's names.
+    values : dict
+        The record's other members.
+    cleared : tuple of str
+        What the plan has set to zero before its first stage.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
+        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        layout = self.spec.params
+        self.record = layout.pointer_packer.pack(*[addresses[name] for name in layout.pointers]) + stage.constants
+        assert len(self.record) == layout.nbytes
+        self.pointers = dict(zip(layout.pointers, layout.pointer_packer.unpack_from(self.record), strict=True))
+        self.values = stage_values(stage)
+        per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
+        self.batch = stage.blocks // per_batch
+        self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
+
+    def array(self, name: str) -> np.ndarray:
+        """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
+        if name == "dq_accum":
+            return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
+        heads, rows = self.values["num_heads"], self.values["seqlen_q"]
+        if name in ("lse", "delta"):
+            dtype = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
+            return memory_at(self.pointers[name], (self.batch, heads, rows), None, dtype)
+        if name in ("k", "v", "dk", "dv"):
+            heads, rows = heads // self.values["heads_per_group"], self.values["seqlen_k"]
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
+        if dtype.itemsize == 2:
+            assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
+        batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
+        shape = (self.batch, rows, heads, self.spec.head_dim)
+        return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+
+def run_formulas(launch: Launch) -> None:
+    """Does what the kernel would, by the formulas."""
+    _Formulas(launch).run()
+
+
 @contextlib.contextmanager
-def fake_gpu(monkeypatch, arch: str = "sm_90") -> Iterator[list[Stage]]:
+def fake_gpu(
+    monkeypatch, device: DeviceInfo | str = "sm_90", run: Callable[[Launch], None] = run_formulas
+) -> Iterator[list[Stage]]:
     """Makes gpu.py run on the host; gives the list of the stages that were launched."""
     launched: list[Stage] = []
+    info = device if isinstance(device, DeviceInfo) else DeviceInfo.named(device)
 
     def bind_plan(plan: Plan, buffers: tuple[str, ...]):
         def bound(stage: Stage):
             def launch(addresses: list[int], stream: int) -> None:
                 launched.append(stage)
-                _Launch(stage, dict(zip(buffers, addresses, strict=True))).run()
+                run(Launch(plan, stage, dict(zip(buffers, addresses, strict=True))))
 
             return launch
 
@@ -102,60 +193,53 @@ def fake_gpu(monkeypatch, arch: str = "sm_90") -> Iterator[list[Stage]]:
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
-    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: cls.named(arch)))
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))
     monkeypatch.setattr(gpu, "_prepared", {})
     yield launched
 
 
-class _Launch:
-    """One launch: the record unpacked, tensors as views of the memory that it names."""
+class _Formulas:
+    """Kernels by their formulas."""
 
-    def __init__(self, stage: Stage, addresses: dict[str, int]):
-        self.spec = stage.spec
-        layout = self.spec.params
-        record = layout.pointer_packer.pack(*[addresses[name] for name in layout.pointers]) + stage.constants
-        assert len(record) == layout.nbytes
-        self.pointers = dict(zip(layout.pointers, layout.pointer_packer.unpack_from(record), strict=True))
-        self.values = dict(_unpack(self.spec, record[layout.pointer_packer.size :]))
-        per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
-        self.batch = stage.blocks // per_batch
+    def __init__(self, launch: Launch):
+        self.launch, self.spec, self.values = launch, launch.spec, launch.values
 
     def run(self) -> None:
         getattr(self, f"_{self.spec.operation}")()
 
     def _forward(self) -> None:
-        q, k, v = self._tensor("q"), self._keys("k"), self._keys("v")
+        q, k, v = self.launch.array("q"), self.launch.array("k"), self.launch.array("v")
         scale = self.values["scale_log2"] / np.log2(np.e)
         o, lse = reference.forward(q, k, v, causal=self.spec.causal, softmax_scale=scale)
-        self._tensor("o")[...] = o
-        self._rows("lse")[...] = lse
+        self.launch.array("o")[...] = o
+        self.launch.array("lse")[...] = lse
 
     def _delta(self) -> None:
-        self._rows("delta")[...] = reference.delta(self._tensor("o"), self._tensor("dout"))
+        self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
 
     def _backward(self) -> None:
         gradients = self._gradients()
-        if "dq" in self.pointers:  # simt: dq is written, dk and dv are added to
-            self._tensor("dq")[...] = gradients[0]
-            self._keys("dk")[...] += gradients[1]
-            self._keys("dv")[...] += gradients[2]
+        if "dq" in self.launch.pointers:  # simt: dq is written, dk and dv are added to
+            self.launch.array("dq")[...] = gradients[0]
+            self.launch.array("dk")[...] += gradients[1]
+            self.launch.array("dv")[...] += gradients[2]
         else:
             self._workspace()[...] += gradients[0]
-            self._keys("dk")[...], self._keys("dv")[...] = gradients[1:]
+            self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients[1:]
 
     def _backward_dq(self) -> None:
-        self._tensor("dq")[...] = self._gradients()[0]
+        self.launch.array("dq")[...] = self._gradients()[0]
 
     def _backward_dkdv(self) -> None:
-        self._keys("dk")[...], self._keys("dv")[...] = self._gradients()[1:]
+        self.launch.array("dk")[...], self.launch.array("dv")[...] = self._gradients()[1:]
 
     def _convert_dq(self) -> None:
-        self._tensor("dq")[...] = self._workspace()
+        self.launch.array("dq")[...] = self._workspace()
 
     def _gradients(self) -> tuple:
         """From lse and delta as they lie in memory, like the kernels."""
-        q, k, v, do = self._tensor("q"), self._keys("k"), self._keys("v"), self._tensor("dout")
-        lse, delta, scale = self._rows("lse"), self._rows("delta"), self.values["softmax_scale"]
+        q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
+        lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self.values["softmax_scale"]
         group = self.values["heads_per_group"]
         q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -169,29 +253,15 @@ class _Launch:
         dk, dv = (x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:]).sum(2) for x in (dk, dv))
         return tuple(x.transpose(0, 2, 1, 3) for x in (scale * ds @ k, dk, dv))
 
-    def _tensor(self, name: str) -> np.ndarray:
-        return self._view(name, self.values["num_heads"], self.values["seqlen_q"])
-
-    def _keys(self, name: str) -> np.ndarray:
-        return self._view(name, self.values["num_heads"] // self.values["heads_per_group"], self.values["seqlen_k"])
-
-    def _view(self, name: str, heads: int, length: int) -> np.ndarray:
-        dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        if dtype.itemsize == 2:
-            assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
-        batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
-        shape = (self.batch, length, heads, self.spec.head_dim)
-        return _memory(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
-
-    def _rows(self, name: str) -> np.ndarray:
-        dtype = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
-        shape = (self.batch, self.values["num_heads"], self.values["seqlen_q"])
-        return _memory(self.pointers[name], shape, None, dtype)
-
     def _workspace(self) -> np.ndarray:
         """dq_accum in plain order: the kernels' order is their own affair."""
-        shape = (self.batch, self.values["seqlen_q"], self.values["num_heads"], self.spec.head_dim)
-        return _memory(self.pointers["dq_accum"], shape, None, np.dtype("float32"))
+        shape = (self.launch.batch, self.values["seqlen_q"], self.values["num_heads"], self.spec.head_dim)
+        return self.launch.array("dq_accum")[: np.prod(shape)].reshape(shape)
+
+
+def stage_values(stage: Stage) -> dict[str, object]:
+    """The members of a stage's record that are no pointers."""
+    return dict(_unpack(stage.spec, stage.constants))
 
 
 def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
@@ -212,6 +282,7 @@ class _Memory:
         }
 
 
-def _memory(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray:
+def memory_at(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray:
+    """An array of what lies at an address; nothing keeps it there."""
     array = np.asarray(_Memory(address, shape, strides, dtype))
     return array if array.dtype == dtype else array.view(dtype)

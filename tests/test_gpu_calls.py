@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import FakeArray, fake_gpu, on_gpu  # noqa: E402
+from fake_gpu import FakeArray, backward, fake_gpu, forward, gapped, packed, place, shifted  # noqa: E402
 
 from fa2cupy import TileConfig, gpu, prepared  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
@@ -21,52 +21,10 @@ def launched(monkeypatch):
         yield stages
 
 
-def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None):
-    """`gpu.forward` by keyword."""
-    return gpu.forward(q, k, v, causal, scale, layout, out, config, family)
-
-
-def backward(
-    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd", out=None,
-    config=None, family=None,
-):
-    """`gpu.backward` by keyword."""
-    return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)
-
-
 def inputs_of(dtype="float16", **options) -> list[FakeArray]:
     """Inputs of a small grouped-query problem on the fake device."""
     sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64} | options
     return [place(x) for x in make_inputs(dtype, **sizes)]
-
-
-def place(array: np.ndarray) -> FakeArray:
-    """A copy where CuPy's allocator would put it."""
-    placed = gpu.cupy.empty(array.shape, array.dtype)
-    placed[...] = array
-    return placed
-
-
-def shifted(x):
-    """The same numbers two or four bytes off the alignment."""
-    wide = place(np.empty(x.size + 1, x.dtype))
-    view = wide[1:].reshape(x.shape)
-    view[...] = x
-    return view
-
-
-def gapped(x):
-    """A last axis that is not contiguous."""
-    wide = place(np.empty((*x.shape, 2), x.dtype))
-    wide[..., 0] = x
-    return wide[..., 0]
-
-
-def packed(x):
-    """Every second head of a wider array: strides that the kernels take."""
-    wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
-    wide[:, :, ::2] = x
-    return wide[:, :, ::2]
 
 
 @pytest.mark.parametrize("view", (place, packed, shifted, gapped), ids=lambda view: view.__name__)

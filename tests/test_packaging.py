@@ -121,7 +121,7 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
         "cuda-bindings",
     }
     assert requirements["cuda13"] == {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "cuda-bindings"}
-    assert requirements["test"] == {"pytest", "hypothesis"}
+    assert requirements["test"] == {"pytest", "pytest-xdist", "hypothesis"}
     assert set(requirements) == {"", "cuda12", "cuda13", "test", "bench"}
 
 

@@ -1,0 +1,141 @@
+"""A GPU that executes: the fake GPU of fake_gpu.py, whose stages run their kernels in ptxsim, an interpreter of PTX.
+
+A stage is rendered and compiled as for a GPU, up to PTX, and launched with the same record, grid and shared memory.
+Every array of the record gets memory of its own there, from its first to its last element and no further. In it only
+what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel
+that reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch
+every element of an output must have been written, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import ptxsim
+from fake_gpu import Launch, fake_gpu, memory_at
+from numpy.lib.stride_tricks import as_strided
+
+from fa2cupy.compiler import compile_options
+from fa2cupy.device import DeviceInfo
+from fa2cupy.plan import Stage
+from fa2cupy.source import render_kernel
+from fa2cupy.spec import KernelSpec
+
+__all__ = ["compile_ptx", "simulated_gpu"]
+
+#: From a kernel and its source to the source that is compiled instead.
+Patch = Callable[[KernelSpec, str], str]
+
+
+def compile_ptx(text: str, arch: str) -> str:
+    """What NVRTC makes of a kernel's source with the package's options, before it is assembled."""
+    from cupy.cuda import nvrtc
+
+    # A virtual architecture stops the compiler at PTX; the assembler's options then mean nothing.
+    options = [option.replace("-arch=sm_", "-arch=compute_") for option in compile_options(arch)]
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, tuple(o for o in options if not o.startswith("--ptxas-options")))
+        ptx = nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return ptx.decode() if isinstance(ptx, bytes) else ptx
+
+
+@functools.lru_cache(maxsize=64)
+def _module(text: str, arch: str) -> ptxsim.Module:
+    return ptxsim.Module(compile_ptx(text, arch))
+
+
+@contextlib.contextmanager
+def simulated_gpu(
+    monkeypatch, device: DeviceInfo | str = "sm_90", *, seed: int | None = None, patch: Patch | None = None
+) -> Iterator[list[Stage]]:
+    """Makes gpu.py run in the interpreter; gives the list of the stages that were launched.
+
+    Parameters
+    ----------
+    monkeypatch : pytest.MonkeyPatch
+    device : DeviceInfo or str, optional
+        The GPU that kernels are chosen and compiled for.
+    seed : int, optional
+        Lets warps take turns at random.
+    patch : callable, optional
+        From a kernel's spec and source to the source that runs.
+    """
+
+    def run(launch: Launch) -> None:
+        text = render_kernel(launch.spec).text
+        _execute(launch, _module(text if patch is None else patch(launch.spec, text), launch.spec.arch), seed)
+
+    with fake_gpu(monkeypatch, device, run) as launched:
+        yield launched
+
+
+def _execute(launch: Launch, module: ptxsim.Module, seed: int | None) -> None:
+    spec, memory = launch.spec, ptxsim.Memory()
+    kinds = {field.name: field.kind for field in spec.params.fields}
+    buffers = {}
+    for name in launch.pointers:
+        array = launch.array(name)
+        if array.size:
+            buffers[name] = _Buffer(memory, name, array, kinds[name].startswith("output"), name in launch.cleared)
+    # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
+    addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
+    module.launch(
+        spec.symbol,
+        grid=launch.stage.blocks,
+        block=launch.stage.threads,
+        args=[spec.params.pointer_packer.pack(*addresses.values()) + launch.stage.constants],
+        dynamic_smem=spec.shared_memory_bytes,
+        memory=memory,
+        race_check=True,
+        seed=seed,
+    )
+    for buffer in buffers.values():
+        buffer.finish(spec)
+
+
+class _Buffer:
+    """An array of the host, and its copy in the interpreter's memory."""
+
+    def __init__(self, memory: ptxsim.Memory, name: str, array: np.ndarray, is_output: bool, cleared: bool):
+        self.name, self.is_output = name, is_output
+        self._shape, self._strides = (*array.shape, array.itemsize), (*array.strides, 1)
+        self._host = memory_at(array.ctypes.data, self._shape, self._strides, np.dtype(np.uint8))
+        reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+        below = -sum(min(0, r) for r in reach)  # bytes ahead of the first element where a stride is negative
+        nbytes = below + sum(max(0, r) for r in reach) + array.itemsize
+        # Ahead of them as many bytes as keep the alignment of the address; they are no more initialised than gaps are.
+        self._first = (array.ctypes.data - below) % 512 + below
+        base = memory.empty(self._first - below + nbytes, np.uint8, name)
+        self.address = base + self._first
+        self._bytes, self._initialised = memory.read(base), memory.written(base)
+        self._owned = np.zeros(len(self._bytes), bool)
+        self._of(self._owned)[...] = True
+        if cleared or not is_output:
+            self._of(self._bytes)[...] = self._host
+            self._initialised[self._owned] = True
+
+    def finish(self, spec: KernelSpec) -> None:
+        """Checks what the kernel has written, and copies it to the host."""
+        now = self._of(self._bytes)
+        if not self.is_output:
+            assert np.array_equal(self._host, now), f"{spec}: {self.name} is an input, and was written"
+            return
+        stray = np.count_nonzero(self._initialised & ~self._owned)
+        assert not stray, f"{spec}: {stray} bytes between the rows of {self.name} are written"
+        missing = np.argwhere(~self._of(self._initialised).all(axis=-1))
+        assert not len(missing), (
+            f"{spec}: {len(missing)} elements of {self.name} are unwritten, first {missing[0].tolist()}"
+        )
+        self._host[...] = now
+
+    def _of(self, flat: np.ndarray) -> np.ndarray:
+        """The array's bytes, those of an element along the last axis, in memory of the same form."""
+        return as_strided(flat[self._first :], self._shape, self._strides)

@@ -1,0 +1,275 @@
+"""Every kernel executed without a GPU: results by the numerical rule, every access within its array and of initialised
+memory, no races between warps. Shapes are a few tiles and reach every branch; see README.md in this folder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
+from simulator import simulated_gpu  # noqa: E402
+
+from fa2cupy import TileConfig, gpu, reference  # noqa: E402
+from fa2cupy.device import DeviceInfo  # noqa: E402
+from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
+from fa2cupy.tile_table import TILE_TABLE  # noqa: E402
+from fa2cupy.tiles import why_illegal  # noqa: E402
+
+pytestmark = pytest.mark.simulated
+
+HALF = ("float16", "bfloat16")
+METHODS = ("single_pass", "two_pass")
+STAGES = {
+    ("sm80", "single_pass"): ["delta", "backward", "convert_dq"],
+    ("simt", "single_pass"): ["delta", "backward"],
+    ("sm80", "two_pass"): ["delta", "backward_dq", "backward_dkdv"],
+    ("simt", "two_pass"): ["delta", "backward_dq", "backward_dkdv"],
+}
+
+
+def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
+    """Tiles of 32 rows (sm80) or 8 (simt; wide rows: 16 in the inner loop): a few dozen rows are several."""
+    if dtype in HALF:
+        by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
+        return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
+    by_rows, by_keys = (TileConfig(8, 8, 2),) * 2 if head_dim <= 128 else (TileConfig(8, 16, 4), TileConfig(16, 8, 4))
+    return {"forward": by_rows, "backward": by_rows, "backward_dq": by_rows, "backward_dkdv": by_keys}
+
+
+def lengths_around(n: int) -> tuple[tuple[int, int], ...]:
+    """(seqlen_q, seqlen_k) for tiles of n rows: less than one, one, ragged ones, several with more keys, and so many
+    more queries that under the causal mask whole tiles see no key."""
+    return ((1, 1), (n, n), (n + 1, n - 1), (2 * n + 5, 3 * n + 3), (3 * n - 2, n + 5))
+
+
+def family_of(dtype: str) -> str:
+    return "sm80" if dtype in HALF else "simt"
+
+
+def draw(
+    dtype: str, lengths: tuple[int, int], head_dim: int, heads: tuple[int, int] = (2, 1), view=place, **options
+) -> tuple:
+    """q, k, v and do on the simulated device."""
+    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
+    return tuple(view(x) for x in make_inputs(dtype, head_dim=head_dim, **sizes, **options))
+
+
+def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options) -> None:
+    """Runs forward, delta and the backward by each method, and checks all results and which kernels gave them."""
+    q, k, v, do = inputs
+    problem = {name: options[name] for name in ("causal", "layout") if name in options}
+    expected = Expectation(q, k, v, do, **problem)
+    o, lse = forward(q, k, v, **options)
+    expected.check(o=o, lse=lse)
+    delta = gpu.delta(o, do, options.get("layout", "bshd"), None)
+    check_delta(o, do, delta, layout=options.get("layout", "bshd"))
+    for method in methods:
+        launched.clear()
+        gradients = backward(q, k, v, o, lse, do, method=method, **options)
+        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+        if q.size and k.size:  # else a kernel without a block is not launched
+            operations = [stage.spec.operation for stage in launched]
+            assert operations == STAGES[family_of(q.dtype.name), method]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch) as stages:
+        yield stages
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float16", d) for d in (32, 40, 59, 64, 96, 128, 160, 256)] + [("bfloat16", d) for d in (64, 80, 128, 192)],
+)
+def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim, causal):
+    for lengths in lengths_around(32):
+        check(draw(dtype, lengths, head_dim), launched, causal=causal, config=small_tiles(dtype, head_dim))
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float32", d) for d in (1, 32, 59, 128, 250)] + [("float64", d) for d in (32, 64, 111, 256)],
+)
+def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
+    for lengths in lengths_around(8):
+        check(draw(dtype, lengths, head_dim), launched, causal=causal, config=small_tiles(dtype, head_dim))
+
+
+def rows_of_the_table() -> list:
+    """(operation, dtype, head_dim, tile) of each row, without repetitions."""
+    cases = {}
+    for row in TILE_TABLE:
+        dtype = row.dtypes[0] if row.dtypes else "float16"
+        tile = dataclasses.replace(row.tile, blocks_per_sm=1)  # it limits registers, which the interpreter does not
+        head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
+        while why_illegal(row.operation, row.family, dtype, head_dim, tile, device):
+            head_dim -= 32  # the row serves smaller ones only
+        name = f"{row.operation}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
+        cases[name] = pytest.param(row.operation, dtype, head_dim, tile, id=name)
+    return list(cases.values())
+
+
+@pytest.mark.parametrize(("operation", "dtype", "head_dim", "tile"), rows_of_the_table())
+def test_every_default_tile(launched, operation, dtype, head_dim, tile):
+    check_tile(operation, dtype, head_dim, tile)
+
+
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "tile"),
+    (
+        ("forward", 64, TileConfig(64, 32, 4, 1)),
+        ("forward", 64, TileConfig(64, 32, 4, 3)),
+        ("forward", 64, TileConfig(128, 16, 8, 4)),
+        ("forward", 32, TileConfig(64, 32, 1, 2)),
+        ("forward", 192, TileConfig(64, 32, 8, 3)),
+        ("forward", 192, TileConfig(32, 96, 2, 2)),
+        ("backward", 64, TileConfig(16, 32, 4, 1)),
+        ("backward", 64, TileConfig(64, 32, 4, 2)),
+        ("backward", 64, TileConfig(32, 128, 8, 2)),
+        ("backward", 32, TileConfig(64, 128, 4, 1)),
+        ("backward", 96, TileConfig(48, 48, 6, 2)),
+        ("backward_dq", 64, TileConfig(64, 16, 4, 1)),
+        ("backward_dq", 64, TileConfig(64, 32, 4, 3)),
+        ("backward_dq", 64, TileConfig(128, 32, 8, 2)),
+        ("backward_dkdv", 64, TileConfig(16, 64, 4, 1)),
+        ("backward_dkdv", 64, TileConfig(64, 64, 8, 2)),
+        ("backward_dkdv", 32, TileConfig(32, 128, 4, 1)),
+    ),
+    ids=str,
+)
+def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
+    check_tile(operation, "bfloat16", head_dim, tile)
+
+
+def check_tile(operation: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
+    """One kernel, on lengths just above its tile and a causal mask with more keys than queries."""
+    inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, causal=True)
+    if operation == "forward":
+        o, lse = forward(q, k, v, causal=True, config=tile)
+        expected.check(spec=tile, o=o, lse=lse)
+        return
+    o, lse = reference.forward(q, k, v, causal=True)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
+    method = "single_pass" if operation == "backward" else "two_pass"
+    other = {"backward_dq": "backward_dkdv", "backward_dkdv": "backward_dq"}.get(operation)
+    config = {operation: tile, **({other: small_tiles(dtype, head_dim)[other]} if other else {})}
+    dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method, config=config)
+    expected.check(spec=tile, dq=dq, dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize("head_dim", (64, 160))
+def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, head_dim):
+    with simulated_gpu(monkeypatch, "sm_80") as launched:
+        options = {"causal": True, "config": small_tiles("float16", head_dim), "methods": ("single_pass",)}
+        check(draw("float16", (70, 90), head_dim), launched, **options)
+        assert {stage.spec.arch for stage in launched} == {"sm_80"}
+
+
+@pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_head_groups_in_both_layouts(launched, dtype, layout, heads):
+    n = 32 if dtype in HALF else 8
+    inputs = draw(dtype, (n + 3, 2 * n + 1), 64, heads, batch=2, layout=layout)
+    check(inputs, launched, layout=layout, causal=True, config=small_tiles(dtype, 64))
+
+
+def backwards(x: np.ndarray) -> np.ndarray:
+    """Rows that lie last to first."""
+    return place(x[:, ::-1])[:, ::-1]
+
+
+def joined(x: np.ndarray) -> np.ndarray:
+    """Rows further apart than their heads are long, as in one array for q, k and v."""
+    wide = place(np.full((*x.shape[:3], 3 * x.shape[3]), np.nan, x.dtype))
+    wide[..., x.shape[3] : 2 * x.shape[3]] = x
+    return wide[..., x.shape[3] : 2 * x.shape[3]]
+
+
+@pytest.mark.parametrize("view", (packed, joined, backwards, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59)))
+def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype, head_dim, view):
+    n = 32 if dtype in HALF else 8
+    q, k, v, do = draw(dtype, (n + 3, 2 * n + 1), head_dim, batch=2, view=view)
+    config = small_tiles(dtype, head_dim)
+    expected = Expectation(q, k, v, do, causal=True)
+    o, lse = view(np.full_like(q, np.nan)), None
+    _, lse = forward(q, k, v, causal=True, config=config, out=(o, lse))
+    expected.check(o=o, lse=lse)
+    for method in METHODS:
+        out = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
+        dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, config=config, method=method, out=out)
+        assert dq is out[0] and dk is out[1] and dv is out[2]
+        expected.check(dq=dq, dk=dk, dv=dv)
+
+
+def growing(inputs: tuple, rows: slice) -> tuple:
+    """The same with scores of some rows that grow towards the middle: whichever end a kernel starts from, the softmax's
+    reference becomes too small for them, by more than any 16-bit type could hold."""
+    q, k, v, do = inputs
+    direction = np.sign(np.asarray(q[0, 0, 0], np.float32))
+    position = np.arange(k.shape[1]) / k.shape[1]
+    k[...] = (6 * (1 - abs(position - 0.4))[None, :, None, None] * direction).astype(k.dtype)
+    q[:, rows] = (2 * direction).astype(q.dtype)
+    return q, k, v, do
+
+
+@pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("bfloat16", 128), ("float16", 192), ("float64", 64)))
+def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, head_dim, rows):
+    n = 32 if dtype in HALF else 8
+    q, k, v, _ = growing(draw(dtype, (n + 3, 4 * n), head_dim), rows)
+    for causal in (False, True):
+        o, lse = forward(q, k, v, causal=causal, config=small_tiles(dtype, head_dim))
+        Expectation(q, k, v, causal=causal).check(o=o, lse=lse)
+
+
+def with_small_cache(q: np.ndarray) -> DeviceInfo:
+    """An H100 whose L2 holds K and V (or Q and dO) of two heads as long as q."""
+    return dataclasses.replace(
+        DeviceInfo.named("sm_90"), l2_bytes=-(-4 * q.shape[1] * q.shape[3] * q.itemsize * 8 // 5)
+    )
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_heads_in_several_sections(monkeypatch, dtype):
+    n = 32 if dtype in HALF else 8
+    inputs = draw(dtype, (2 * n + 1, 2 * n + 1), 64, (2, 1), batch=3)
+    with simulated_gpu(monkeypatch, with_small_cache(inputs[0])) as launched:
+        check(inputs, launched, causal=True, config=small_tiles(dtype, 64))
+        by_query, by_key = (stage_values(stage) for stage in launched[-2:])
+        # Sections of four query heads of six; and of one key head, whose group has two query heads, of three.
+        assert (by_query["heads_per_section"], by_key["heads_per_section"]) == (4, 1)
+
+
+@pytest.mark.parametrize("seed", (1, 2))
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("bfloat16", 160), ("float32", 40)))
+def test_warps_may_take_turns_in_any_order(monkeypatch, dtype, head_dim, seed):
+    n = 32 if dtype in HALF else 8
+    with simulated_gpu(monkeypatch, seed=seed) as launched:
+        check(draw(dtype, (2 * n + 5, 3 * n + 3), head_dim), launched, causal=True, config=small_tiles(dtype, head_dim))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float64", 33)))
+@pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
+def test_lengths_of_zero(launched, dtype, head_dim, empty, method):
+    lengths = (0, 21) if empty == "seqlen_q" else (21, 0)
+    check(draw(dtype, lengths, head_dim), launched, causal=True, methods=(method,))
+
+
+@pytest.mark.parametrize("head_dim", (8, 96, 256))
+@pytest.mark.parametrize("dtype", ("float16", "float32", "float64"))
+def test_delta_of_its_own(launched, dtype, head_dim):
+    _, _, _, do = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=packed)
+    o = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=joined, seed=1)[0]
+    check_delta(o, do, gpu.delta(o, do, "bshd", None))

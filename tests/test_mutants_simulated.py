@@ -1,0 +1,447 @@
+"""Kernels broken on purpose, each in one place, and each caught: what the simulated tests are worth.
+
+A mutant is a patch to the rendered source. It names what catches it: the interpreter (a race, an access out of bounds
+or of uninitialised memory, a deadlock), the look at what was written, or the numerical rule. The kernel without the
+patch passes the same check on the same problem.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("cupy")
+
+import ptxsim  # noqa: E402
+from fake_gpu import backward, forward, packed, place  # noqa: E402
+from simulator import simulated_gpu  # noqa: E402
+from test_kernels_simulated import draw, growing, small_tiles, with_small_cache  # noqa: E402
+
+from fa2cupy import gpu, reference  # noqa: E402
+from fa2cupy.spec import KernelSpec  # noqa: E402
+from fa2cupy.testing import Expectation, check_delta  # noqa: E402
+
+pytestmark = pytest.mark.simulated
+
+#: What catches a mutant: the exception, and what its text says.
+CATCHES = {
+    "race": (ptxsim.PtxError, "race"),
+    "bounds": (ptxsim.PtxError, "not mapped|global access of"),
+    "uninitialised": (ptxsim.PtxError, "uninitialised"),
+    "deadlock": (ptxsim.PtxError, "deadlock"),
+    "unwritten": (AssertionError, "elements of .* are unwritten"),
+    "stray": (AssertionError, "between the rows of .* are written"),
+    "input": (AssertionError, "is an input, and was written"),
+    "numbers": (AssertionError, "% of the allowed"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is run on; the tiles are those of `small_tiles`."""
+
+    dtype: str = "float16"
+    head_dim: int = 64
+    lengths: tuple[int, int] = (69, 99)
+    heads: tuple[int, int] = (2, 1)
+    batch: int = 1
+    causal: bool = True
+    small_cache: bool = False  # so that heads are scheduled in sections
+    packed: str = ""  # names of arrays that lie between others
+    growing: bool = False  # scores that leave the softmax's reference behind
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel, what is changed in it, and what must catch the change."""
+
+    name: str
+    operation: str
+    old: str
+    new: str
+    caught_by: str
+    problem: Problem = Problem()
+
+    def __call__(self, spec: KernelSpec, text: str) -> str:
+        """The source, patched if it is this kernel's."""
+        if spec.operation != self.operation:
+            return text
+        if text.count(self.old) != 1:  # no AssertionError, which could pass for a mutant that is caught
+            raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
+        return text.replace(self.old, self.new)
+
+
+ONE_HEAD = Problem(heads=(1, 1))
+GROUPS = Problem(heads=(4, 2))
+FULL = Problem(causal=False)
+MASKED_ROWS = Problem(lengths=(94, 37))
+GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
+WIDE = Problem(head_dim=160)
+SECTIONS = Problem(lengths=(65, 65), batch=3, small_cache=True)
+SIMT = Problem("float32", 59, (21, 27))
+SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
+
+#: Between the bound of a loop over 8-column tiles and its body.
+EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
+
+MUTANTS = (
+    # sm80: the ring of key tiles
+    Mutant(
+        "no barrier in the ring",
+        "forward",
+        "cp_async_wait<kStages - 2>();\n        }\n        __syncthreads();",
+        "cp_async_wait<kStages - 2>();\n        }",
+        "race",
+    ),
+    Mutant("no wait for the copy", "forward", "cp_async_wait<kStages - 2>();", "", "race"),
+    Mutant(
+        "wait for the tile before",
+        "backward_dq",
+        "cp_async_wait<kStages - 2>();",
+        "cp_async_wait<kStages - 1>();",
+        "race",
+    ),
+    Mutant("next tile into the slot in use", "forward", "load(tile - (kStages - 1));", "load(tile - kStages);", "race"),
+    Mutant(
+        "no wait where no key tile was",
+        "forward",
+        "cp_async_wait<0>();\n        __syncthreads();\n        Element* o =",
+        "Element* o =",
+        "race",
+        MASKED_ROWS,
+    ),
+    # sm80: tiles in shared memory
+    Mutant(
+        "swizzle on one side",
+        "forward",
+        "chunk_ = (chunk ^ Tile::swizzle(row)) << 4;",
+        "chunk_ = chunk << 4;",
+        "numbers",
+    ),
+    Mutant(
+        "no column predicate on load",
+        "forward",
+        "row_valid && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);",
+        "row_valid;",
+        "bounds",
+        Problem(head_dim=40, heads=(1, 1)),
+    ),
+    Mutant(
+        "no row predicate on load",
+        "backward",
+        "row_valid = first_row + row < num_rows;",
+        "row_valid = true;",
+        "bounds",
+        ONE_HEAD,
+    ),
+    Mutant(
+        "no row predicate on store", "forward", "if (first_row + row < num_rows && (kHeadDim", "if ((kHeadDim", "bounds"
+    ),
+    Mutant(
+        "k read with the strides of v",
+        "forward",
+        "k, v, params.k_strides.row, params.v_strides.row,",
+        "k, v, params.v_strides.row, params.v_strides.row,",
+        "bounds",
+        Problem(packed="v"),
+    ),
+    Mutant(
+        "v read with the strides of k",
+        "forward",
+        "k, v, params.k_strides.row, params.v_strides.row,",
+        "k, v, params.k_strides.row, params.k_strides.row,",
+        "uninitialised",
+        Problem(packed="v"),
+    ),
+    Mutant(
+        "o stored with the strides of q",
+        "forward",
+        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row",
+        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.q_strides.row",
+        "stray",
+        Problem(heads=(1, 1), packed="o"),
+    ),
+    Mutant(
+        "o written over q",
+        "forward",
+        "Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);",
+        "Element* o = const_cast<Element*>(params.q) + params.q_strides.offset(where.batch, 0, where.head);",
+        "input",
+    ),
+    # Masks and tile ranges
+    Mutant(
+        "causal mask one key too far",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + diagonal + 2) : seqlen_k;",
+        "numbers",
+    ),
+    Mutant("causal mask one query too far", "backward", "key - diagonal : 0;", "key - diagonal + 1 : 0;", "numbers"),
+    Mutant(
+        "ragged edge one key too far",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + diagonal + 1) : seqlen_k + 1;",
+        "numbers",
+        FULL,
+    ),
+    Mutant(
+        "last ragged tile left out", "backward_dq", "ceil_div(seen_by_any, kBc)};", "seen_by_any / kBc};", "numbers"
+    ),
+    Mutant(
+        "diagonal from the top left",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + 1) : seqlen_k;",
+        "numbers",
+    ),
+    Mutant(
+        "blocks of the last section miscounted",
+        "forward",
+        "const int32 tile = rank / heads;",
+        "const int32 tile = rank / schedule.heads_per_section;",
+        "bounds",
+        SECTIONS,
+    ),
+    # Heads
+    Mutant(
+        "query heads dealt out to key heads in turn",
+        "forward",
+        "* kBr;\n        const int32 head_kv = where.head / params.heads_per_group;",
+        "* kBr;\n        const int32 head_kv = where.head % (params.num_heads / params.heads_per_group);",
+        "numbers",
+        GROUPS,
+    ),
+    Mutant(
+        "only the first head of a group",
+        "backward_dkdv",
+        "tiles_per_head * params.heads_per_group;",
+        "tiles_per_head;",
+        "numbers",
+    ),
+    # The softmax
+    Mutant("sum not rescaled", "forward", "sum[i] *= rescale[i];", "", "numbers"),
+    Mutant(
+        "output rescaled by the other row",
+        "forward",
+        f"kD / 8{EACH} output[m].value[n][e] *= rescale[e / 2];",
+        f"kD / 8{EACH} output[m].value[n][e] *= rescale[0];",
+        "numbers",
+    ),
+    Mutant(
+        "no slow path",
+        "forward",
+        "if (!__all_sync(kFullWarp, attempt(scores, scale_log2, p, share))) return false;",
+        "attempt(scores, scale_log2, p, share);",
+        "numbers",
+        GROWING,
+    ),
+    Mutant(
+        "log-sum-exp of a row without keys",
+        "forward",
+        "lse[i] = empty ? -infinity<Real>()",
+        "lse[i] = empty ? Real(0)",
+        "numbers",
+        MASKED_ROWS,
+    ),
+    Mutant(
+        "-inf - (-inf)",
+        "forward",
+        "highest[i] == -infinity<Real>() ? Real(0) : highest[i];",
+        "highest[i];",
+        "numbers",
+        MASKED_ROWS,
+    ),
+    Mutant(
+        "last log-sum-exp not written",
+        "forward",
+        "if (lane % 4 == 0 && row < params.seqlen_q) lse[row]",
+        "if (lane % 4 == 0 && row < params.seqlen_q - 1) lse[row]",
+        "unwritten",
+    ),
+    # sm80: wide heads, where pairs of warps share rows
+    Mutant(
+        "no barrier before the partner's P",
+        "forward",
+        "write_p(p);\n                barrier_sync(barrier(), 64);",
+        "write_p(p);",
+        "race",
+        WIDE,
+    ),
+    Mutant(
+        "no barrier before the partner's maximum",
+        "forward",
+        "stat[m][i]);\n        barrier_sync(barrier(), 64);",
+        "stat[m][i]);",
+        "race",
+        WIDE,
+    ),
+    Mutant(
+        "each warp keeps its own vote",
+        "forward",
+        "kept = barrier_all(barrier(), 64, fits);",
+        "barrier_all(barrier(), 64, fits);\nkept = __all_sync(common::kFullWarp, fits);",
+        "deadlock",
+        Problem(head_dim=160, lengths=(35, 320), causal=False, growing=True),
+    ),
+    # sm80: the backward by key tiles
+    Mutant(
+        "no barrier at the top of an iteration",
+        "backward",
+        "cp_async_wait<0>();\n            block_barrier();\n            if",
+        "cp_async_wait<0>();\n            if",
+        "race",
+    ),
+    Mutant(
+        "dV leaves before the last dQ has read K",
+        "backward",
+        "if (steps > 0) add_dq(previous, (steps + 1) % 2);\n            block_barrier();",
+        "if (steps > 0) add_dq(previous, (steps + 1) % 2);",
+        "race",
+    ),
+    Mutant("P taken before it is written", "backward_dkdv", "barrier_sync(1 + pair, 64);", "", "race"),
+    Mutant("P never announced", "backward_dkdv", "barrier_arrive(1 + pair, 64);", "", "deadlock"),
+    Mutant(
+        "one buffer for the row statistics",
+        "backward",
+        "store_row_stat(row_stat, (t + 1) % 2);",
+        "store_row_stat(row_stat, t % 2);",
+        "race",
+    ),
+    Mutant(
+        "row statistics past the end",
+        "backward",
+        "const bool valid = row < params.seqlen_q;",
+        "const bool valid = true;",
+        "bounds",
+    ),
+    Mutant("dK without the scale", "backward_dkdv", "gradient[m].value[n][e] *= params.softmax_scale;", "", "numbers"),
+    Mutant(
+        "dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "numbers"
+    ),
+    Mutant(
+        "dQ without delta",
+        "backward_dq",
+        "ds[m].value[n][e] = minus_delta[m][e / 2];",
+        "ds[m].value[n][e] = 0;",
+        "numbers",
+    ),
+    Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
+    Mutant("dQ converted past the end", "convert_dq", "if (row >= params.seqlen_q) continue;", "", "bounds"),
+    Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
+    # simt
+    Mutant(
+        "simt: no barrier after the copy",
+        "forward",
+        "params.v_strides.row, tile * kBc, params.seqlen_k);\n            __syncthreads();",
+        "params.v_strides.row, tile * kBc, params.seqlen_k);",
+        "race",
+        SIMT,
+    ),
+    Mutant(
+        "simt: no barrier before the next copy",
+        "backward_dkdv",
+        "++tile) {\n                __syncthreads();",
+        "++tile) {",
+        "race",
+        SIMT,
+    ),
+    Mutant(
+        "simt: no column predicate on load",
+        "forward",
+        "row < num_rows && column < kHeadDim ?",
+        "row < num_rows ?",
+        "bounds",
+        SIMT,
+    ),
+    Mutant(
+        "simt: no row predicate on load",
+        "backward_dq",
+        "row < num_rows && column < kHeadDim ?",
+        "column < kHeadDim ?",
+        "bounds",
+        SIMT,
+    ),
+    Mutant(
+        "simt: no row predicate on store",
+        "backward_dq",
+        "if (first_row + r < num_rows && lane + 32 * c < kHeadDim)",
+        "if (lane + 32 * c < kHeadDim)",
+        "bounds",
+        SIMT,
+    ),
+    Mutant(
+        "simt: heads of a group dealt out in turn",
+        "backward_dkdv",
+        "where.head * params.heads_per_group + member;",
+        "where.head + member * (params.num_heads / params.heads_per_group);",
+        "numbers",
+        SIMT_GROUPS,
+    ),
+    Mutant(
+        "simt: shared sums without atomics",
+        "backward",
+        "atomicAdd(&tile[j * kRowLength + lane + 32 * c], sum);",
+        "tile[j * kRowLength + lane + 32 * c] += sum;",
+        "race",
+        SIMT,
+    ),
+    Mutant(
+        "simt: global sums overwritten",
+        "backward",
+        "atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);",
+        "gmem[row * row_stride + column] = scale * tile[index];",
+        "numbers",
+        SIMT,
+    ),
+    Mutant("simt: dS without delta", "backward_dq", "(ds.value[j] - delta);", "ds.value[j];", "numbers", SIMT),
+    Mutant(
+        "simt: rescale of the first row for all",
+        "forward",
+        "Warp::of_row(rescale[0], r);",
+        "Warp::of_row(rescale[0], 0);",
+        "numbers",
+        SIMT,
+    ),
+)
+
+
+def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
+    """Calls what launches the kernel, on inputs that no other kernel has touched, and checks its results."""
+    inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, batch=problem.batch)
+    if problem.growing:
+        growing(inputs, slice(0, 1))
+    q, k, v, do = (
+        packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
+    )
+    device = with_small_cache(q) if problem.small_cache else "sm_90"
+    expected = Expectation(q, k, v, do, causal=problem.causal)
+    options = {"causal": problem.causal, "config": small_tiles(problem.dtype, problem.head_dim)}
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+        if operation == "forward":
+            o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
+            expected.check(o=o, lse=lse)
+            return
+        o, lse = reference.forward(q, k, v, causal=problem.causal)
+        o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
+        if operation == "delta":
+            check_delta(o, do, gpu.delta(o, do, "bshd", None))
+            return
+        method = "two_pass" if operation in ("backward_dq", "backward_dkdv") else "single_pass"
+        gradients = backward(q, k, v, o, lse, do, method=method, **options)
+        expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+@functools.lru_cache(maxsize=None)
+def check_unbroken(operation: str, problem: Problem) -> None:
+    run(operation, problem)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_broken_kernel_is_caught(mutant):
+    check_unbroken(mutant.operation, mutant.problem)
+    exception, text = CATCHES[mutant.caught_by]
+    with pytest.raises(exception, match=text):
+        run(mutant.operation, mutant.problem, mutant)
