@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from ptxsim import Module, PtxError
-from ptxsim.compile import compile_ptx, cuda_include
+from ptxsim.compile import OPTIONS, compile_ptx, cuda_include
 
 __all__ = ["cuda_module", "report_of"]
 
@@ -24,7 +24,7 @@ def cuda_module(source: str, arch: str = "compute_80", options: tuple[str, ...] 
         pytest.skip(f"needs CuPy with NVRTC and CUDA's headers: {error}")
     except Exception as error:  # CuPy reports a missing shared library in several ways
         pytest.skip(f"NVRTC cannot be loaded: {error}")
-    return Module(compile_ptx(source, arch, options))
+    return Module(compile_ptx(source, arch, OPTIONS + options))
 
 
 def report_of(launch, *args, **options) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import ptxsim
 from fake_gpu import Launch, fake_gpu, memory_at
 from numpy.lib.stride_tricks import as_strided
+from ptxsim.compile import compile_ptx
 
 from fa2cupy.compiler import compile_options
 from fa2cupy.device import DeviceInfo
@@ -24,32 +25,20 @@ from fa2cupy.plan import Stage
 from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
 
-__all__ = ["compile_ptx", "simulated_gpu"]
+__all__ = ["simulated_gpu"]
 
 #: From a kernel and its source to the source that is compiled instead.
 Patch = Callable[[KernelSpec, str], str]
 
 
-def compile_ptx(text: str, arch: str) -> str:
-    """What NVRTC makes of a kernel's source with the package's options, before it is assembled."""
-    from cupy.cuda import nvrtc
-
-    # A virtual architecture stops the compiler at PTX; the assembler's options then mean nothing.
-    options = [option.replace("-arch=sm_", "-arch=compute_") for option in compile_options(arch)]
-    program = nvrtc.createProgram(text, "kernel.cu", (), ())
-    try:
-        nvrtc.compileProgram(program, tuple(o for o in options if not o.startswith("--ptxas-options")))
-        ptx = nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(nvrtc.getProgramLog(program)) from error
-    finally:
-        nvrtc.destroyProgram(program)
-    return ptx.decode() if isinstance(ptx, bytes) else ptx
+def _options(arch: str) -> tuple[str, ...]:
+    """The package's, without those for another architecture and for the assembler."""
+    return tuple(o for o in compile_options(arch) if not o.startswith(("-arch=", "--ptxas-options")))
 
 
 @functools.lru_cache(maxsize=64)
 def _module(text: str, arch: str) -> ptxsim.Module:
-    return ptxsim.Module(compile_ptx(text, arch))
+    return ptxsim.Module(compile_ptx(text, arch.replace("sm_", "compute_"), _options(arch)))
 
 
 @contextlib.contextmanager

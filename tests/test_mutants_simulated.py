@@ -28,7 +28,7 @@ pytestmark = pytest.mark.simulated
 #: What catches a mutant: the exception, and what its text says.
 CATCHES = {
     "race": (ptxsim.PtxError, "race"),
-    "bounds": (ptxsim.PtxError, "not mapped|global access of"),
+    "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
     "uninitialised": (ptxsim.PtxError, "uninitialised"),
     "deadlock": (ptxsim.PtxError, "deadlock"),
     "unwritten": (AssertionError, "elements of .* are unwritten"),

@@ -1,14 +1,16 @@
-"""CUDA C++ to PTX, for tests of small kernels, with the NVRTC that CuPy loads. Needs no GPU."""
+"""CUDA C++ to PTX, with the NVRTC that CuPy loads. Needs no GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["compile_ptx", "cuda_include"]
+__all__ = ["OPTIONS", "compile_ptx", "cuda_include"]
+
+OPTIONS = ("-std=c++17", "-lineinfo")
 
 
-def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = ()) -> str:
-    """PTX text of a CUDA C++ source.
+def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = OPTIONS) -> str:
+    """PTX text of a CUDA C++ source for a virtual architecture, which keeps NVRTC from assembling it.
 
     Raises
     ------
@@ -20,7 +22,7 @@ def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = 
     program = nvrtc.createProgram(source, "kernel.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17", "-lineinfo", *options))
+            nvrtc.compileProgram(program, (f"-arch={arch}", *options))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(nvrtc.getProgramLog(program)) from error
         ptx = nvrtc.getPTX(program)
