@@ -19,6 +19,17 @@
 
 namespace fa2::sm90 {
 
+// A tile that is read where it lies, member by member.
+struct TileInSlot {
+    uint32 address, empty;  // of the slot, of its barrier
+
+    __device__ int32 key_tiles() const { return load_shared(address); }
+    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
+    __device__ int32 first_row() const { return load_shared(address + 8); }
+    __device__ int32 head() const { return load_shared(address + 12); }
+    __device__ int32 batch() const { return load_shared(address + 16); }
+};
+
 template <class Spec>
 class ForwardConsumer {
     using Shape = ForwardShape<Spec>;
@@ -47,15 +58,15 @@ class ForwardConsumer {
     __device__ void run() {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
-        QueryTile tile = query_tile<Spec>(params_, next_index());
+        TileInSlot tile = next_tile();
         first_scores(tile, softmax_);
         p.set(scores_);
         output_.fill(0.0f);
         while (true) {
-            int32 block = tile.key_tiles - 2;
+            int32 block = tile.key_tiles() - 2;
             if constexpr (Spec::kCausal) {
 #pragma unroll 1
-                for (; block >= tile.full_key_tiles; --block) masked_step(tile, block, p);
+                for (const int32 first = tile.full_key_tiles(); block >= first; --block) masked_step(tile, block, p);
             }
             if constexpr (kTwoP) {
 #pragma unroll 1
@@ -74,13 +85,12 @@ class ForwardConsumer {
 
             const uint32 buffer = queries_.slot();
             queries_.advance();
-            const int32 index = next_index();
-            if (index < 0) {
+            const TileInSlot next = next_tile();
+            if (next.key_tiles() == 0) {
                 last_output(p);
                 store(tile, buffer);
                 break;
             }
-            const QueryTile next = query_tile<Spec>(params_, index);
             Softmax next_softmax;
             if constexpr (Shape::kQueryBuffers == 2) {
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
@@ -133,7 +143,7 @@ class ForwardConsumer {
     }
 
     // The same for a key tile that needs it. These are few, and take the plain way.
-    __device__ __forceinline__ void masked_step(const QueryTile& tile, int32 block, Probabilities& p) {
+    __device__ __forceinline__ void masked_step(const TileInSlot& tile, int32 block, Probabilities& p) {
         issue_both(p);
         if (block == 0) release_query();
         mask(tile, block);
@@ -153,7 +163,7 @@ class ForwardConsumer {
     }
 
     // P of a tile's first key tile, in `scores_`.
-    __device__ __forceinline__ void first_scores(const QueryTile& tile, Softmax& softmax) {
+    __device__ __forceinline__ void first_scores(const TileInSlot& tile, Softmax& softmax) {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
@@ -163,16 +173,16 @@ class ForwardConsumer {
         begin_rows(tile, softmax);
     }
 
-    __device__ __forceinline__ void begin_rows(const QueryTile& tile, Softmax& softmax) {
-        const int32 block = tile.key_tiles - 1;
+    __device__ __forceinline__ void begin_rows(const TileInSlot& tile, Softmax& softmax) {
+        const int32 block = tile.key_tiles() - 1;
         if (block == 0) release_query();
-        if (block >= tile.full_key_tiles) mask(tile, block);
+        if (block >= tile.full_key_tiles()) mask(tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, params_.scale_log2, rescale);
     }
 
-    __device__ __forceinline__ void mask(const QueryTile& tile, int32 block) {
+    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
         const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
         common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
@@ -238,15 +248,11 @@ class ForwardConsumer {
 
     // ------------------------------------------------------------------------------------------------------ the outside
 
-    __device__ __forceinline__ int32 next_index() {
+    __device__ __forceinline__ TileInSlot next_tile() {
         const uint32 slot = tiles_.slot();
         mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
-        int32 index;
-        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(memory_.tile_slot(slot)) : "memory");
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_tile(slot));
         tiles_.advance();
-        return __shfl_sync(common::kFullWarp, index, 0);
+        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
     }
 
     __device__ __forceinline__ void release_key() {
@@ -259,17 +265,17 @@ class ForwardConsumer {
         if (Shape::kOwnOutput && lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
 
-    __device__ __forceinline__ int32 first_row(const QueryTile& tile) const {
-        return tile.first_row + group_ * kGroupRows + warp_ * 16;
+    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
     // O and lse of this warp's 16 rows. O is written to a box per panel in shared memory, 128-byte swizzled, and stored
-    // from there by the warp alone, while it goes on.
-    __device__ __forceinline__ void store(const QueryTile& tile, uint32 buffer) {
+    // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
+    __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
         softmax_.finish(inverse_sum, row_lse);
-        const int32 row = first_row(tile);
-        float* lse = params_.lse + (static_cast<int64>(tile.batch) * params_.num_heads + tile.head) * params_.seqlen_q;
+        const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
+        float* lse = params_.lse + (static_cast<int64>(batch) * params_.num_heads + head) * params_.seqlen_q;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Output::row(i, lane_);
@@ -304,8 +310,9 @@ class ForwardConsumer {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, tile.head, tile.batch);
+                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
             tma_store_commit();
+            mbarrier_arrive(tile.empty);
         }
     }
     using Packed16 = PackedFragment<Element, 2>;

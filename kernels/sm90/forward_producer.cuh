@@ -15,16 +15,15 @@ class ForwardProducer {
     // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first scores
     // under this tile's last output; with a single buffer for Q, they cannot.
     __device__ void run() {
-        int32 next_index = fetch(blockIdx.x);
-        publish(blockIdx.x);
-        publish(next_index);
         QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
-        load_query(tile);
-        load_key(tile, tile.key_tiles - 1);
+        publish(tile);
+        start(tile);
+        int32 next_index = fetch(blockIdx.x);
         while (true) {
-            const bool is_last = next_index < 0;
-            const int32 index_after = is_last ? -1 : fetch(next_index);  // under way during this tile
-            const QueryTile next = is_last ? tile : query_tile<Spec>(params_, next_index);
+            const QueryTile next = query_tile<Spec>(params_, next_index);
+            publish(next);
+            const bool is_last = next.key_tiles == 0;
+            next_index = fetch(next_index);  // under way during this tile
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 1; block > 0; --block) {
                 load_key(tile, block - 1);
@@ -34,8 +33,6 @@ class ForwardProducer {
             load_value(tile, 0);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
-            publish(index_after);
-            next_index = index_after;
             tile = next;
         }
         finish();
@@ -45,6 +42,7 @@ class ForwardProducer {
     // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
     // Without a counter the order is fixed.
     __device__ int32 fetch(int32 previous) const {
+        if (previous < 0) return -1;
         const int32 index = (params_.tile_counter ? atomicAdd(params_.tile_counter, 1) : previous) + gridDim.x;
         return index < params_.num_tiles * params_.scheduled_heads * params_.batch ? index : -1;
     }
@@ -59,10 +57,11 @@ class ForwardProducer {
         }
     }
 
-    __device__ void publish(int32 index) {
-        const uint32 slot = tiles_.slot();
+    __device__ void publish(const QueryTile& tile) {
+        const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
-        asm volatile("st.shared.s32 [%0], %1;" ::"r"(memory_.tile_slot(slot)), "r"(index) : "memory");
+        store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
+        store_shared(address + 16, tile.batch);
         mbarrier_arrive(memory_.full_tile(slot));
         tiles_.advance();
     }

@@ -18,7 +18,24 @@ inline constexpr int kPanelColumns = 64;        // of 16 bits: the 128 bytes tha
 inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kAlignment = 1024;         // of a swizzled panel
 inline constexpr int kMaxSharedBytes = 227 * 1024;
-inline constexpr int kTileSlots = 2;
+inline constexpr int kTileSlots = 4;
+
+// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they need
+// it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from `full_key_tiles`
+// on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them without a sum. A tile
+// without key tiles is the end of the work.
+struct alignas(32) QueryTile {
+    int32 key_tiles, full_key_tiles, first_row, head, batch;
+};
+
+template <class Spec>
+__device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
+    if (index < 0) return {0, 0, 0, 0, 0};
+    const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
+    const auto keys =
+        common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch};
+}
 
 template <class Spec>
 struct ForwardShape {
@@ -32,7 +49,7 @@ struct ForwardShape {
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kRingBytes = 2 * kStages * kKeyBytes;
-    static constexpr int kBarrierBytes = 8 * (4 + 4 * kStages + 2 * kTileSlots) + 4 * kTileSlots;
+    static constexpr int kBarrierBytes = 8 * (4 + 4 * kStages + 2 * kTileSlots) + sizeof(QueryTile) * kTileSlots;
     static constexpr int kBesidesQueries = kAlignment + kRingBytes + kBarrierBytes;
     // O has a buffer of its own if it fits, else it leaves through Q's; with what is left Q is loaded a tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 2 * kQueryBytes <= kMaxSharedBytes;
@@ -48,7 +65,7 @@ struct ForwardShape {
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(kConsumerRegisters >= kAtEntry);
     // P of two tiles at a time: the next one's exponentials then run under the product that uses this one's.
-    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + 32 <= kConsumerRegisters;
+    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + 40 <= kConsumerRegisters;
 };
 
 // Where everything is.
@@ -76,7 +93,7 @@ struct ForwardMemory {
     __device__ uint32 full_tile(uint32 slot) const { return barrier(4 + 4 * Shape::kStages + slot); }
     __device__ uint32 empty_tile(uint32 slot) const { return barrier(4 + 4 * Shape::kStages + kTileSlots + slot); }
     __device__ uint32 tile_slot(uint32 slot) const {
-        return barrier(4 + 4 * Shape::kStages + 2 * kTileSlots) + 4 * slot;
+        return barrier(4 + 4 * Shape::kStages + 2 * kTileSlots) + sizeof(QueryTile) * slot;
     }
 
     __device__ void init_barriers() const {
@@ -98,19 +115,5 @@ struct ForwardMemory {
         mbarrier_init_fence();
     }
 };
-
-// A query tile. Its key tiles are taken from the last to the first; those from `full_key_tiles` on need the mask. Rows
-// that see no key have one all the same, wholly masked, which leaves them without a sum.
-struct QueryTile {
-    int32 first_row, head, batch, key_tiles, full_key_tiles;
-};
-
-template <class Spec>
-__device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
-    const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
-    const auto keys =
-        common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-    return {where.tile * Spec::kBr, where.head, where.batch, max_of(keys.end, 1), keys.full_end};
-}
 
 }  // namespace fa2::sm90

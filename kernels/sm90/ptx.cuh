@@ -13,6 +13,18 @@ __device__ __forceinline__ uint32 shared_address(const void* p) {
     return static_cast<uint32>(__cvta_generic_to_shared(p));
 }
 
+__device__ __forceinline__ int32 load_shared(uint32 address) {
+    int32 x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(uint32 address, int32 x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 // ------------------------------------------------------------------------------------------------------------ mbarriers
 
 __device__ __forceinline__ void mbarrier_init(uint32 barrier, uint32 arrivals) {
