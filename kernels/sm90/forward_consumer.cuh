@@ -86,22 +86,22 @@ class ForwardConsumer {
             const uint32 buffer = queries_.slot();
             queries_.advance();
             const TileInSlot next = next_tile();
-            if (next.key_tiles() == 0) {
-                last_output(p);
-                store(tile, buffer);
-                break;
-            }
+            const bool is_last = next.key_tiles() == 0;
             Softmax next_softmax;
-            if constexpr (Shape::kQueryBuffers == 2) {
+            if (Shape::kQueryBuffers == 2 && !is_last) {
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
                 issue_both(p);
                 begin_rows(next, next_softmax);
                 wait_for_output();
                 p.set(scores_);
-                store(tile, buffer);
             } else {
-                last_output(p);
-                store(tile, buffer);
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                issue_output(p);
+                wait_for_output();
+            }
+            store(tile, buffer);
+            if (is_last) break;
+            if constexpr (Shape::kQueryBuffers == 1) {
                 if (!Shape::kOwnOutput && lane_ == 0) {
                     tma_store_wait_read();
                     mbarrier_arrive(memory_.empty_query(buffer));
@@ -208,12 +208,6 @@ class ForwardConsumer {
         pin(output_);
         if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
         values_.advance();
-    }
-
-    __device__ __forceinline__ void last_output(const Probabilities& p) {
-        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        issue_output(p);
-        wait_for_output();
     }
 
     __device__ __forceinline__ void issue_scores() {
