@@ -80,17 +80,19 @@ def legal_configs(
     return [tile for tile in itertools.starmap(TileConfig, tiles) if not why_illegal(operation, name, dtype, head_dim, tile, device)]
 
 
-def default_specs(device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None = None) -> list[KernelSpec]:
+def default_specs(
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None = None, family: str | None = None
+) -> list[KernelSpec]:
     """The kernels that calls with default options use: the forward's, or those of a backward method."""
-    step = choose_family("forward" if method is None else "backward", dtype, device).head_dim_step
+    step = choose_family("forward" if method is None else "backward", dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
     problem = AttentionProblem(dtype, 1, 128, 128, 1, 1, padded, causal, 1.0, "bshd", 4)
     contiguous = problem.kernel_strides(problem.q_shape)
     strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), contiguous)
     if method is None:
-        plan = plan_forward(problem, device, strides)
+        plan = plan_forward(problem, device, strides, family=family)
     else:
-        plan = plan_backward(problem, device, strides, method)
+        plan = plan_backward(problem, device, strides, method, family=family)
     return [stage.spec for stage in plan.stages]
 
 

@@ -113,12 +113,18 @@ class _Launch:
     def __init__(self, stage: Stage, addresses: dict[str, int]):
         self.spec = stage.spec
         layout = self.spec.params
-        record = layout.pointer_packer.pack(*[addresses[name] for name in layout.pointers]) + stage.constants
+        maps = dict(zip(layout.maps, stage.maps, strict=True))
+        front = {name: bytes(128) if name in maps else addresses.get(name, 0) for name in layout.pointers}
+        record = layout.pointer_packer.pack(*front.values()) + stage.constants
         assert len(record) == layout.nbytes
-        self.pointers = dict(zip(layout.pointers, layout.pointer_packer.unpack_from(record), strict=True))
+        self.pointers = {**front, **{name: addresses[name] for name in maps}}
         self.values = dict(_unpack(self.spec, record[layout.pointer_packer.size :]))
+        for name, tensor in maps.items():
+            assert self.pointers[name] % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in tensor.strides), name
+            row, head, batch = (stride // 2 for stride in tensor.strides)
+            self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
-        self.batch = stage.blocks // per_batch
+        self.batch = self.values.get("batch", stage.blocks // per_batch)
 
     def run(self) -> None:
         getattr(self, f"_{self.spec.operation}")()
