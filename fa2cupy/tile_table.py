@@ -39,6 +39,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
     *_rows(
         "sm90",
         "forward",
+        (32, TileConfig(192, 96, 16, 2)),
         (64, TileConfig(192, 128, 16, 2)),
         (128, TileConfig(128, 128, 12, 2)),
         (192, TileConfig(128, 96, 12, 2)),

@@ -193,7 +193,9 @@ def _sm90_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
         return f"num_stages={tile.num_stages} is not from 2 to 4"
     if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
         return f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, or 1 of more"
-    available = {1: 232, 2: 240, 3: 160}[groups]  # what setmaxnreg gives them
+    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]  # the second is what setmaxnreg leaves them
+    if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
+        return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
     accumulators = head_dim // 2 + tile.b_c // 2 + tile.b_c // 4
     if accumulators + 24 > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
