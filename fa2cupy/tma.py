@@ -40,10 +40,10 @@ class TensorLayout:
 
 def why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
     """The reason why TMA cannot take an array, or None if it can: sizes and element strides of batch, row and head."""
+    if 0 in sizes:
+        return "it is empty"
     for size, stride in zip(sizes, strides, strict=True):
         nbytes = stride * itemsize
-        if size == 0:
-            return "it is empty"
         if size > 1 and (nbytes <= 0 or nbytes % 16 or nbytes >= _MAX_STRIDE):
             return f"a stride of {nbytes} bytes is not a positive multiple of 16 below 2**40"
     return None
