@@ -6,7 +6,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import getitem, itemgetter
 
 from . import tma
 from .cache import cached_kernel
@@ -100,9 +100,8 @@ class BoundStage:
         try:
             front = self._pick(addresses)
             if self._counters:
-                count = len(self._maps)
-                maps = [maps[address] for maps, address in zip(self._maps, front, strict=False)]
-                front = (*maps, *front[count:], self._counters.address(stream))
+                pointers = front[len(self._maps) :]
+                front = (*map(getitem, self._maps, front), *pointers, self._counters.address(stream))
             with self._lock:
                 self._pack_into(self._record, 0, *front)
                 self._launch(*self._shape, stream, self._parameters_address, 0)

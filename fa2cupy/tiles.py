@@ -97,7 +97,7 @@ def _sm90_forward_bytes(head_dim: int, tile: TileConfig) -> int:
     # As kernels/sm90/forward_shape.cuh has it: panels of 64 columns; O gets a buffer if one fits, and Q a second.
     row = -(-head_dim // 64) * 128
     queries = tile.b_r * row
-    barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32
+    barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
     return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SM90_SHARED_BYTES), fixed + queries)
 

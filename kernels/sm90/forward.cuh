@@ -11,10 +11,10 @@
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   Q [1 or 2 buffers][kBr][D] | K [kStages][kBc][D] | V [kStages][kBc][D] | O [kBr][D], unless it leaves through Q's
-//   barriers | tile numbers [2]
+//   barriers | query tiles to come [4] | scratch, a word for each thread
 //
-// Barriers, a pair for each buffer of Q, stage of K, stage of V and tile number: `full` completes when TMA has brought all
-// bytes (the number: when it is written), `empty` when each consumer warp has said that it is through. The producer thus
+// Barriers, a pair for each buffer of Q, stage of K, stage of V and coming query tile: `full` completes when TMA has brought all
+// bytes (of a query tile: when it is written), `empty` when each consumer warp has said that it is through. The producer thus
 // runs ahead by what the buffers hold: over the end of a query tile into the next.
 //
 // Columns past head_dim and rows past the sequences arrive as zeros, and are not written where O goes.

@@ -11,6 +11,10 @@
 // wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own: two arrays that
 // change roles by unrolling the loop twice. Where registers do not suffice (kTwoP), P follows after the second wait, and
 // the warp groups take turns instead: one multiplies while another exponentiates.
+//
+// Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next tile
+// are computed under the last output of this one. There is no vote on these exponentials; what keeps them above the wait
+// is a store of their sum (kPinFirst), which nobody reads.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -36,7 +40,7 @@ class ForwardConsumer {
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
-    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1;
+    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinFirst = true;
     static constexpr int kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + Shape::kGroups;  // one each for every group
 
     using Scores = QuadFragment<kBc / 8>;
@@ -92,6 +96,7 @@ class ForwardConsumer {
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
                 issue_both(p);
                 begin_rows(next, next_softmax);
+                if (kPinFirst) store_shared(memory_.scratch(threadIdx.x), next_softmax.sum[0] + next_softmax.sum[1]);
                 wait_for_output();
                 p.set(scores_);
             } else {

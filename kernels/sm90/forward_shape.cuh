@@ -50,7 +50,8 @@ struct ForwardShape {
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kRingBytes = 2 * kStages * kKeyBytes;
     static constexpr int kBarrierBytes = 8 * (4 + 4 * kStages + 2 * kTileSlots) + sizeof(QueryTile) * kTileSlots;
-    static constexpr int kBesidesQueries = kAlignment + kRingBytes + kBarrierBytes;
+    static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
+    static constexpr int kBesidesQueries = kAlignment + kRingBytes + kBarrierBytes + kScratchBytes;
     // O has a buffer of its own if it fits, else it leaves through Q's; with what is left Q is loaded a tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 2 * kQueryBytes <= kMaxSharedBytes;
     static constexpr int kQueryBuffers = kBesidesQueries + 3 * kQueryBytes <= kMaxSharedBytes ? 2 : 1;
@@ -65,7 +66,7 @@ struct ForwardShape {
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(kConsumerRegisters >= kAtEntry);
     // P of two tiles at a time: the next one's exponentials then run under the product that uses this one's.
-    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + 40 <= kConsumerRegisters;
+    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + 48 <= kConsumerRegisters;
 };
 
 // Where everything is.
@@ -95,6 +96,7 @@ struct ForwardMemory {
     __device__ uint32 tile_slot(uint32 slot) const {
         return barrier(4 + 4 * Shape::kStages + 2 * kTileSlots) + sizeof(QueryTile) * slot;
     }
+    __device__ uint32 scratch(uint32 thread) const { return tile_slot(kTileSlots) + 4 * thread; }
 
     __device__ void init_barriers() const {
         constexpr uint32 kConsumerWarps = 4 * Shape::kGroups;

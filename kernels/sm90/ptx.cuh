@@ -21,6 +21,9 @@ __device__ __forceinline__ int32 load_shared(uint32 address) {
 __device__ __forceinline__ void store_shared(uint32 address, int32 x) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
