@@ -34,6 +34,11 @@ struct TileInSlot {
     __device__ int32 batch() const { return load_shared(address + 16); }
 };
 
+// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the mask.
+struct GroupKeys {
+    int32 skipped, count, full;
+};
+
 template <class Spec>
 class ForwardConsumer {
     using Shape = ForwardShape<Spec>;
@@ -41,6 +46,8 @@ class ForwardConsumer {
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinFirst = true;
+    // Further ahead a group would wait for K of which the slots are still full of what it has itself not finished.
+    static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + Shape::kGroups;  // one each for every group
 
     using Scores = QuadFragment<kBc / 8>;
@@ -63,14 +70,16 @@ class ForwardConsumer {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile();
-        first_scores(tile, softmax_);
+        GroupKeys keys = keys_of(tile);
+        first_scores(tile, keys, softmax_);
+        skip_values(keys);
         p.set(scores_);
         output_.fill(0.0f);
         while (true) {
-            int32 block = tile.key_tiles() - 2;
+            int32 block = keys.count - 2;
             if constexpr (Spec::kCausal) {
 #pragma unroll 1
-                for (const int32 first = tile.full_key_tiles(); block >= first; --block) masked_step(tile, block, p);
+                for (; block >= keys.full; --block) masked_step(tile, block, p);
             }
             if constexpr (kTwoP) {
 #pragma unroll 1
@@ -92,12 +101,15 @@ class ForwardConsumer {
             const TileInSlot next = next_tile();
             const bool is_last = next.key_tiles() == 0;
             Softmax next_softmax;
+            if (!is_last) keys = keys_of(next);
             if (Shape::kQueryBuffers == 2 && !is_last) {
+                skip_keys(keys);
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
                 issue_both(p);
-                begin_rows(next, next_softmax);
+                begin_rows(next, keys, next_softmax);
                 if (kPinFirst) store_shared(memory_.scratch(threadIdx.x), next_softmax.sum[0] + next_softmax.sum[1]);
                 wait_for_output();
+                skip_values(keys);
                 p.set(scores_);
             } else {
                 mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
@@ -111,7 +123,8 @@ class ForwardConsumer {
                     tma_store_wait_read();
                     mbarrier_arrive(memory_.empty_query(buffer));
                 }
-                first_scores(next, next_softmax);
+                first_scores(next, keys, next_softmax);
+                skip_values(keys);
                 p.set(scores_);
             }
             output_.fill(0.0f);
@@ -168,20 +181,21 @@ class ForwardConsumer {
     }
 
     // P of a tile's first key tile, in `scores_`.
-    __device__ __forceinline__ void first_scores(const TileInSlot& tile, Softmax& softmax) {
+    __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
+        skip_keys(keys);
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
         wgmma_wait<0>();
         pin(scores_);
         release_key();
-        begin_rows(tile, softmax);
+        begin_rows(tile, keys, softmax);
     }
 
-    __device__ __forceinline__ void begin_rows(const TileInSlot& tile, Softmax& softmax) {
-        const int32 block = tile.key_tiles() - 1;
+    __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
+        const int32 block = keys.count - 1;
         if (block == 0) release_query();
-        if (block >= tile.full_key_tiles()) mask(tile, block);
+        if (block >= keys.full) mask(tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, params_.scale_log2, rescale);
@@ -192,17 +206,49 @@ class ForwardConsumer {
         common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
+    // ----------------------------------------------------------------------------------------------- the group's own keys
+
+    // Under a causal mask the tile's last key tiles may be for its lower groups alone.
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
+        if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
+        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(tile.first_row() / kGroupRows + group_, params_.seqlen_q,
+                                                                     params_.seqlen_k);
+        const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), kMaxSkipped);
+        return {skipped, all - skipped, own.full_end};
+    }
+    __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+                release_key();
+            }
+        }
+    }
+    __device__ __forceinline__ void skip_values(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                release_value();
+                if constexpr (kTakeTurns) {
+                    wait_for_turn();
+                    pass_turn();
+                }
+            }
+        }
+    }
+
     // -------------------------------------------------------------------------------------------------------- products
 
     // On return the scores are there; the output is not.
     __device__ __forceinline__ void issue_both(const Probabilities& p) {
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-        if constexpr (kTakeTurns) barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
+        if constexpr (kTakeTurns) wait_for_turn();
         issue_scores();
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         issue_output(p);
-        if constexpr (kTakeTurns)
-            barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kGroups ? 0 : group_ + 1), 2 * kGroupThreads);
+        if constexpr (kTakeTurns) pass_turn();
         wgmma_wait<1>();
         pin(scores_);
         release_key();
@@ -211,8 +257,12 @@ class ForwardConsumer {
     __device__ __forceinline__ void wait_for_output() {
         wgmma_wait<0>();
         pin(output_);
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
-        values_.advance();
+        release_value();
+    }
+
+    __device__ __forceinline__ void wait_for_turn() { barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads); }
+    __device__ __forceinline__ void pass_turn() {
+        barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kGroups ? 0 : group_ + 1), 2 * kGroupThreads);
     }
 
     __device__ __forceinline__ void issue_scores() {
@@ -257,6 +307,11 @@ class ForwardConsumer {
     __device__ __forceinline__ void release_key() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
         keys_.advance();
+    }
+
+    __device__ __forceinline__ void release_value() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
+        values_.advance();
     }
 
     // Where O leaves through Q's buffer, that is handed back later.
