@@ -151,7 +151,7 @@ def info() -> dict[str, object]:
     return {
         "fa2cupy": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "jinja2", "ml_dtypes")},
+        **{name: _version(name) for name in ("numpy", "jinja2", "ml_dtypes", "cuda-bindings")},
         "cupy": _version("cupy-cuda12x") or _version("cupy-cuda13x") or _version("cupy"),
         "nvrtc": _nvrtc(),
         "driver": _driver(),

@@ -1,20 +1,20 @@
 // The forward's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to O in memory.
 //
-// Scores of the next key tile are computed while O takes in the present one; which wait of wgmma comes where is all there
-// is to the order:
+// Scores of the next key tile are computed while O takes in the present one; which wait of wgmma comes where is all
+// there is to the order:
 //
 //   issue   S = Q K(next)^T,  O += P(present) V(present)
 //   wait    S               -> K's stage is empty; P(next) = 2^(S - reference), if that fits
 //   wait    O               -> V's stage is empty; O is rescaled if the reference had to move
 //
-// The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves across a
-// wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own: two arrays that
-// change roles by unrolling the loop twice. Where registers do not suffice (kTwoP), P follows after the second wait, and
-// the warp groups take turns instead: one multiplies while another exponentiates.
+// The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves
+// across a wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own:
+// two arrays that change roles by unrolling the loop twice. Where registers do not suffice (kTwoP), P follows after the
+// second wait, and the warp groups take turns instead: one multiplies while another exponentiates.
 //
-// Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next tile
-// are computed under the last output of this one. There is no vote on these exponentials; what keeps them above the wait
-// is a store of their sum (kPinFirst), which nobody reads.
+// Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
+// tile are computed under the last output of this one. There is no vote on these exponentials; what keeps them above
+// the wait is a store of their sum (kPinFirst), which nobody reads.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -34,7 +34,8 @@ struct TileInSlot {
     __device__ int32 batch() const { return load_shared(address + 16); }
 };
 
-// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the mask.
+// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
+// mask.
 struct GroupKeys {
     int32 skipped, count, full;
 };
@@ -46,7 +47,8 @@ class ForwardConsumer {
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinFirst = true;
-    // Further ahead a group would wait for K of which the slots are still full of what it has itself not finished.
+    // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
+    // or its V.
     static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + Shape::kGroups;  // one each for every group
 
@@ -130,8 +132,8 @@ class ForwardConsumer {
             output_.fill(0.0f);
             softmax_ = next_softmax;
             tile = next;
-            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes, and
-            // would compute every descriptor a lane at a time.
+            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
+            // and would compute every descriptor a lane at a time.
             keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
             values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
             queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
@@ -141,7 +143,7 @@ class ForwardConsumer {
     }
 
   private:
-    // ----------------------------------------------------------------------------------------------------------- steps
+    // ---------------------------------------------------------------------------------------------------------- steps
 
     // From P of the present key tile to that of the next, which needs no mask.
     __device__ __forceinline__ void step(Probabilities& present, Probabilities& next, bool is_last) {
@@ -206,13 +208,13 @@ class ForwardConsumer {
         common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
-    // ----------------------------------------------------------------------------------------------- the group's own keys
+    // ------------------------------------------------------------------------------------------- the group's own keys
 
     // Under a causal mask the tile's last key tiles may be for its lower groups alone.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
         if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
-        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(tile.first_row() / kGroupRows + group_, params_.seqlen_q,
-                                                                     params_.seqlen_k);
+        const int32 group_tile = tile.first_row() / kGroupRows + group_;
+        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(group_tile, params_.seqlen_q, params_.seqlen_k);
         const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), kMaxSkipped);
         return {skipped, all - skipped, own.full_end};
     }
@@ -239,7 +241,7 @@ class ForwardConsumer {
         }
     }
 
-    // -------------------------------------------------------------------------------------------------------- products
+    // ------------------------------------------------------------------------------------------------------- products
 
     // On return the scores are there; the output is not.
     __device__ __forceinline__ void issue_both(const Probabilities& p) {
@@ -295,7 +297,7 @@ class ForwardConsumer {
             for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
     }
 
-    // ------------------------------------------------------------------------------------------------------ the outside
+    // ---------------------------------------------------------------------------------------------------- the outside
 
     __device__ __forceinline__ TileInSlot next_tile() {
         const uint32 slot = tiles_.slot();

@@ -12,8 +12,8 @@ class ForwardProducer {
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
 
-    // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first scores
-    // under this tile's last output; with a single buffer for Q, they cannot.
+    // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first
+    // scores under this tile's last output; with a single buffer for Q, they cannot.
     __device__ void run() {
         QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
         publish(tile);
@@ -39,8 +39,8 @@ class ForwardProducer {
     }
 
   private:
-    // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
-    // Without a counter the order is fixed.
+    // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are
+    // none. Without a counter the order is fixed.
     __device__ int32 fetch(int32 previous) const {
         if (previous < 0) return -1;
         const int32 index = (params_.tile_counter ? atomicAdd(params_.tile_counter, 1) : previous) + gridDim.x;

@@ -20,10 +20,10 @@ inline constexpr int kAlignment = 1024;         // of a swizzled panel
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kTileSlots = 4;
 
-// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they need
-// it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from `full_key_tiles`
-// on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them without a sum. A tile
-// without key tiles is the end of the work.
+// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
+// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from
+// `full_key_tiles` on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them
+// without a sum. A tile without key tiles is the end of the work.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch;
 };
@@ -45,7 +45,7 @@ struct ForwardShape {
     static constexpr int kPanels = ceil_div(kD, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0 && kStages >= 2);
 
-    // ------------------------------------------------------------------------------------------------- shared memory
+    // -------------------------------------------------------------------------------------------------- shared memory
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kRingBytes = 2 * kStages * kKeyBytes;
@@ -58,7 +58,7 @@ struct ForwardShape {
     static constexpr int kSharedBytes = kBesidesQueries + (kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
-    // ----------------------------------------------------------------------------------------------------- registers
+    // ------------------------------------------------------------------------------------------------------ registers
     // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
     static constexpr int kAtEntry = min_of(255, 65536 / (32 * Spec::kWarps * Spec::kBlocksPerSm)) / 8 * 8;
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;

@@ -1,5 +1,5 @@
-// The instructions of the family: mbarriers, TMA tensor copies, wgmma's synchronisation, register reallocation, stmatrix.
-// wgmma itself, with its operand lists, is in wgmma.cuh.j2.
+// The instructions of the family: mbarriers, TMA tensor copies, wgmma's synchronisation, register reallocation,
+// stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/fragment.cuh"
 
@@ -28,12 +28,14 @@ __device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, i
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// ------------------------------------------------------------------------------------------------------------ mbarriers
+// ---------------------------------------------------------------------------------------------------------- mbarriers
 
 __device__ __forceinline__ void mbarrier_init(uint32 barrier, uint32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -69,14 +71,14 @@ struct RingPosition {
     __device__ void advance() { turn = !kPowerOfTwo && turn + 1 == 2 * kSlots ? 0 : turn + 1; }
 };
 
-// ------------------------------------------------------------------------------------------------------------------ TMA
+// ---------------------------------------------------------------------------------------------------------------- TMA
 
 // A box of the map's shape from (column, row, head, batch) on; what lies outside of the tensor arrives as zeros.
 __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32 batch) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(smem),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
         : "memory");
 }
@@ -95,7 +97,7 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 // Ordinary writes to shared memory before it are seen by TMA and wgmma after it.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ------------------------------------------------------------------------------------------------------------- registers
+// ---------------------------------------------------------------------------------------------------------- registers
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers_back() {
@@ -114,7 +116,7 @@ __device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---------------------------------------------------------------------------------------------------------------- wgmma
+// -------------------------------------------------------------------------------------------------------------- wgmma
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -139,8 +141,9 @@ __device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
         for (int i = 0; i < 2; ++i) asm volatile("" : "+r"(x.word[n][i])::"memory");
 }
 
-// A shared-memory operand in panels of 64 columns (128 bytes, swizzled) by any number of rows, panels one after the other.
-// K-major: the multiplication sums over columns. MN-major: it sums over rows, and `panel_bytes` lead to the next columns.
+// A shared-memory operand in panels of 64 columns (128 bytes, swizzled) by any number of rows, panels one after the
+// other. K-major: the multiplication sums over columns. MN-major: it sums over rows, and `panel_bytes` lead to the next
+// columns.
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
     constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
     return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
