@@ -13,8 +13,8 @@
 // second wait, and the warp groups take turns instead: one multiplies while another exponentiates.
 //
 // Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
-// tile are computed under the last output of this one. There is no vote on these exponentials; what keeps them above
-// the wait is a store of their sum (kPinFirst), which nobody reads.
+// tile are computed under the last output of this one. There is no vote on these exponentials, nor on those of masked
+// key tiles; what keeps them above the wait is a store of their sum, which nobody reads (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -46,7 +46,7 @@ class ForwardConsumer {
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
-    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinFirst = true;
+    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
     // or its V.
     static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
@@ -109,7 +109,7 @@ class ForwardConsumer {
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
                 issue_both(p);
                 begin_rows(next, keys, next_softmax);
-                if (kPinFirst) store_shared(memory_.scratch(threadIdx.x), next_softmax.sum[0] + next_softmax.sum[1]);
+                pin_exponentials(next_softmax);
                 wait_for_output();
                 skip_values(keys);
                 p.set(scores_);
@@ -169,6 +169,7 @@ class ForwardConsumer {
         mask(tile, block);
         float rescale[2];
         softmax_.update_raw(scores_, params_.scale_log2, rescale);
+        pin_exponentials(softmax_);
         wait_for_output();
         multiply_output(rescale);
         p.set(scores_);
@@ -201,6 +202,10 @@ class ForwardConsumer {
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, params_.scale_log2, rescale);
+    }
+
+    __device__ __forceinline__ void pin_exponentials(const Softmax& softmax) const {
+        if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
