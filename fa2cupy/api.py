@@ -63,8 +63,8 @@ def forward(
     config : TileConfig, or dict of TileConfig by operation, optional
         Tile of the kernel instead of the default; see `legal_configs`. NumPy takes ``b_r`` and ``b_c`` from it.
     family : str, optional
-        Kernel family (``"sm80"``, ``"simt"``) instead of the one that the device and dtype call for; for tests and
-        sweeps. NumPy ignores it.
+        Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the one that the device, dtype and strides call
+        for; for tests and sweeps. NumPy ignores it.
 
     Returns
     -------
@@ -172,7 +172,7 @@ def backward(
         Tile of the kernel ``"backward"`` (single_pass), or of ``"backward_dq"`` and ``"backward_dkdv"`` (two_pass); one
         tile alone is for all of them.
     family : str, optional
-        As for `forward`.
+        As for `forward`; ``"sm90"`` has no backward.
 
     Returns
     -------

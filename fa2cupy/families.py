@@ -24,30 +24,52 @@ class Family:
     Attributes
     ----------
     name : str
+    operations : tuple of str
+        What it has kernels for.
     dtypes : tuple of str
-    min_compute_capability : int
-        Oldest GPU that runs it.
+    min_compute_capability, max_compute_capability : int
+        Oldest and newest GPU that runs it.
     row_alignment : int
         Bytes on whose multiples rows must start.
     head_dim_step : int
         What head_dim must be a multiple of.
+    arch_suffix : str
+        What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
     """
 
     name: str
+    operations: tuple[str, ...]
     dtypes: tuple[str, ...]
     min_compute_capability: int
+    max_compute_capability: int
     row_alignment: int
     head_dim_step: int
+    arch_suffix: str = ""
 
-    def supports(self, dtype: str, device: DeviceInfo) -> bool:
-        """Whether the family has kernels for the dtype on the device."""
-        return dtype in self.dtypes and device.compute_capability >= self.min_compute_capability
+    def supports(self, operation: str, dtype: str, device: DeviceInfo) -> bool:
+        """Whether the family has a kernel for the operation and dtype on the device."""
+        return (
+            operation in self.operations
+            and dtype in self.dtypes
+            and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
+        )
+
+    def __str__(self) -> str:
+        span = f"from compute capability {self.min_compute_capability / 10}"
+        if self.max_compute_capability < _ANY_NEWER:
+            span = f"on compute capability {self.min_compute_capability / 10}"
+        only = "" if set(OPERATIONS) <= set(self.operations) else f" ({', '.join(self.operations)} only)"
+        return f"{self.name}{only}: {', '.join(self.dtypes)} {span}"
 
 
-#: The first row that supports the dtype on the device wins.
+_ALL = (*OPERATIONS, "delta")
+_ANY_NEWER = 10_000
+
+#: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
-    Family("sm80", ("float16", "bfloat16"), 80, row_alignment=16, head_dim_step=8),
-    Family("simt", ("float32", "float64"), 60, row_alignment=1, head_dim_step=1),
+    Family("sm90", ("forward",), ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a"),
+    Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8),
+    Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1),
 )
 
 
@@ -68,27 +90,25 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
     return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
 
 
-def choose_family(dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
-    """The row for a dtype on a device; `family` insists on one by name.
+def choose_family(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
+    """The row for an operation and dtype on a device; `family` insists on one by name.
 
     Raises
     ------
     ValueError
         `family` is not a family.
     UnsupportedProblemError
-        No family, or not the one asked for, supports the dtype on the device.
+        No family, or not the one asked for, supports the operation and dtype on the device.
     """
     names = [row.name for row in FAMILIES]
     if family is not None and family not in names:
         raise ValueError(f"family: expected one of {names}, got {family!r}")
     for row in FAMILIES:
-        if family in (None, row.name) and row.supports(dtype, device):
+        if family in (None, row.name) and row.supports(operation, dtype, device):
             return row
-    covered = "; ".join(
-        f"{row.name}: {', '.join(row.dtypes)} from compute capability {row.min_compute_capability / 10}" for row in FAMILIES
-    )
-    wanted = f"family {family!r}" if family else "a kernel family"
-    raise UnsupportedProblemError(f"{wanted} for {dtype} on {device.name} ({device.arch}): there is {covered}")
+    wanted = f"family {family!r} for {operation}" if family else f"a kernel family for {operation}"
+    covered = "; ".join(map(str, FAMILIES))
+    raise UnsupportedProblemError(f"{wanted} with {dtype} on {device.name} ({device.arch}): there is {covered}")
 
 
 def requested_tile(operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig | None:

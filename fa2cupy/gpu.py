@@ -13,8 +13,10 @@ from collections.abc import Callable, Hashable
 import cupy
 import numpy as np
 
+from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
+from .errors import UnsupportedProblemError
 from .families import Family, choose_family, choose_method
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
@@ -92,14 +94,18 @@ def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
     ordinal, device = _device(arrays, _FORWARD)
     outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
-    row = choose_family(problem.dtype, device, family)
+    row = choose_family("forward", problem.dtype, device, family)
     if not _direct(row, problem, (q, k, v, o), (lse,)):
 
         def run(copies):
             return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
 
         return AdaptedCall(run, row, problem, _FORWARD, arrays)
-    plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, row.name)
+    if row.name == "sm90" and not tma.is_available():
+        if family:
+            raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
+        family = "sm80"
+    plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, family)
     return KernelCall(plan, ordinal, _FORWARD, outputs, arrays)
 
 
@@ -110,7 +116,7 @@ def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
     ordinal, device = _device(arrays, _DELTA)
     outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     check_outputs(outputs, (out,))
-    row = choose_family(problem.dtype, device)
+    row = choose_family("delta", problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
         return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, arrays)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
@@ -125,7 +131,7 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
     ordinal, device = _device(arrays, _BACKWARD)
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
     check_outputs(outputs, (dq, dk, dv))
-    row = choose_family(problem.dtype, device, family)
+    row = choose_family("backward", problem.dtype, device, family)
     method = choose_method(row.name, method, deterministic)
     if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
 

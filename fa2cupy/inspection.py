@@ -25,6 +25,7 @@ from .tiles import OPERATIONS, TileConfig, why_illegal
 __all__ = ["default_specs", "info", "legal_configs", "precompile"]
 
 _TILE_ROWS = (8, 16, 32, 64, 96, 128, 192, 256)
+_KEY_ROWS = {"sm90": range(48, 257, 16)}  # b_c of families that take more of them
 _WARPS = (2, 4, 8, 12, 16)
 _STAGES = (1, 2, 3, 4)
 _BLOCKS_PER_SM = (1, 2, 3, 4)
@@ -74,21 +75,24 @@ def legal_configs(
     if operation not in OPERATIONS:
         raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {operation!r}")
     device = DeviceInfo.named(arch) if arch else _current_device("arch='sm_90'")
-    name = choose_family(dtype, device, family).name
-    tiles = itertools.product(_TILE_ROWS, _TILE_ROWS, _WARPS, _STAGES, _BLOCKS_PER_SM)
+    name = choose_family(operation, dtype, device, family).name
+    tiles = itertools.product(_TILE_ROWS, _KEY_ROWS.get(name, _TILE_ROWS), _WARPS, _STAGES, _BLOCKS_PER_SM)
     return [tile for tile in itertools.starmap(TileConfig, tiles) if not why_illegal(operation, name, dtype, head_dim, tile, device)]
 
 
-def default_specs(device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None = None) -> list[KernelSpec]:
+def default_specs(
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None = None, family: str | None = None
+) -> list[KernelSpec]:
     """The kernels that calls with default options use: the forward's, or those of a backward method."""
-    step = choose_family(dtype, device).head_dim_step
+    step = choose_family("forward" if method is None else "backward", dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
     problem = AttentionProblem(dtype, 1, 128, 128, 1, 1, padded, causal, 1.0, "bshd", 4)
-    strides = {name: (0, 0, 0) for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")}
+    contiguous = problem.kernel_strides(problem.q_shape)
+    strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), contiguous)
     if method is None:
-        plan = plan_forward(problem, device, strides)
+        plan = plan_forward(problem, device, strides, family=family)
     else:
-        plan = plan_backward(problem, device, strides, method)
+        plan = plan_backward(problem, device, strides, method, family=family)
     return [stage.spec for stage in plan.stages]
 
 
@@ -147,7 +151,7 @@ def info() -> dict[str, object]:
     return {
         "fa2cupy": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "jinja2", "ml_dtypes")},
+        **{name: _version(name) for name in ("numpy", "jinja2", "ml_dtypes", "cuda-bindings")},
         "cupy": _version("cupy-cuda12x") or _version("cupy-cuda13x") or _version("cupy"),
         "nvrtc": _nvrtc(),
         "driver": _driver(),

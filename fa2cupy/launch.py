@@ -6,16 +6,19 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import getitem, itemgetter
 
+from . import tma
 from .cache import cached_kernel
 from .compiler import CompiledKernel
+from .counters import tile_counters
 from .errors import KernelLaunchError
 from .plan import Plan, Stage
 from .spec import KernelSpec
 
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
 
+_COUNTER = "tile_counter"  # the last pointer of a persistent kernel, which is no buffer of the call's
 _lock = threading.Lock()
 
 
@@ -70,19 +73,23 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
 class BoundStage:
     """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream.
 
-    The record lies at a fixed address, so that a launch packs the pointers and calls the driver. ``cuLaunchKernel``
-    copies the record before it returns; until then a lock keeps other threads from packing theirs.
+    The record lies at a fixed address, so that a launch packs tensor maps and pointers and calls the driver.
+    ``cuLaunchKernel`` copies the record before it returns; until then a lock keeps other threads from packing theirs.
     """
 
     def __init__(self, stage: Stage, buffers: tuple[str, ...]):
-        from cupy.cuda import driver
+        from cupy.cuda import driver, runtime
 
         layout = stage.spec.params
         self._launch = driver.launchKernel
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
-        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers])
+        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers if name != _COUNTER])
+        self._maps = [tma.tensor_maps(tensor) for tensor in stage.maps]
+        self._counters = tile_counters(runtime.getDevice()) if _COUNTER in layout.pointers else None
+        if self._counters:
+            self._counters.reserve()
         self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
         self._shape = (self._function.ptr, stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
@@ -91,8 +98,12 @@ class BoundStage:
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         try:
+            front = self._pick(addresses)
+            if self._counters:
+                pointers = front[len(self._maps) :]
+                front = (*map(getitem, self._maps, front), *pointers, self._counters.address(stream))
             with self._lock:
-                self._pack_into(self._record, 0, *self._pick(addresses))
+                self._pack_into(self._record, 0, *front)
                 self._launch(*self._shape, stream, self._parameters_address, 0)
         except Exception as error:
             raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error

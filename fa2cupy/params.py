@@ -11,6 +11,9 @@ __all__ = ["Field", "ParamLayout", "param_layout"]
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
 _KINDS = {
+    "input_map": ("TensorMap {name}", "128s"),
+    "output_map": ("TensorMap {name}", "128s"),
+    "counter": ("int32* {name}", "Q"),
     "input": ("const Element* {name}", "Q"),
     "output": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
@@ -19,7 +22,8 @@ _KINDS = {
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
 }
-_POINTERS = ("input", "output", "input_accum", "output_accum")
+_MAPS = ("input_map", "output_map")
+_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum")
 
 
 @dataclass(frozen=True)
@@ -38,28 +42,33 @@ class Field:
 class ParamLayout:
     """The record of one kind of kernel.
 
-    Pointers come first, so that a warm launch replaces only the front; then strides, reals and ints, an order in which
-    C adds no padding.
+    Tensor maps and pointers come first, so that a warm launch replaces only the front; then strides, reals and ints, an
+    order in which C adds no padding but at the end.
 
     Attributes
     ----------
     fields : tuple of Field
     pointers : tuple of str
-        Names of the pointer members.
+        Names of the members that stand for memory: those of `maps`, then the pointers.
+    maps : tuple of str
+        Names of those that are tensor maps.
     pointer_packer : struct.Struct
-        Packs their addresses.
+        Packs them: 128 bytes of a map, an address.
     nbytes : int
         ``sizeof`` the C struct.
     """
 
     def __init__(self, fields: tuple[Field, ...], double: bool):
         self.fields = fields
-        self.pointers = tuple(f.name for f in fields if f.kind in _POINTERS)
-        self.pointer_packer = struct.Struct(f"={len(self.pointers)}Q")
+        front = [f for f in fields if f.kind in _FRONT]
+        self.pointers = tuple(f.name for f in front)
+        self.maps = tuple(f.name for f in front if f.kind in _MAPS)
+        self.pointer_packer = struct.Struct("=" + "".join(_KINDS[f.kind][1] for f in front))
         self._constants = fields[len(self.pointers) :]
         formats = "".join(_KINDS[f.kind][1] for f in self._constants)
         self._packer = struct.Struct("=" + (formats.replace("f", "d") if double else formats))
-        self._padding = bytes(-self._packer.size % 8)
+        alignment = 64 if self.maps else 8
+        self._padding = bytes(-(self.pointer_packer.size + self._packer.size) % alignment)
         self.nbytes = self.pointer_packer.size + self._packer.size + len(self._padding)
 
     def pack_constants(self, values: Mapping[str, object]) -> bytes:
@@ -73,7 +82,8 @@ class ParamLayout:
         return self._packer.pack(*flat) + self._padding
 
 
-# operation: (pointers, tensors whose strides the kernel takes, reals, ints besides the schedule's)
+# operation, or (operation, family) where a family has a record of its own:
+# (pointers and maps, tensors whose strides the kernel takes, reals, ints besides the schedule's)
 _SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 _LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 _BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
@@ -81,6 +91,12 @@ _RECORDS = {
     "forward": (
         "q:input k:input v:input o:output lse:output_accum",
         ("q", "k", "v", "o"),
+        ("scale_log2",),
+        _LENGTHS + _SCHEDULE,
+    ),
+    ("forward", "sm90"): (
+        "q:input_map k:input_map v:input_map o:output_map lse:output_accum tile_counter:counter",
+        (),
         ("scale_log2",),
         _LENGTHS + _SCHEDULE,
     ),
@@ -122,7 +138,7 @@ _RECORDS = {
 @functools.lru_cache(maxsize=None)
 def param_layout(operation: str, family: str, dtype: str) -> ParamLayout:
     """The record that kernels of this operation, family and dtype take."""
-    pointers, strides, reals, ints = _RECORDS.get(operation) or _RECORDS[operation, family]
+    pointers, strides, reals, ints = _RECORDS.get((operation, family)) or _RECORDS[operation]
     fields = [Field(*pointer.split(":")) for pointer in pointers.split()]
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     fields += [Field(name, "real") for name in reals]

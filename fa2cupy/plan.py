@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from . import tma
 from .device import DeviceInfo
+from .errors import UnsupportedProblemError
 from .families import choose_family, choose_tile
 from .problem import AttentionProblem
 from .spec import KernelSpec
@@ -24,11 +26,22 @@ Strides = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """One kernel launch, complete but for its pointers."""
+    """One kernel launch, complete but for its pointers.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    blocks : int
+    constants : bytes
+        The record behind the pointers.
+    maps : tuple of TensorLayout
+        Of the arrays that the record has tensor maps of.
+    """
 
     spec: KernelSpec
     blocks: int
     constants: bytes
+    maps: tuple[tma.TensorLayout, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -65,22 +78,54 @@ class Plan:
 class _Planner:
     """Shared state of the planning of one call."""
 
-    def __init__(self, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides], family: str | None):
+    def __init__(
+        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides], family: str | None
+    ):
         self.problem = problem
         self.device = device
         self.strides = strides
-        self.family = choose_family(problem.dtype, device, family).name
+        row = choose_family(operation, problem.dtype, device, family)
+        reason = self._why_not_sm90() if row.name == "sm90" else None
+        if reason and family:
+            raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
+        if reason:
+            row = choose_family(operation, problem.dtype, device, "sm80")
+        self.family = row.name
+        self.arch_suffix = row.arch_suffix
+
+    def _sizes(self, name: str) -> tuple[int, int, int]:
+        problem = self.problem
+        if name in ("q", "o"):
+            return problem.batch, problem.seqlen_q, problem.num_heads
+        return problem.batch, problem.seqlen_k, problem.num_heads_kv
+
+    def _why_not_sm90(self) -> str | None:
+        if not self.problem.softmax_scale > 0:
+            return f"softmax_scale={self.problem.softmax_scale} is not positive"
+        if 0 in self._sizes("q"):
+            return None  # nothing will be launched
+        for name in ("q", "k", "v", "o"):
+            reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
+            if reason:
+                return f"{name} is not for TMA, {reason}"
+        return None
+
+    def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
+        problem = self.problem
+        sizes, strides = self._sizes(name), self.strides[name]
+        return tma.tensor_layout(problem.dtype, sizes, strides, problem.head_dim, problem.itemsize, box_rows)
 
     def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
         return choose_tile(operation, self.family, self.problem, self.device, config)
 
-    def stage(self, operation: str, tile: TileConfig, blocks: int, **values: object) -> Stage:
+    def stage(
+        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[tma.TensorLayout, ...] = (), **values: object
+    ) -> Stage:
         problem = self.problem
         tiled = operation not in ("delta", "convert_dq")
         family = "common" if operation == "delta" else self.family
-        spec = KernelSpec(
-            operation, family, self.device.arch, problem.dtype, problem.head_dim, problem.causal and tiled, tile
-        )
+        arch = self.device.arch + self.arch_suffix
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, problem.causal and tiled, tile)
         available = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
@@ -95,14 +140,18 @@ class _Planner:
         constants = spec.params.pack_constants(
             {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
         )
-        return Stage(spec, blocks, constants)
+        return Stage(spec, blocks, constants, maps)
 
     def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_q // tile.b_r)
         section = self._heads_per_section(problem.seqlen_k) * problem.heads_per_group
-        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
+        maps = {}
+        if self.family == "sm90":
+            boxes = {"q": tile.b_r, "k": tile.b_c, "v": tile.b_c, "o": 16}  # O is stored by each warp
+            maps["maps"] = tuple(self.tensor_layout(name, rows) for name, rows in boxes.items())
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section, **maps)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO."""
@@ -111,12 +160,18 @@ class _Planner:
         section = self._heads_per_section(problem.seqlen_q * problem.heads_per_group)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
-    def _scheduled(self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int) -> Stage:
+    def _scheduled(
+        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int, **maps: object
+    ) -> Stage:
         all_heads = heads * self.problem.batch
+        blocks = num_tiles * all_heads
+        if self.family == "sm90":  # as many as can run at a time, which stay and share the tiles out
+            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         return self.stage(
             operation,
             tile,
-            num_tiles * all_heads,
+            blocks,
+            **maps,
             num_tiles=num_tiles,
             scheduled_heads=heads,
             heads_per_section=max(1, min(section, all_heads)),
@@ -138,13 +193,13 @@ def plan_forward(
     family: str | None = None,
 ) -> Plan:
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
-    planner = _Planner(problem, device, strides, family)
+    planner = _Planner("forward", problem, device, strides, family)
     return _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
 
 
 def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
     """One stage. `strides` has ``o`` and ``dout``."""
-    return _plan(_delta_stage(_Planner(problem, device, strides, None)))
+    return _plan(_delta_stage(_Planner("delta", problem, device, strides, None)))
 
 
 def plan_backward(
@@ -157,7 +212,7 @@ def plan_backward(
     with_delta: bool = True,
 ) -> Plan:
     """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
-    planner = _Planner(problem, device, strides, family)
+    planner = _Planner("backward", problem, device, strides, family)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:

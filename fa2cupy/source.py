@@ -75,6 +75,8 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,
         "params_bytes": layout.nbytes,
+        # TMA reads a tensor map where it lies, so that the record must not be copied.
+        "grid_constant": "__grid_constant__ " if layout.maps else "",
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     lines: list[str] = []

@@ -31,9 +31,9 @@ class KernelSpec:
         Entry file in ``kernels/``: ``"forward"``, ``"delta"``, ``"backward"``, ``"backward_dq"``, ``"backward_dkdv"``
         or ``"convert_dq"``.
     family : str
-        Folder of its body: ``"simt"``, ``"sm80"``, or ``"common"`` where the families share it.
+        Folder of its body: ``"simt"``, ``"sm80"``, ``"sm90"``, or ``"common"`` where the families share it.
     arch : str
-        What NVRTC compiles for, such as ``"sm_90"``.
+        What NVRTC compiles for, such as ``"sm_90"``, or ``"sm_90a"`` for what only this one architecture has.
     dtype : str
     head_dim : int
     causal : bool

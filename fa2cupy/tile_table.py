@@ -2,8 +2,8 @@
 
 A row serves head dimensions up to `head_dim` (of the family's padded size). The first row of an operation wins that is
 legal on the device and of which the device's shared memory holds as many blocks as the row counts on. `measured` names
-the GPU and date of the sweep behind a row. Rows without one serve GPUs with less shared memory: they are by arithmetic
-(they fit, and keep their accumulators in registers) and wait for a sweep on such a GPU.
+the GPU and date of the sweep behind a row. Rows without one are by arithmetic (they fit, and keep their accumulators in
+registers) and wait for a sweep: those of sm80 and simt are for GPUs with less shared memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
 TILE_TABLE: tuple[TileRow, ...] = (
+    # b_r is 64 rows for each multiplying warp group; four more warps load.
+    *_rows(
+        "sm90",
+        "forward",
+        (32, TileConfig(192, 96, 16, 2)),
+        (64, TileConfig(192, 128, 16, 3), _H100),
+        (128, TileConfig(128, 128, 12, 2), _H100),
+        (192, TileConfig(128, 96, 12, 2), _H100),
+        (256, TileConfig(128, 80, 12, 2), _H100),
+    ),
     *_rows(
         "sm80",
         "forward",

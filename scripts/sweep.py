@@ -94,14 +94,15 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
 
 def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
     """The kernels of the sweep, after all filters."""
-    family = choose_family(options.dtype, device, options.family)
+    family = choose_family(options.operation, options.dtype, device, options.family)
     head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
     tiles = legal_configs(
         options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.name
     )
     wanted = {name: getattr(options, name) for name in FILTERS.values()}
+    arch = device.arch + family.arch_suffix
     specs = [
-        KernelSpec(options.operation, family.name, device.arch, options.dtype, head_dim, options.causal, tile)
+        KernelSpec(options.operation, family.name, arch, options.dtype, head_dim, options.causal, tile)
         for tile in tiles
         if all(values is None or getattr(tile, name) in values for name, values in wanted.items())
     ]

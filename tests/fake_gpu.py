@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import struct
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,10 @@ from fa2cupy import gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
+from fa2cupy.tma import TensorLayout
+
+
+TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 
 
 class FakeMemory:
@@ -129,9 +133,11 @@ class Launch:
     ----------
     stage : Stage
     pointers : dict
-        Addresses by the record's names.
+        Addresses by the record's names, of what its tensor maps describe, too.
+    maps : dict
+        Layouts of the tensor maps by name.
     values : dict
-        The record's other members.
+        The record's other members, and the strides of what the maps describe.
     cleared : tuple of str
         What the plan has set to zero before its first stage.
     """
@@ -139,13 +145,25 @@ class Launch:
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
         self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
         layout = self.spec.params
-        self.record = layout.pointer_packer.pack(*[addresses[name] for name in layout.pointers]) + stage.constants
-        assert len(self.record) == layout.nbytes
-        self.pointers = dict(zip(layout.pointers, layout.pointer_packer.unpack_from(self.record), strict=True))
+        self.pointers = {name: addresses[name] for name in layout.pointers if name != TILE_COUNTER}
+        self.maps = dict(zip(layout.maps, stage.maps, strict=True))
         self.values = stage_values(stage)
+        for name, tensor in self.maps.items():
+            assert self.pointers[name] % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in tensor.strides), name
+            row, head, batch = (stride // 2 for stride in tensor.strides)
+            self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
-        self.batch = stage.blocks // per_batch
+        self.batch = self.values.get("batch", stage.blocks // per_batch)
+        assert len(self.record(addresses)) == layout.nbytes
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
+
+    def record(
+        self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
+    ) -> bytes:
+        """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
+        front = {name: addresses.get(name, 0) for name in self.spec.params.pointers}
+        front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
+        return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
 
     def array(self, name: str) -> np.ndarray:
         """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import ptxsim
-from fake_gpu import Launch, fake_gpu, memory_at
+from fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 
@@ -24,6 +24,7 @@ from fa2cupy.device import DeviceInfo
 from fa2cupy.plan import Stage
 from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
+from fa2cupy.tma import TensorLayout
 
 __all__ = ["simulated_gpu"]
 
@@ -43,7 +44,12 @@ def _module(text: str, arch: str) -> ptxsim.Module:
 
 @contextlib.contextmanager
 def simulated_gpu(
-    monkeypatch, device: DeviceInfo | str = "sm_90", *, seed: int | None = None, patch: Patch | None = None
+    monkeypatch,
+    device: DeviceInfo | str = "sm_90",
+    *,
+    seed: int | None = None,
+    patch: Patch | None = None,
+    with_counter: bool = True,
 ) -> Iterator[list[Stage]]:
     """Makes gpu.py run in the interpreter; gives the list of the stages that were launched.
 
@@ -56,17 +62,21 @@ def simulated_gpu(
         Lets warps take turns at random.
     patch : callable, optional
         From a kernel's spec and source to the source that runs.
+    with_counter : bool, optional
+        Whether persistent kernels get a tile counter.
     """
 
     def run(launch: Launch) -> None:
         text = render_kernel(launch.spec).text
-        _execute(launch, _module(text if patch is None else patch(launch.spec, text), launch.spec.arch), seed)
+        _execute(
+            launch, _module(text if patch is None else patch(launch.spec, text), launch.spec.arch), seed, with_counter
+        )
 
     with fake_gpu(monkeypatch, device, run) as launched:
         yield launched
 
 
-def _execute(launch: Launch, module: ptxsim.Module, seed: int | None) -> None:
+def _execute(launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool) -> None:
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
@@ -76,11 +86,12 @@ def _execute(launch: Launch, module: ptxsim.Module, seed: int | None) -> None:
             buffers[name] = _Buffer(memory, name, array, kinds[name].startswith("output"), name in launch.cleared)
     # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
     addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
+    counter = memory.alloc(np.zeros(2, np.int32), TILE_COUNTER)
     module.launch(
         spec.symbol,
         grid=launch.stage.blocks,
         block=launch.stage.threads,
-        args=[spec.params.pointer_packer.pack(*addresses.values()) + launch.stage.constants],
+        args=[launch.record({**addresses, TILE_COUNTER: counter if with_counter else 0}, _tensor_map)],
         dynamic_smem=spec.shared_memory_bytes,
         memory=memory,
         race_check=True,
@@ -88,6 +99,13 @@ def _execute(launch: Launch, module: ptxsim.Module, seed: int | None) -> None:
     )
     for buffer in buffers.values():
         buffer.finish(spec)
+    assert not memory.read(counter).any(), f"{spec}: the tile counter is left at {memory.read(counter)}"
+
+
+def _tensor_map(layout: TensorLayout, address: int) -> bytes:
+    """As fa2cupy.tma.encode asks the driver for it."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[layout.dtype]
+    return bytes(ptxsim.tensor_map(address, kind, layout.sizes, layout.strides, (64, layout.box_rows, 1, 1), 128))
 
 
 class _Buffer:

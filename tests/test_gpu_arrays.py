@@ -61,6 +61,8 @@ def odd_rows(x):
 
 
 VIEWS = (lambda x: packed(x, 3), shifted, gapped, reversed_rows, odd_rows, lambda x: cp.asfortranarray(x))
+#: On Hopper arrays that TMA does not take go to the older kernels, whose last bits are others.
+FALLING_BACK = {reversed_rows: {"float16": "sm80"}}
 VIEW_NAMES = ("packed heads", "shifted", "gapped", "reversed", "odd rows", "fortran")
 
 
@@ -69,7 +71,7 @@ VIEW_NAMES = ("packed heads", "shifted", "gapped", "reversed", "odd rows", "fort
 @pytest.mark.parametrize("head_dim", (64, 59))
 def test_views_give_the_same_bits_as_contiguous_arrays(dtype, view, head_dim):
     inputs = inputs_of(dtype, head_dim=head_dim)
-    wanted = gradients(*inputs, causal=True)
+    wanted = gradients(*inputs, causal=True, family=FALLING_BACK.get(view, {}).get(dtype))
     got = gradients(*[view(x) for x in inputs], causal=True)
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), wanted, got, strict=True):
         assert bool(cp.all(a == b)), name
@@ -80,7 +82,7 @@ def test_views_give_the_same_bits_as_contiguous_arrays(dtype, view, head_dim):
 @pytest.mark.parametrize("head_dim", (64, 59))
 def test_results_are_written_into_any_view_and_nowhere_else(dtype, view, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
-    wanted = gradients(q, k, v, do)
+    wanted = gradients(q, k, v, do, family=FALLING_BACK.get(view, {}).get(dtype))
     nan = [cp.full(x.shape, np.nan, x.dtype) for x in wanted]
     out = [view(x) if x.ndim == 4 else cp.stack([x, x], -1)[..., 0] for x in nan]
     bases = [x.base if x.base is not None else x for x in out]
@@ -96,7 +98,7 @@ def test_results_are_written_into_any_view_and_nowhere_else(dtype, view, head_di
 def test_broadcast_keys_and_values_are_read_through_stride_zero():
     q, k, v, do = inputs_of("float16", batch=3)
     k, v = (cp.broadcast_to(x[:1], x.shape) for x in (k, v))
-    wanted = gradients(q, cp.ascontiguousarray(k), cp.ascontiguousarray(v), do)
+    wanted = gradients(q, cp.ascontiguousarray(k), cp.ascontiguousarray(v), do, family="sm80")
     for a, b in zip(wanted, gradients(q, k, v, do), strict=True):
         assert bool(cp.all(a == b))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 import fa2cupy
+from fa2cupy.cache import cached_kernel
 from fa2cupy.device import DeviceInfo
+from fa2cupy.families import FAMILIES
 from fa2cupy.inspection import default_specs
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
@@ -41,6 +45,23 @@ def _compiled_ahead():
     # Side by side on all cores; one after the other, in the order of the tests, it would take minutes.
     fa2cupy.precompile(dtypes=HALF, head_dims=HEAD_DIMS)
     fa2cupy.precompile(dtypes=WIDE, head_dims=(32, 59, 64, 111, 128, 256))
+    device = DeviceInfo.current()
+    specs = {
+        spec
+        for dtype in HALF
+        for family in families_of("forward", dtype)
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+        for spec in default_specs(device, dtype, head_dim, causal, family=family)
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(cached_kernel, specs))
+
+
+def families_of(operation: str, dtype: str) -> list[str | None]:
+    """Those that the device could run beside the one that it would: None, then names."""
+    names = [row.name for row in FAMILIES if row.supports(operation, dtype, DeviceInfo.current())]
+    return [None, *names[1:]]
 
 
 def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **options) -> Expectation:
@@ -48,10 +69,11 @@ def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **op
     q, k, v, do = inputs
     shared = {"layout": layout, **options}
     expected = Expectation(q, k, v, do, **shared)
-    out = expected.unwritten("o", "lse")
-    o, lse = fa2cupy.forward(q, k, v, **shared, out=out)
-    assert o is out[0] and lse is out[1]
-    expected.check(o=o, lse=lse)
+    for family in reversed(families_of("forward", q.dtype.name)):
+        out = expected.unwritten("o", "lse")
+        o, lse = fa2cupy.forward(q, k, v, **shared, out=out, family=family)
+        assert o is out[0] and lse is out[1]
+        expected.check(spec=family, o=o, lse=lse)
     delta = fa2cupy.delta(o, do, layout=layout)
     check_delta(o, do, delta, layout=layout)
     for method in methods:
@@ -107,6 +129,8 @@ def test_head_groups_in_both_layouts(dtype, layout, heads):
 def test_lengths_around_the_tiles(dtype, head_dim, causal):
     device = DeviceInfo.current()
     tiles = {s.tile for method in (None, *METHODS) for s in default_specs(device, dtype, head_dim, causal, method)}
+    for family in families_of("forward", dtype):
+        tiles |= {s.tile for s in default_specs(device, dtype, head_dim, causal, family=family)}
     sizes = {size for tile in tiles for size in (tile.b_r, tile.b_c) if size > 1}
     for size in sorted(sizes):
         for length in (size - 1, size, size + 1, 3 * size + 7):
@@ -116,16 +140,22 @@ def test_lengths_around_the_tiles(dtype, head_dim, causal):
 @pytest.mark.parametrize("operation", ("forward", "backward", "backward_dq", "backward_dkdv"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_every_kind_of_tile_gives_the_same_answer(dtype, operation):
+    for family in families_of(operation, dtype):
+        check_tiles(dtype, operation, family)
+
+
+def check_tiles(dtype: str, operation: str, family: str | None) -> None:
     """A handful of legal tiles, as far from each other as the list allows."""
     head_dim = 64
-    legal = fa2cupy.legal_configs(operation, dtype=dtype, head_dim=head_dim)
+    legal = fa2cupy.legal_configs(operation, dtype=dtype, head_dim=head_dim, family=family)
     inputs = draw(dtype, (230, 190), (2, 1), head_dim)
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, causal=True)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
     for tile in legal[:: max(1, len(legal) // 8)]:
         if operation == "forward":
-            out = fa2cupy.forward(q, k, v, causal=True, config=tile, out=expected.unwritten("o", "lse"))
+            out = expected.unwritten("o", "lse")
+            fa2cupy.forward(q, k, v, causal=True, config=tile, out=out, family=family)
             expected.check(spec=tile, o=out[0], lse=out[1])
         else:
             method = "single_pass" if operation == "backward" else "two_pass"

@@ -47,6 +47,7 @@ def lengths_around(n: int) -> tuple[tuple[int, int], ...]:
 
 
 def family_of(dtype: str) -> str:
+    """The family that has every operation; that of Hopper has tests of its own below."""
     return "sm80" if dtype in HALF else "simt"
 
 
@@ -63,7 +64,7 @@ def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options)
     q, k, v, do = inputs
     problem = {name: options[name] for name in ("causal", "layout") if name in options}
     expected = Expectation(q, k, v, do, **problem)
-    o, lse = forward(q, k, v, **options)
+    o, lse = forward(q, k, v, family=family_of(q.dtype.name), **options)
     expected.check(o=o, lse=lse)
     delta = gpu.delta(o, do, options.get("layout", "bshd"), None)
     check_delta(o, do, delta, layout=options.get("layout", "bshd"))
@@ -103,22 +104,23 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
 
 
 def rows_of_the_table() -> list:
-    """(operation, dtype, head_dim, tile) of each row, without repetitions."""
+    """(operation, family, dtype, head_dim, tile) of each row, without repetitions."""
     cases = {}
     for row in TILE_TABLE:
         dtype = row.dtypes[0] if row.dtypes else "float16"
-        tile = dataclasses.replace(row.tile, blocks_per_sm=1)  # it limits registers, which the interpreter does not
+        # It limits registers, which the interpreter does not.
+        tile = row.tile if row.family == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
         while why_illegal(row.operation, row.family, dtype, head_dim, tile, device):
             head_dim -= 32  # the row serves smaller ones only
-        name = f"{row.operation}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
-        cases[name] = pytest.param(row.operation, dtype, head_dim, tile, id=name)
+        name = f"{row.operation}-{row.family}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
+        cases[name] = pytest.param(row.operation, row.family, dtype, head_dim, tile, id=name)
     return list(cases.values())
 
 
-@pytest.mark.parametrize(("operation", "dtype", "head_dim", "tile"), rows_of_the_table())
-def test_every_default_tile(launched, operation, dtype, head_dim, tile):
-    check_tile(operation, dtype, head_dim, tile)
+@pytest.mark.parametrize(("operation", "family", "dtype", "head_dim", "tile"), rows_of_the_table())
+def test_every_default_tile(launched, operation, family, dtype, head_dim, tile):
+    check_tile(operation, family, dtype, head_dim, tile)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +147,16 @@ def test_every_default_tile(launched, operation, dtype, head_dim, tile):
     ids=str,
 )
 def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
-    check_tile(operation, "bfloat16", head_dim, tile)
+    check_tile(operation, "sm80", "bfloat16", head_dim, tile)
 
 
-def check_tile(operation: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
+def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
     """One kernel, on lengths just above its tile and a causal mask with more keys than queries."""
     inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, causal=True)
     if operation == "forward":
-        o, lse = forward(q, k, v, causal=True, config=tile)
+        o, lse = forward(q, k, v, causal=True, config=tile, family=family)
         expected.check(spec=tile, o=o, lse=lse)
         return
     o, lse = reference.forward(q, k, v, causal=True)
@@ -203,7 +205,7 @@ def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype
     config = small_tiles(dtype, head_dim)
     expected = Expectation(q, k, v, do, causal=True)
     o, lse = view(np.full_like(q, np.nan)), None
-    _, lse = forward(q, k, v, causal=True, config=config, out=(o, lse))
+    _, lse = forward(q, k, v, causal=True, config=config, out=(o, lse), family=family_of(dtype))
     expected.check(o=o, lse=lse)
     for method in METHODS:
         out = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
@@ -229,7 +231,7 @@ def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, hea
     n = 32 if dtype in HALF else 8
     q, k, v, _ = growing(draw(dtype, (n + 3, 4 * n), head_dim), rows)
     for causal in (False, True):
-        o, lse = forward(q, k, v, causal=causal, config=small_tiles(dtype, head_dim))
+        o, lse = forward(q, k, v, causal=causal, config=small_tiles(dtype, head_dim), family=family_of(dtype))
         Expectation(q, k, v, causal=causal).check(o=o, lse=lse)
 
 
@@ -273,3 +275,90 @@ def test_delta_of_its_own(launched, dtype, head_dim):
     _, _, _, do = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=packed)
     o = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=joined, seed=1)[0]
     check_delta(o, do, gpu.delta(o, do, "bshd", None))
+
+
+# -------------------------------------------------------------------------------------------------------- Hopper's forward
+
+HOPPER = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)  # few, so that blocks take several tiles
+#: Of one warp group that multiplies, and of two and three, whose last key tiles the first groups pass over.
+GROUPS = (TileConfig(64, 48, 8, 2, 2), TileConfig(128, 64, 12, 2), TileConfig(192, 64, 16, 3))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    with simulated_gpu(monkeypatch, HOPPER) as stages:
+        yield stages
+
+
+def check_forward(inputs: tuple, launched: list, *, family: str = "sm90", **options) -> None:
+    q, k, v, _ = inputs
+    problem = {name: options[name] for name in ("causal", "layout") if name in options}
+    expected = Expectation(q, k, v, softmax_scale=options.get("scale"), **problem)
+    o, lse = forward(q, k, v, **options)
+    expected.check(o=o, lse=lse)
+    assert launched[-1].spec.family == family
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float16", d) for d in (8, 40, 59, 64, 72, 128, 160, 256)] + [("bfloat16", d) for d in (64, 96, 192)],
+)
+def test_hopper_at_every_head_dim(on_hopper, dtype, head_dim, causal):
+    tile = GROUPS[0] if head_dim <= 192 else GROUPS[1]
+    for lengths in ((1, 1), (64, 48), (65, 47), (133, 150), (190, 70)):
+        check_forward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=tile)
+
+
+@pytest.mark.parametrize("seed", (None, 1))
+@pytest.mark.parametrize("tile", GROUPS, ids=str)
+@pytest.mark.parametrize("lengths", ((200, 260), (260, 130)), ids=str)
+def test_hopper_with_one_to_three_groups_in_any_order(monkeypatch, lengths, tile, seed):
+    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
+        check_forward(draw("float16", lengths, 64), launched, causal=True, config=tile)
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
+def test_head_groups_on_hopper(on_hopper, layout, heads):
+    inputs = draw("bfloat16", (70, 100), 64, heads, batch=2, layout=layout)
+    check_forward(inputs, on_hopper, causal=True, layout=layout, config=GROUPS[0])
+
+
+@pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
+def test_strided_arrays_on_hopper(on_hopper, view):
+    q, k, v, _ = draw("float16", (70, 100), 72, batch=2, view=view)
+    o = view(np.full_like(q, np.nan))
+    _, lse = forward(q, k, v, causal=True, config=GROUPS[0], out=(o, None))
+    Expectation(q, k, v, causal=True).check(o=o, lse=lse)
+    assert on_hopper[-1].spec.family == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("view", "options"),
+    ((backwards, {}), (place, {"scale": 0.0}), (place, {"scale": -0.2})),
+    ids=("reversed rows", "no scale", "negative scale"),
+)
+def test_what_the_hopper_kernels_do_not_take_runs_on_the_older_ones(on_hopper, view, options):
+    check_forward(draw("float16", (70, 100), 64, view=view), on_hopper, family="sm80", causal=True, **options)
+
+
+@pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
+@pytest.mark.parametrize(("head_dim", "tile"), ((64, GROUPS[0]), (128, GROUPS[1]), (256, TileConfig(128, 80, 12, 2))))
+def test_scores_that_grow_on_hopper(on_hopper, head_dim, tile, rows):
+    inputs = growing(draw("float16", (70, 330), head_dim), rows)
+    for causal in (False, True):
+        check_forward(inputs, on_hopper, causal=causal, config=tile)
+
+
+def test_heads_in_several_sections_on_hopper(monkeypatch):
+    inputs = draw("float16", (130, 130), 64, (2, 1), batch=3)
+    device = dataclasses.replace(with_small_cache(inputs[0]), multiprocessors=3)
+    with simulated_gpu(monkeypatch, device) as launched:
+        check_forward(inputs, launched, causal=True, config=GROUPS[0])
+        assert stage_values(launched[-1])["heads_per_section"] == 4
+
+
+def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
+    with simulated_gpu(monkeypatch, HOPPER, with_counter=False) as launched:
+        check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])

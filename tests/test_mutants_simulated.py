@@ -17,9 +17,9 @@ pytest.importorskip("cupy")
 import ptxsim  # noqa: E402
 from fake_gpu import backward, forward, packed, place  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
-from test_kernels_simulated import draw, growing, small_tiles, with_small_cache  # noqa: E402
+from test_kernels_simulated import HOPPER, draw, family_of, growing, small_tiles, with_small_cache  # noqa: E402
 
-from fa2cupy import gpu, reference  # noqa: E402
+from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.spec import KernelSpec  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 
@@ -29,18 +29,21 @@ pytestmark = pytest.mark.simulated
 CATCHES = {
     "race": (ptxsim.PtxError, "race"),
     "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
+    "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
+    "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
     "uninitialised": (ptxsim.PtxError, "uninitialised"),
     "deadlock": (ptxsim.PtxError, "deadlock"),
     "unwritten": (AssertionError, "elements of .* are unwritten"),
     "stray": (AssertionError, "between the rows of .* are written"),
     "input": (AssertionError, "is an input, and was written"),
+    "counter": (AssertionError, "tile counter is left at"),
     "numbers": (AssertionError, "% of the allowed"),
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is run on; the tiles are those of `small_tiles`."""
+    """What a kernel is run on; the tiles are those of `small_tiles`, unless there is one here, for the sm90 family."""
 
     dtype: str = "float16"
     head_dim: int = 64
@@ -51,6 +54,7 @@ class Problem:
     small_cache: bool = False  # so that heads are scheduled in sections
     packed: str = ""  # names of arrays that lie between others
     growing: bool = False  # scores that leave the softmax's reference behind
+    hopper_tile: TileConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=3, small_cache=True)
+ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
+HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
+HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
+HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
@@ -87,6 +95,139 @@ SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
 
 MUTANTS = (
+    # sm90: the barriers between producer and consumers
+    Mutant(
+        "no wait for K",
+        "forward",
+        "mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());\n        if constexpr (kTakeTurns)",
+        "if constexpr (kTakeTurns)",
+        "uninitialised",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "no wait for V",
+        "forward",
+        "mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        issue_output(p);\n        if",
+        "issue_output(p);\n        if",
+        "uninitialised",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "no wait for Q",
+        "forward",
+        "skip_keys(keys);\n        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());\n        mbarrier_wait(memory_.full_key",
+        "skip_keys(keys);\n        mbarrier_wait(memory_.full_key",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "K over one that is in use",
+        "forward",
+        "mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "K handed back before its scores are there",
+        "forward",
+        "wgmma_wait<1>();\n        pin(scores_);\n        release_key();",
+        "release_key();\n        wgmma_wait<1>();\n        pin(scores_);",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "O used before it is there",
+        "forward",
+        "wgmma_wait<0>();\n        pin(output_);\n        release_value();",
+        "pin(output_);\n        release_value();",
+        "in flight",
+        HOPPER_TILES,
+    ),
+    Mutant("the last V never comes", "forward", "load_value(tile, 0);\n            if", "if", "deadlock", HOPPER_TILES),
+    Mutant(
+        "half of Q is not waited for",
+        "forward",
+        "mbarrier_arrive_expect(full, Shape::kQueryBytes);",
+        "mbarrier_arrive_expect(full, Shape::kQueryBytes / 2);",
+        "race",
+        HOPPER_PANELS,
+    ),
+    Mutant(
+        "a tile's slot is never handed back",
+        "forward",
+        "tma_store_commit();\n            mbarrier_arrive(tile.empty);",
+        "tma_store_commit();",
+        "deadlock",
+        Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
+    ),
+    # sm90: the way out
+    Mutant(
+        "no proxy fence before the store of O",
+        "forward",
+        "async_proxy_fence();\n        __syncwarp();",
+        "__syncwarp();",
+        "proxy",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "O's box rewritten while it is stored",
+        "forward",
+        "if (lane_ == 0) tma_store_wait_read();\n            __syncwarp();",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "O with another swizzle",
+        "forward",
+        "(n % 8 + lane_ / 16) ^ (lane_row & 7);",
+        "(n % 8 + lane_ / 16);",
+        "numbers",
+        HOPPER_TILES,
+    ),
+    Mutant("the counter is not reset", "forward", "params_.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    # sm90: the numbers
+    Mutant(
+        "K and V of another head",
+        "forward",
+        "tile.head / params_.heads_per_group",
+        "0",
+        "numbers",
+        Problem(heads=(4, 2), hopper_tile=ONE_GROUP),
+    ),
+    Mutant(
+        "every warp takes the rows of the first",
+        "forward",
+        "tile.first_row() + group_ * kGroupRows + warp_ * 16;",
+        "tile.first_row() + group_ * kGroupRows;",
+        "unwritten",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "V's panels in one place",
+        "forward",
+        "matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)",
+        "matrix_descriptor(memory.value(0), 0)",
+        "numbers",
+        HOPPER_PANELS,
+    ),
+    Mutant(
+        "O not rescaled",
+        "forward",
+        "if (__builtin_expect(!kept, 0)) multiply_output(rescale);",
+        "",
+        "numbers",
+        HOPPER_GROWING,
+    ),
+    Mutant(
+        "a group passes over its own keys",
+        "forward",
+        "min_of(all - max_of(own.end, 1), kMaxSkipped)",
+        "min_of(all - max_of(own.end - 1, 1), kMaxSkipped)",
+        "numbers",
+        Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
+    ),
     # sm80: the ring of key tiles
     Mutant(
         "no barrier in the ring",
@@ -233,8 +374,8 @@ MUTANTS = (
     Mutant(
         "no slow path",
         "forward",
-        "if (!__all_sync(kFullWarp, attempt(scores, scale_log2, p, share))) return false;",
-        "attempt(scores, scale_log2, p, share);",
+        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, scale_log2, p, share))) return false;",
+        "attempt<kChains>(scores, scale_log2, p, share);",
         "numbers",
         GROWING,
     ),
@@ -416,9 +557,13 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     q, k, v, do = (
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
-    device = with_small_cache(q) if problem.small_cache else "sm_90"
+    device = with_small_cache(q) if problem.small_cache else HOPPER
     expected = Expectation(q, k, v, do, causal=problem.causal)
-    options = {"causal": problem.causal, "config": small_tiles(problem.dtype, problem.head_dim)}
+    options = {
+        "causal": problem.causal,
+        "config": problem.hopper_tile or small_tiles(problem.dtype, problem.head_dim),
+        "family": "sm90" if problem.hopper_tile else family_of(problem.dtype),
+    }
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
         if operation == "forward":
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)

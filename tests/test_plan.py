@@ -12,6 +12,7 @@ import pytest
 from fa2cupy import TileConfig
 from fa2cupy.compiler import compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.inspection import default_specs
 from fa2cupy.params import param_layout
 from fa2cupy.plan import Plan, Stage, plan_backward, plan_delta, plan_forward
@@ -21,7 +22,7 @@ from fa2cupy.source import KernelSource, render_kernel
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
-STRIDES = {name: (1000 * n, 100 * n, 10 * n) for n, name in enumerate(TENSORS, start=1)}
+STRIDES = {name: (8000 * n, 800 * n, 80 * n) for n, name in enumerate(TENSORS, start=1)}
 
 BASE = AttentionProblem(
     dtype="float16",
@@ -42,8 +43,10 @@ def problem(**changes) -> AttentionProblem:
     return dataclasses.replace(BASE, **changes)
 
 
-def forward_plan(device: DeviceInfo = H100, config: TileConfig | None = None, **changes) -> Plan:
-    return plan_forward(problem(**changes), device, STRIDES, config)
+def forward_plan(
+    device: DeviceInfo = H100, config: TileConfig | None = None, family: str | None = None, **changes
+) -> Plan:
+    return plan_forward(problem(**changes), device, STRIDES, config, family)
 
 
 def backward_plan(method: str, device: DeviceInfo = H100, with_delta: bool = True, **changes) -> Plan:
@@ -70,12 +73,56 @@ def record(stage: Stage) -> dict[str, object]:
 
 
 def test_forward_is_one_launch_with_a_block_for_each_query_tile_of_each_head():
-    plan = forward_plan()
+    plan = forward_plan(family="sm80")
     (stage,) = plan.stages
     assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("forward", "sm80", "sm_90")
     assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
     assert stage.threads == 32 * stage.spec.tile.num_warps
     assert (plan.workspaces, plan.cleared) == ((), ())
+
+
+def test_forward_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or_tile():
+    for batch, causal in itertools.product((1, 50), (False, True)):
+        plan = forward_plan(batch=batch, causal=causal)
+        (stage,) = plan.stages
+        tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
+        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("forward", "sm90", "sm_90a")
+        assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
+        assert (plan.workspaces, plan.cleared) == ((), ())
+
+
+def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
+    (stage,) = forward_plan().stages
+    q, k, v, o = stage.maps
+    tile = stage.spec.tile
+    assert stage.spec.params.maps == ("q", "k", "v", "o")
+    assert (q.sizes, k.sizes) == ((64, 300, 8, 3), (64, 500, 2, 3))
+    assert (q.strides, v.strides) == ((2 * 800, 2 * 80, 2 * 8000), (2 * 2400, 2 * 240, 2 * 24000))
+    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, 16]
+    # An axis of length 1 may have any stride.
+    alone = plan_forward(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
+    assert alone.sizes == (64, 500, 1, 1) and alone.strides == (128, 16, 16)
+
+
+ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broadcast": (8000, 800, 0), "far": (2**39, 800, 80)}
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "o"))
+@pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
+def test_strides_that_tma_does_not_take_fall_back_to_sm80(strides, name):
+    (stage,) = plan_forward(problem(), H100, {**STRIDES, name: strides}).stages
+    assert (stage.spec.family, stage.spec.arch, stage.maps) == ("sm80", "sm_90", ())
+    assert record(stage)[f"{name}_strides"] == strides
+    with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
+        plan_forward(problem(), H100, {**STRIDES, name: strides}, family="sm90")
+
+
+@pytest.mark.parametrize("changes", ({"seqlen_k": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
+def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes):
+    (stage,) = forward_plan(**changes).stages
+    assert stage.spec.family == "sm80"
+    with pytest.raises(UnsupportedProblemError, match="'sm90'"):
+        forward_plan(family="sm90", **changes)
 
 
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
@@ -196,7 +243,7 @@ def blocks_of(stage: Stage) -> list[tuple[int, int, int]]:
     values = record(stage)
     tiles, heads, section_heads = values["num_tiles"], values["scheduled_heads"], values["heads_per_section"]
     found = []
-    for block in range(stage.blocks):
+    for block in range(tiles * heads * values["batch"]):  # persistent blocks count the rest of them up
         section, rank = divmod(block, section_heads * tiles)
         first = section * section_heads
         in_section = min(section_heads, values["batch"] * heads - first)
@@ -255,7 +302,7 @@ def test_block_arithmetic_stays_in_32_bits(device, seqlen_q, seqlen_k):
         for stage in scheduled(plan):
             values = record(stage)
             assert values["heads_per_section"] * values["num_tiles"] < 2**31
-            assert stage.blocks < 2**31
+            assert values["num_tiles"] * values["scheduled_heads"] * values["batch"] + stage.blocks < 2**31
 
 
 # ------------------------------------------------------------------------------------------------------------- the record
@@ -283,8 +330,8 @@ def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
     marked = {"strides": (0x0101010101010101,) * 3, "real": real, "int": 0x01010101}
     zero = {"strides": (0, 0, 0), "real": 0.0, "int": 0}
 
-    offsets = {name: 8 * position for position, name in enumerate(layout.pointers)}
-    sizes = dict.fromkeys(layout.pointers, 8)
+    sizes = {name: 128 if name in layout.maps else 8 for name in layout.pointers}
+    offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     for field in constants:
         packed = layout.pack_constants({f.name: (marked if f is field else zero)[f.kind] for f in constants})
         assert layout.pointer_packer.size + len(packed) == layout.nbytes

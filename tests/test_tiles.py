@@ -32,6 +32,10 @@ OLDER = (
 DEVICES = (*ARCHITECTURES.values(), *OLDER)
 
 
+#: The kernels whose tile is a choice.
+KERNELS = [(operation, row.name) for row in FAMILIES for operation in OPERATIONS if operation in row.operations]
+
+
 def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False) -> AttentionProblem:
     return AttentionProblem(dtype, 1, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
 
@@ -51,7 +55,7 @@ def test_a_tile_takes_positive_ints_only(field, value):
         TileConfig(**fields)
 
 
-@pytest.mark.parametrize("family", ("sm80", "simt"))
+@pytest.mark.parametrize("family", ("sm90", "sm80", "simt"))
 def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
     for head_dim in range(1, 257):
         padded = padded_head_dim(family, head_dim)
@@ -79,6 +83,15 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         ("backward", "sm80", TileConfig(128, 32, 4), "b_r=128"),
         ("backward", "sm80", TileConfig(64, 64, 8, 3), "num_stages=3"),
         ("backward_dkdv", "sm80", TileConfig(64, 256, 8), "registers"),
+        ("forward", "sm90", TileConfig(128, 128, 8, 2), "num_warps=8"),
+        ("forward", "sm90", TileConfig(96, 128, 12, 2), "b_r=96"),
+        ("forward", "sm90", TileConfig(256, 64, 20, 2), "b_r=256"),
+        ("forward", "sm90", TileConfig(128, 120, 12, 2), "b_c=120"),
+        ("forward", "sm90", TileConfig(128, 128, 12, 1), "num_stages=1"),
+        ("forward", "sm90", TileConfig(128, 128, 12, 2, 2), "blocks_per_sm=2"),
+        ("forward", "sm90", TileConfig(64, 128, 8, 2), "blocks_per_sm=1"),
+        ("forward", "sm90", TileConfig(192, 160, 16, 2), "registers"),
+        ("forward", "sm90", TileConfig(192, 128, 16, 9), "num_stages=9"),
         ("forward", "simt", TileConfig(30, 32, 4), "b_r=30"),
         ("forward", "simt", TileConfig(64, 32, 4), "b_r=64"),
         ("backward", "simt", TileConfig(4, 16, 4), "b_c=16"),
@@ -91,8 +104,7 @@ def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit
     assert reason in why_illegal(operation, family, dtype, 64, tile, H100)
 
 
-@pytest.mark.parametrize("family", ("sm80", "simt"))
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "family"), KERNELS)
 def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
     dtype = "float32" if family == "simt" else "float16"
     tiny = dataclasses.replace(H100, shared_memory_per_block=1024)
@@ -104,9 +116,9 @@ def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operatio
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(("dtype", "arch"), [("float16", "sm_80"), ("bfloat16", "sm_120"), ("float64", "sm_86")])
+@pytest.mark.parametrize(("dtype", "arch"), [("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"), ("float64", "sm_86")])
 def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(operation, dtype, arch):
-    family = choose_family(dtype, DeviceInfo.named(arch)).name
+    family = choose_family(operation, dtype, DeviceInfo.named(arch)).name
     for head_dim in (40, 128, 256):
         tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
         assert len(set(tiles)) == len(tiles) > 0
@@ -127,9 +139,10 @@ def test_legal_configs_refuses_what_does_not_exist():
 
 
 def operations_of_families() -> list[tuple[str, str, str, int]]:
-    # The sm80 forward has a main loop of its own beyond head_dim 128.
+    # The sm80 forward has a main loop of its own beyond head_dim 128; that of sm90 lays buffers out by what fits.
     cases = [(operation, "sm80", "float16", 64) for operation in OPERATIONS]
     cases += [(operation, "simt", "float32", 32) for operation in OPERATIONS]
+    cases += [("forward", "sm90", "float16", head_dim) for head_dim in (64, 128, 192, 256)]
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
@@ -138,7 +151,7 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
 def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, dtype, head_dim, wrong_by, monkeypatch):
     pytest.importorskip("cupy", exc_type=ImportError)
     tile = choose_tile(operation, family, problem(dtype, head_dim), H100)
-    spec = KernelSpec(operation, family, "sm_90", dtype, head_dim, False, tile)
+    spec = KernelSpec(operation, family, "sm_90a", dtype, head_dim, False, tile)
     right = shared_memory_bytes(operation, family, dtype, head_dim, tile)
     monkeypatch.setattr(KernelSpec, "shared_memory_bytes", right + wrong_by)
     with pytest.raises(KernelCompileError, match=r"static assertion failed|static_assert"):
@@ -153,7 +166,7 @@ def chosen_rows() -> set[int]:
     found = set()
     for device, row in itertools.product(DEVICES, FAMILIES):
         for dtype, operation in itertools.product(row.dtypes, OPERATIONS):
-            if not row.supports(dtype, device):
+            if not row.supports(operation, dtype, device):
                 continue
             for head_dim, causal in itertools.product(head_dims_of(dtype), (False, True)):
                 try:
@@ -277,18 +290,31 @@ def test_a_config_that_does_not_fit_is_refused_by_name(config, error, text):
     assert str(caught.value).startswith("config: ")
 
 
-def test_the_dtype_and_the_device_call_for_the_family():
-    assert choose_family("float16", H100).name == choose_family("bfloat16", DeviceInfo.named("sm_80")).name == "sm80"
-    assert choose_family("float32", H100).name == choose_family("float64", OLDER[0]).name == "simt"
+def test_the_operation_the_dtype_and_the_device_call_for_the_family():
+    for dtype in ("float16", "bfloat16"):
+        assert choose_family("forward", dtype, H100).name == "sm90"
+        assert choose_family("forward", dtype, H100, "sm80").name == "sm80"
+        for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+            assert choose_family("forward", dtype, DeviceInfo.named(arch)).name == "sm80"
+        for operation in ("delta", "backward"):
+            assert choose_family(operation, dtype, H100).name == "sm80"
+    assert choose_family("forward", "float32", H100).name == choose_family("backward", "float64", OLDER[0]).name == "simt"
+
+
+def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
     with pytest.raises(UnsupportedProblemError, match=r"float16 on T4 \(sm_75\).*from compute capability 8\.0"):
-        choose_family("float16", OLDER[2])
-    with pytest.raises(UnsupportedProblemError, match="'simt' for float16"):
-        choose_family("float16", H100, "simt")
+        choose_family("forward", "float16", OLDER[2])
+    with pytest.raises(UnsupportedProblemError, match="'simt' for forward with float16"):
+        choose_family("forward", "float16", H100, "simt")
+    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for backward .* sm90 \(forward only\)"):
+        choose_family("backward", "float16", H100, "sm90")
+    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for forward .* on compute capability 9\.0"):
+        choose_family("forward", "float16", DeviceInfo.named("sm_100"), "sm90")
     with pytest.raises(ValueError, match="family: expected one of"):
-        choose_family("float16", H100, "sm70")
+        choose_family("forward", "float16", H100, "sm70")
 
 
-@pytest.mark.parametrize("family", [row.name for row in FAMILIES])
+@pytest.mark.parametrize("family", [row.name for row in FAMILIES if "backward" in row.operations])
 def test_deterministic_calls_never_get_the_method_with_atomics(family):
     assert choose_method(family, None, True) == choose_method(family, "two_pass", True) == "two_pass"
     assert choose_method(family, "single_pass", False) == "single_pass"

@@ -31,10 +31,13 @@ struct OnlineSoftmax {
 
     // P against the present reference, rounded into `p`; true if this lane's share of it is small enough to keep. Rows that
     // have seen no key yet (reference = -inf), infinities and NaN are not.
-    template <class Fragment, class Packed>
+    // kChains sums are kept side by side, for as many additions at a time.
+    template <int kChains = 1, class Fragment, class Packed>
     __device__ bool attempt(const Fragment& scores, Real scale_log2, Packed& p, Real (&share)[kRows]) const {
+        static_assert(kChains == 1 || kChains == 2);
+        Real second[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) share[i] = 0;
+        for (int i = 0; i < kRows; ++i) share[i] = second[i] = 0;
 #pragma unroll
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
@@ -42,12 +45,15 @@ struct OnlineSoftmax {
                 const Real even = kExp2(fma(scores(i, 2 * n), scale_log2, -reference[i]));
                 const Real odd = kExp2(fma(scores(i, 2 * n + 1), scale_log2, -reference[i]));
                 share[i] += even;
-                share[i] += odd;
+                (kChains == 1 ? share : second)[i] += odd;
                 p.set(i, n, even, odd);
             }
         bool fits = true;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) fits &= share[i] <= kLargestShare;
+        for (int i = 0; i < kRows; ++i) {
+            if (kChains == 2) share[i] += second[i];
+            fits &= share[i] <= kLargestShare;
+        }
         return fits;
     }
     // ... which all lanes that share the rows must do together.
@@ -57,10 +63,10 @@ struct OnlineSoftmax {
     }
 
     // Both for rows that one warp has whole: false, and nothing changed but `p`, if a lane of the warp voted against.
-    template <class Fragment, class Packed>
+    template <int kChains = 1, class Fragment, class Packed>
     __device__ bool try_reference(const Fragment& scores, Real scale_log2, Packed& p) {
         Real share[kRows];
-        if (!__all_sync(kFullWarp, attempt(scores, scale_log2, p, share))) return false;
+        if (!__all_sync(kFullWarp, attempt<kChains>(scores, scale_log2, p, share))) return false;
         keep(share);
         return true;
     }
@@ -102,6 +108,32 @@ struct OnlineSoftmax {
         Real highest[kRows];
         maximum_of(scores, highest);
         move_reference(highest, scores, rescale);
+    }
+
+    // `update` for raw scores and a positive scale: the maximum is found before scaling, which then is part of each
+    // exponential's FMA.
+    template <class Fragment>
+    __device__ void update_raw(Fragment& scores, Real scale_log2, Real (&rescale)[kRows]) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            Real even = scores(i, 0), odd = scores(i, 1);
+#pragma unroll
+            for (int j = 2; j < Fragment::kCols; j += 2) {
+                even = maximum(even, scores(i, j));
+                odd = maximum(odd, scores(i, j + 1));
+            }
+            const Real highest = maximum(reference[i], row_maximum<kLanesPerRow>(maximum(even, odd)) * scale_log2);
+            const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
+            rescale[i] = kExp2(reference[i] - shift);
+            reference[i] = highest;
+            even = odd = 0;
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; j += 2) {
+                even += scores(i, j) = kExp2(fma(scores(i, j), scale_log2, -shift));
+                odd += scores(i, j + 1) = kExp2(fma(scores(i, j + 1), scale_log2, -shift));
+            }
+            sum[i] = sum[i] * rescale[i] + (even + odd);
+        }
     }
 
     // After the last key tile: 1 / total (0 for a row without a visible key) and the natural log-sum-exp.

@@ -27,6 +27,11 @@ struct Strides {
     }
 };
 
+// What TMA must know of a tensor: 128 opaque bytes, which fa2cupy/tma.py has the driver fill.
+struct alignas(64) TensorMap {
+    uint64 opaque[16];
+};
+
 // kCount elements that one instruction (or few) can move.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {

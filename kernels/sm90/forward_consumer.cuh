@@ -1,0 +1,393 @@
+// The forward's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to O in memory.
+//
+// Scores of the next key tile are computed while O takes in the present one; which wait of wgmma comes where is all
+// there is to the order:
+//
+//   issue   S = Q K(next)^T,  O += P(present) V(present)
+//   wait    S               -> K's stage is empty; P(next) = 2^(S - reference), if that fits
+//   wait    O               -> V's stage is empty; O is rescaled if the reference had to move
+//
+// The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves
+// across a wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own:
+// two arrays that change roles by unrolling the loop twice. Where registers do not suffice (kTwoP), P follows after the
+// second wait, and the warp groups take turns instead: one multiplies while another exponentiates.
+//
+// Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
+// tile are computed under the last output of this one. There is no vote on these exponentials, nor on those of masked
+// key tiles; what keeps them above the wait is a store of their sum, which nobody reads (kPinExponentials).
+#pragma once
+#include "common/mask.cuh"
+#include "common/online_softmax.cuh"
+#include "sm90/forward_shape.cuh"
+#include "sm90/wgmma.cuh.j2"
+
+namespace fa2::sm90 {
+
+// A tile that is read where it lies, member by member.
+struct TileInSlot {
+    uint32 address, empty;  // of the slot, of its barrier
+
+    __device__ int32 key_tiles() const { return load_shared(address); }
+    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
+    __device__ int32 first_row() const { return load_shared(address + 8); }
+    __device__ int32 head() const { return load_shared(address + 12); }
+    __device__ int32 batch() const { return load_shared(address + 16); }
+};
+
+// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
+// mask.
+struct GroupKeys {
+    int32 skipped, count, full;
+};
+
+template <class Spec>
+class ForwardConsumer {
+    using Shape = ForwardShape<Spec>;
+    using Memory = ForwardMemory<Shape>;
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
+    static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
+    // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
+    // or its V.
+    static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
+    static constexpr int kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + Shape::kGroups;  // one each for every group
+
+    using Scores = QuadFragment<kBc / 8>;
+    using Output = QuadFragment<kD / 8>;
+    using Probabilities = PackedFragment<Element, kBc / 8>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+
+  public:
+    __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group)
+        : params_(params),
+          memory_(memory),
+          group_(group),
+          warp_(threadIdx.x / 32 % 4),
+          lane_(threadIdx.x % 32),
+          query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
+          key_operand_(matrix_descriptor(memory.key(0), 0)),
+          value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
+
+    __device__ void run() {
+        if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
+        Probabilities p, other_p;
+        TileInSlot tile = next_tile();
+        GroupKeys keys = keys_of(tile);
+        first_scores(tile, keys, softmax_);
+        skip_values(keys);
+        p.set(scores_);
+        output_.fill(0.0f);
+        while (true) {
+            int32 block = keys.count - 2;
+            if constexpr (Spec::kCausal) {
+#pragma unroll 1
+                for (; block >= keys.full; --block) masked_step(tile, block, p);
+            }
+            if constexpr (kTwoP) {
+#pragma unroll 1
+                for (; block >= 1; block -= 2) {
+                    step(p, other_p, false);
+                    step(other_p, p, block == 1);
+                }
+                if (block == 0) {
+                    step(p, other_p, true);
+                    p = other_p;
+                }
+            } else {
+#pragma unroll 1
+                for (; block >= 0; --block) step(p, p, block == 0);
+            }
+
+            const uint32 buffer = queries_.slot();
+            queries_.advance();
+            const TileInSlot next = next_tile();
+            const bool is_last = next.key_tiles() == 0;
+            Softmax next_softmax;
+            if (!is_last) keys = keys_of(next);
+            if (Shape::kQueryBuffers == 2 && !is_last) {
+                skip_keys(keys);
+                mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+                issue_both(p);
+                begin_rows(next, keys, next_softmax);
+                pin_exponentials(next_softmax);
+                wait_for_output();
+                skip_values(keys);
+                p.set(scores_);
+            } else {
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                issue_output(p);
+                wait_for_output();
+            }
+            store(tile, buffer);
+            if (is_last) break;
+            if constexpr (Shape::kQueryBuffers == 1) {
+                if (!Shape::kOwnOutput && lane_ == 0) {
+                    tma_store_wait_read();
+                    mbarrier_arrive(memory_.empty_query(buffer));
+                }
+                first_scores(next, keys, next_softmax);
+                skip_values(keys);
+                p.set(scores_);
+            }
+            output_.fill(0.0f);
+            softmax_ = next_softmax;
+            tile = next;
+            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
+            // and would compute every descriptor a lane at a time.
+            keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
+            values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
+            queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
+            tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+        }
+        if (lane_ == 0) tma_store_wait();
+    }
+
+  private:
+    // ---------------------------------------------------------------------------------------------------------- steps
+
+    // From P of the present key tile to that of the next, which needs no mask.
+    __device__ __forceinline__ void step(Probabilities& present, Probabilities& next, bool is_last) {
+        issue_both(present);
+        if (is_last) release_query();
+        bool kept;
+        float rescale[2];
+        if constexpr (kTwoP) {
+            kept = exponentials(next, rescale);
+            wait_for_output();
+            pin(present);
+        } else {
+            wait_for_output();
+            kept = exponentials(next, rescale);
+        }
+        if (__builtin_expect(!kept, 0)) multiply_output(rescale);
+    }
+
+    // The same for a key tile that needs it. These are few, and take the plain way.
+    __device__ __forceinline__ void masked_step(const TileInSlot& tile, int32 block, Probabilities& p) {
+        issue_both(p);
+        if (block == 0) release_query();
+        mask(tile, block);
+        float rescale[2];
+        softmax_.update_raw(scores_, params_.scale_log2, rescale);
+        pin_exponentials(softmax_);
+        wait_for_output();
+        multiply_output(rescale);
+        p.set(scores_);
+    }
+
+    // Whether the reference stayed; else `rescale` is what O must be multiplied by.
+    __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
+        if (__builtin_expect(softmax_.template try_reference<2>(scores_, params_.scale_log2, p), 1)) return true;
+        softmax_.update_raw(scores_, params_.scale_log2, rescale);
+        p.set(scores_);
+        return false;
+    }
+
+    // P of a tile's first key tile, in `scores_`.
+    __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
+        skip_keys(keys);
+        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+        issue_scores();
+        wgmma_wait<0>();
+        pin(scores_);
+        release_key();
+        begin_rows(tile, keys, softmax);
+    }
+
+    __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
+        const int32 block = keys.count - 1;
+        if (block == 0) release_query();
+        if (block >= keys.full) mask(tile, block);
+        float rescale[2];
+        softmax.reset();
+        softmax.update_raw(scores_, params_.scale_log2, rescale);
+    }
+
+    __device__ __forceinline__ void pin_exponentials(const Softmax& softmax) const {
+        if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
+    }
+
+    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
+        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
+        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+    }
+
+    // ------------------------------------------------------------------------------------------- the group's own keys
+
+    // Under a causal mask the tile's last key tiles may be for its lower groups alone.
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
+        if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
+        const int32 group_tile = tile.first_row() / kGroupRows + group_;
+        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(group_tile, params_.seqlen_q, params_.seqlen_k);
+        const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), kMaxSkipped);
+        return {skipped, all - skipped, own.full_end};
+    }
+    __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+                release_key();
+            }
+        }
+    }
+    __device__ __forceinline__ void skip_values(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                release_value();
+                if constexpr (kTakeTurns) {
+                    wait_for_turn();
+                    pass_turn();
+                }
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------------------- products
+
+    // On return the scores are there; the output is not.
+    __device__ __forceinline__ void issue_both(const Probabilities& p) {
+        mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+        if constexpr (kTakeTurns) wait_for_turn();
+        issue_scores();
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+        issue_output(p);
+        if constexpr (kTakeTurns) pass_turn();
+        wgmma_wait<1>();
+        pin(scores_);
+        release_key();
+    }
+
+    __device__ __forceinline__ void wait_for_output() {
+        wgmma_wait<0>();
+        pin(output_);
+        release_value();
+    }
+
+    __device__ __forceinline__ void wait_for_turn() { barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads); }
+    __device__ __forceinline__ void pass_turn() {
+        barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kGroups ? 0 : group_ + 1), 2 * kGroupThreads);
+    }
+
+    __device__ __forceinline__ void issue_scores() {
+        const uint64 q = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
+        const uint64 k = key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);
+        pin(scores_);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kD / 16; ++s)  // four k-steps a panel, 32 bytes each
+            wgmma_scores(scores_, q + (s / 4 * Shape::kQueryPanelBytes + s % 4 * 32) / 16,
+                         k + (s / 4 * Shape::kKeyPanelBytes + s % 4 * 32) / 16, s > 0);
+        wgmma_commit();
+        pin(scores_);
+    }
+
+    __device__ __forceinline__ void issue_output(const Probabilities& p) {
+        const uint64 v = value_operand_ + values_.slot() * (Shape::kKeyBytes / 16);
+        pin(output_);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(output_, p.k16(s), v + s * (16 * kPanelRowBytes / 16));
+        wgmma_commit();
+        pin(output_);
+    }
+
+    __device__ __forceinline__ void multiply_output(const float (&factor)[2]) {
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
+    }
+
+    // ---------------------------------------------------------------------------------------------------- the outside
+
+    __device__ __forceinline__ TileInSlot next_tile() {
+        const uint32 slot = tiles_.slot();
+        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
+        tiles_.advance();
+        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
+    }
+
+    __device__ __forceinline__ void release_key() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
+        keys_.advance();
+    }
+
+    __device__ __forceinline__ void release_value() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
+        values_.advance();
+    }
+
+    // Where O leaves through Q's buffer, that is handed back later.
+    __device__ __forceinline__ void release_query() {
+        if (Shape::kOwnOutput && lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
+    }
+
+    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+
+    // O and lse of this warp's 16 rows. O is written to a box per panel in shared memory, 128-byte swizzled, and stored
+    // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
+    __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
+        float inverse_sum[2], row_lse[2];
+        softmax_.finish(inverse_sum, row_lse);
+        const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
+        float* lse = params_.lse + (static_cast<int64>(batch) * params_.num_heads + head) * params_.seqlen_q;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 at = row + Output::row(i, lane_);
+            if (lane_ % 4 == 0 && at < params_.seqlen_q) lse[at] = row_lse[i];
+        }
+
+        uint32 box, panel_bytes;
+        if constexpr (Shape::kOwnOutput) {
+            panel_bytes = 16 * kPanelRowBytes;
+            box = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * panel_bytes;
+            if (lane_ == 0) tma_store_wait_read();
+            __syncwarp();
+        } else {
+            panel_bytes = Shape::kQueryPanelBytes;
+            box = memory_.query(buffer) + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
+            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with Q, too
+        }
+        multiply_output(inverse_sum);
+        const uint32 lane_row = lane_ % 16, lane_address = box + lane_row * kPanelRowBytes;
+        Packed16 packed;
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += 2) {
+            packed.set(0, 0, output_.value[n][0], output_.value[n][1]);
+            packed.set(1, 0, output_.value[n][2], output_.value[n][3]);
+            packed.set(0, 1, output_.value[n + 1][0], output_.value[n + 1][1]);
+            packed.set(1, 1, output_.value[n + 1][2], output_.value[n + 1][3]);
+            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
+            stmatrix_x4(lane_address + n / 8 * panel_bytes + chunk * 16, packed.k16(0));
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_ == 0) {
+#pragma unroll
+            for (int panel = 0; panel < Shape::kPanels; ++panel)
+                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
+            tma_store_commit();
+            mbarrier_arrive(tile.empty);
+        }
+    }
+    using Packed16 = PackedFragment<Element, 2>;
+
+    const Params& params_;
+    const Memory memory_;
+    const int32 group_, warp_, lane_;
+    const uint64 query_operand_, key_operand_, value_operand_;
+    RingPosition<Shape::kQueryBuffers> queries_;
+    RingPosition<kStages> keys_, values_;
+    RingPosition<kTileSlots> tiles_;
+    Scores scores_;
+    Output output_;
+    Softmax softmax_;
+};
+
+}  // namespace fa2::sm90

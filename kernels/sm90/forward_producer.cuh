@@ -1,0 +1,114 @@
+// The forward's producer: one thread that keeps Q, K and V coming, in the order in which the consumers use them.
+#pragma once
+#include "sm90/forward_shape.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec>
+class ForwardProducer {
+    using Shape = ForwardShape<Spec>;
+    using Memory = ForwardMemory<Shape>;
+
+  public:
+    __device__ ForwardProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
+
+    // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first
+    // scores under this tile's last output; with a single buffer for Q, they cannot.
+    __device__ void run() {
+        QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
+        publish(tile);
+        start(tile);
+        int32 next_index = fetch(blockIdx.x);
+        while (true) {
+            const QueryTile next = query_tile<Spec>(params_, next_index);
+            publish(next);
+            const bool is_last = next.key_tiles == 0;
+            next_index = fetch(next_index);  // under way during this tile
+#pragma unroll 1
+            for (int32 block = tile.key_tiles - 1; block > 0; --block) {
+                load_key(tile, block - 1);
+                load_value(tile, block);
+            }
+            if (Shape::kQueryBuffers == 2 && !is_last) start(next);
+            load_value(tile, 0);
+            if (Shape::kQueryBuffers == 1 && !is_last) start(next);
+            if (is_last) break;
+            tile = next;
+        }
+        finish();
+    }
+
+  private:
+    // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are
+    // none. Without a counter the order is fixed.
+    __device__ int32 fetch(int32 previous) const {
+        if (previous < 0) return -1;
+        const int32 index = (params_.tile_counter ? atomicAdd(params_.tile_counter, 1) : previous) + gridDim.x;
+        return index < params_.num_tiles * params_.scheduled_heads * params_.batch ? index : -1;
+    }
+
+    // The last block to come here has seen all others leave the counter: it is zero again for the next launch.
+    __device__ void finish() const {
+        if (!params_.tile_counter) return;
+        __threadfence();
+        if (atomicAdd(params_.tile_counter + 1, 1) == gridDim.x - 1) {
+            params_.tile_counter[0] = 0;
+            params_.tile_counter[1] = 0;
+        }
+    }
+
+    __device__ void publish(const QueryTile& tile) {
+        const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
+        mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
+        store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
+        store_shared(address + 16, tile.batch);
+        mbarrier_arrive(memory_.full_tile(slot));
+        tiles_.advance();
+    }
+
+    __device__ void start(const QueryTile& tile) {
+        load_query(tile);
+        load_key(tile, tile.key_tiles - 1);
+    }
+
+    __device__ void load_query(const QueryTile& tile) {
+        const uint32 buffer = queries_.slot(), full = memory_.full_query(buffer);
+        mbarrier_wait(memory_.empty_query(buffer), queries_.parity() ^ 1);
+        mbarrier_arrive_expect(full, Shape::kQueryBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tma_load(memory_.query(buffer) + panel * Shape::kQueryPanelBytes, params_.q, full, panel * kPanelColumns,
+                     tile.first_row, tile.head, tile.batch);
+        queries_.advance();
+    }
+
+    __device__ void load_key(const QueryTile& tile, int32 block) {
+        const uint32 stage = keys_.slot();
+        mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
+        load(params_.k, memory_.key(stage), memory_.full_key(stage), tile, block);
+        keys_.advance();
+    }
+
+    __device__ void load_value(const QueryTile& tile, int32 block) {
+        const uint32 stage = values_.slot();
+        mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
+        load(params_.v, memory_.value(stage), memory_.full_value(stage), tile, block);
+        values_.advance();
+    }
+
+    __device__ void load(const TensorMap& map, uint32 smem, uint32 full, const QueryTile& tile, int32 block) const {
+        mbarrier_arrive_expect(full, Shape::kKeyBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
+                     tile.head / params_.heads_per_group, tile.batch);
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    RingPosition<Shape::kQueryBuffers> queries_;
+    RingPosition<Shape::kStages> keys_, values_;
+    RingPosition<kTileSlots> tiles_;
+};
+
+}  // namespace fa2::sm90

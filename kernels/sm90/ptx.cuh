@@ -1,0 +1,159 @@
+// The instructions of the family: mbarriers, TMA tensor copies, wgmma's synchronisation, register reallocation,
+// stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
+#pragma once
+#include "common/fragment.cuh"
+
+namespace fa2::sm90 {
+
+using common::OperandA;
+using common::PackedFragment;
+using common::QuadFragment;
+
+__device__ __forceinline__ uint32 shared_address(const void* p) {
+    return static_cast<uint32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ int32 load_shared(uint32 address) {
+    int32 x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(uint32 address, int32 x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------- mbarriers
+
+__device__ __forceinline__ void mbarrier_init(uint32 barrier, uint32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and makes the phase wait for so many bytes of TMA loads too.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32 barrier, uint32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Until the phase of this parity is over. A barrier that is new has its phase of parity 1 behind it.
+__device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait_again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra wait_over;\nbra wait_again;\nwait_over:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Where a user of a ring of kSlots slots is. Its n-th slot carries parity n / kSlots % 2.
+template <int kSlots>
+struct RingPosition {
+    static constexpr bool kPowerOfTwo = (kSlots & (kSlots - 1)) == 0;
+
+    uint32 turn = 0;  // slots taken so far, or that modulo 2 * kSlots
+
+    __device__ uint32 slot() const {
+        if constexpr (kPowerOfTwo) return turn % kSlots;
+        return turn < kSlots ? turn : turn - kSlots;
+    }
+    __device__ uint32 parity() const {
+        if constexpr (kPowerOfTwo) return turn / kSlots % 2;
+        return turn >= kSlots;
+    }
+    __device__ void advance() { turn = !kPowerOfTwo && turn + 1 == 2 * kSlots ? 0 : turn + 1; }
+};
+
+// ---------------------------------------------------------------------------------------------------------------- TMA
+
+// A box of the map's shape from (column, row, head, batch) on; what lies outside of the tensor arrives as zeros.
+__device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
+                                         int32 head, int32 batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+// What lies outside of the tensor is not written.
+__device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
+                                          int32 batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(smem), "r"(column), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until this thread's stores have read shared memory, or also written global memory.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Ordinary writes to shared memory before it are seen by TMA and wgmma after it.
+__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---------------------------------------------------------------------------------------------------------- registers
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers_back() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Named barriers. `arrive` does not wait.
+__device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// -------------------------------------------------------------------------------------------------------------- wgmma
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The compiler knows nothing of wgmma's running on: it must not move accesses to the operands across this point.
+template <int kN8>
+__device__ __forceinline__ void pin(QuadFragment<kN8>& x) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x.value[n][e])::"memory");
+}
+template <class Element, int kN8>
+__device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) asm volatile("" : "+r"(x.word[n][i])::"memory");
+}
+
+// A shared-memory operand in panels of 64 columns (128 bytes, swizzled) by any number of rows, panels one after the
+// other. K-major: the multiplication sums over columns. MN-major: it sums over rows, and `panel_bytes` lead to the next
+// columns.
+__device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
+    constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
+    return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32 address, const OperandA& x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
+                 "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
+                 : "memory");
+}
+
+}  // namespace fa2::sm90

@@ -1,0 +1,202 @@
+"""Tensor maps and tile counters: what a launch of the sm90 family puts into its record. Needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+from fake_gpu import fake_gpu, place
+
+from fa2cupy import counters, gpu, launch, tma
+from fa2cupy.device import DeviceInfo
+from fa2cupy.plan import plan_forward
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.testing import make_inputs
+
+LAYOUT = tma.TensorLayout("float16", (64, 300, 8, 3), (1024, 128, 307200), 128)
+
+
+def fake_encode(layout: tma.TensorLayout, address: int) -> bytes:
+    return struct.pack("=QQ112x", address, hash(layout) & 0xFFFFFFFF)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The (layout, address) of all maps that were made."""
+    made = []
+    monkeypatch.setattr(tma, "encode", lambda *pair: made.append(pair) or fake_encode(*pair))
+    tma.tensor_maps.cache_clear()
+    yield made
+    tma.tensor_maps.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------------------------- maps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "reason"),
+    [
+        ((2, 10, 4), (2560, 256, 64), None),
+        ((1, 10, 1), (0, 64, 0), None),
+        ((1, 10, 1), (-7, 64, 3), None),
+        ((2, 0, 4), (0, 256, 64), "empty"),
+        ((2, 10, 4), (2560, -256, 64), "stride of -512 bytes"),
+        ((2, 10, 4), (2560, 256, 0), "stride of 0 bytes"),
+        ((2, 10, 4), (2560, 256, 4), "stride of 8 bytes"),
+        ((2, 10, 4), (2**39, 256, 64), "below 2"),
+    ],
+)
+def test_tma_takes_positive_strides_of_16_bytes_below_a_tebibyte(sizes, strides, reason):
+    found = tma.why_not_mappable(sizes, strides, 2)
+    assert found is None if reason is None else reason in found
+
+
+def test_a_layout_is_innermost_first_and_has_legal_strides_where_they_mean_nothing():
+    layout = tma.tensor_layout("bfloat16", (3, 300, 8), (153600, 512, 64), 64, 2, 128)
+    assert (layout.sizes, layout.strides, layout.box_rows) == ((64, 300, 8, 3), (1024, 128, 307200), 128)
+    assert tma.tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
+
+
+def test_a_map_is_encoded_once_for_a_layout_and_an_address(encoded):
+    maps = tma.tensor_maps(LAYOUT)
+    assert maps is tma.tensor_maps(tma.TensorLayout(*vars(LAYOUT).values()))
+    assert maps[4096] == maps[4096] == fake_encode(LAYOUT, 4096) and maps[8192] != maps[4096]
+    assert [address for _, address in encoded] == [4096, 8192]
+
+
+def test_maps_of_ever_new_addresses_do_not_fill_the_memory(encoded):
+    maps = tma.tensor_maps(LAYOUT)
+    for address in range(0, 16 * 5000, 16):
+        assert maps[address] == fake_encode(LAYOUT, address)
+    assert len(maps) <= tma._MAX_MAPS
+
+
+def test_the_drivers_arguments_describe_boxes_of_64_columns():
+    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    _, rank, address, sizes, strides, box, steps, *_ = tma._arguments(LAYOUT, 4096)
+    values = [[int(x) for x in numbers] for numbers in (sizes, strides, box, steps)]
+    assert (rank, address) == (4, 4096)
+    assert values == [[64, 300, 8, 3], [1024, 128, 307200], [64, 128, 1, 1], [1, 1, 1, 1]]
+
+
+# --------------------------------------------------------------------------------------------------- without cuda-bindings
+
+
+@pytest.fixture
+def without_bindings(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    tma.is_available.cache_clear()
+    yield
+    tma.is_available.cache_clear()
+
+
+def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_bindings, monkeypatch):
+    with fake_gpu(monkeypatch) as launched, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seqlen in (20, 30):
+            q, k, v, _ = (place(x) for x in make_inputs("float16", seqlen_q=seqlen))
+            gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+        with pytest.raises(NotImplementedError, match="'sm90' needs cuda-bindings"):
+            gpu.forward(q, k, v, True, None, "bshd", None, None, "sm90")
+    assert [stage.spec.family for stage in launched] == ["sm80", "sm80"]
+    (warning,) = caught
+    assert "pip install" in str(warning.message)
+
+
+# --------------------------------------------------------------------------------------------------------------- counters
+
+
+class FakeDevice:
+    """cupy and cupy.cuda.runtime, as far as counters.py uses them."""
+
+    def __init__(self) -> None:
+        self.capturing: set[int] = set()
+        self.memory: list[ctypes.Array] = []
+        runtime = types.SimpleNamespace(
+            streamIsCapturing=lambda stream: stream in self.capturing,
+            memset=lambda address, value, nbytes: ctypes.memset(address, value, nbytes),
+            streamSynchronize=lambda stream: None,
+            getDevice=lambda: 0,
+        )
+        cuda = types.ModuleType("cupy.cuda")
+        cuda.runtime, cuda.Memory = runtime, self._allocate
+        self.modules = {"cupy": types.SimpleNamespace(cuda=cuda), "cupy.cuda": cuda}
+
+    def _allocate(self, nbytes: int) -> types.SimpleNamespace:
+        self.memory.append(ctypes.create_string_buffer(b"\xff" * nbytes, nbytes))
+        return types.SimpleNamespace(ptr=ctypes.addressof(self.memory[-1]), size=nbytes)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    fake = FakeDevice()
+    for name, module in fake.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(device):
+    tiles = counters.TileCounters()
+    addresses = [tiles.address(stream) for stream in (0, 1, 77, 0, 1, 77)]
+    assert addresses[:3] == addresses[3:] and len(set(addresses)) == 3
+    assert all(ctypes.string_at(address, 8) == bytes(8) for address in addresses)
+
+
+def test_the_per_thread_stream_is_another_stream_in_every_thread(device):
+    tiles = counters.TileCounters()
+    found = [tiles.address(2)]
+    thread = threading.Thread(target=lambda: found.append(tiles.address(2)))
+    thread.start()
+    thread.join()
+    assert len(set(found)) == 2 and tiles.address(2) == found[0]
+
+
+def test_every_captured_launch_has_a_counter_of_its_own_and_allocates_nothing(device):
+    tiles = counters.TileCounters()
+    tiles.reserve()
+    eager = tiles.address(77)
+    device.capturing.add(77)
+    captured = [tiles.address(77) for _ in range(counters._SLOTS - 1)]
+    assert len({eager, *captured}) == counters._SLOTS and len(device.memory) == 1
+    assert tiles.address(77) == 0  # no counter: tiles in a fixed order
+    device.capturing.clear()
+    assert tiles.address(77) == eager
+    assert tiles.address(78) not in {eager, *captured} and len(device.memory) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------- record
+
+
+def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypatch):
+    cuda = pytest.importorskip("cupy.cuda", exc_type=ImportError)
+    q, k, v, _ = make_inputs("float16", batch=2, seqlen_q=70, seqlen_k=90, num_heads=4, num_heads_kv=2)
+    problem = AttentionProblem.from_arrays(q, k, v)
+    strides = {name: problem.kernel_strides(x.shape) for name, x in {"q": q, "k": k, "v": v, "o": q}.items()}
+    (stage,) = plan_forward(problem, DeviceInfo.named("sm_90"), strides).stages
+    records = []
+    nbytes = stage.spec.params.nbytes
+
+    def launch_kernel(function, *arguments):
+        record = ctypes.cast(arguments[-2], ctypes.POINTER(ctypes.c_void_p))[0]
+        records.append((arguments[7], ctypes.string_at(record, nbytes)))
+
+    monkeypatch.setattr(launch, "load_kernel", lambda spec: types.SimpleNamespace(ptr=1))
+    monkeypatch.setattr(cuda.driver, "launchKernel", launch_kernel)
+    tiles = types.SimpleNamespace(reserve=lambda: None, address=lambda stream: 1000 + stream)
+    monkeypatch.setattr(launch, "tile_counters", lambda ordinal: tiles)
+    monkeypatch.setattr(cuda.runtime, "getDevice", lambda: 0)
+    bound = launch.BoundStage(stage, ("q", "k", "v", "o", "lse"))
+    for addresses, stream in (([16, 32, 48, 64, 80], 0), ([160, 32, 48, 640, 800], 7)):
+        bound(addresses, stream)
+        launched_on, record = records[-1]
+        assert launched_on == stream
+        fronts = [record[128 * i : 128 * i + 128] for i in range(4)]
+        assert fronts == [fake_encode(m, a) for m, a in zip(stage.maps, addresses, strict=False)]
+        assert struct.unpack_from("=QQ", record, 512) == (addresses[4], 1000 + stream)
+        assert record[528:] == stage.constants
+    assert len(encoded) == 6  # four, and the two whose address is new
