@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py                    everything: about ten minutes on an H100
     python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of the same code stays
+    python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
 skipped, what each tool of compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be
@@ -14,6 +15,7 @@ import argparse
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,12 +25,16 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from _measure import ROOT, Gpu, results_folder
 
 from fa2cupy import info, precompile
+from fa2cupy.cache import cached_kernel
+from fa2cupy.device import DeviceInfo
+from fa2cupy.inspection import default_specs
 
 STEPS = ("tests", "sanitizers", "benchmark")
 # What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the block's
@@ -48,6 +54,7 @@ def main() -> int:
     """Runs the steps; returns 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="in which the tests run; default: 1")
     parser.add_argument("--out", help="folder for the results")
     parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
     options = parser.parse_args()
@@ -76,7 +83,8 @@ def _check(options: argparse.Namespace) -> int:
     # Written after each step, so that a run that is broken off leaves what it found.
     path = folder / "check.json"
     before = _receipt_of(receipt, path)
-    for name, step in (("tests", _run_tests), ("sanitizers", _run_sanitizers), ("benchmark", _run_benchmark)):
+    tests = functools.partial(_run_tests, processes=options.processes)
+    for name, step in (("tests", tests), ("sanitizers", _run_sanitizers), ("benchmark", _run_benchmark)):
         receipt[name] = before.get(name, "skipped") if name in options.skip else "not finished"
         if name not in options.skip:
             path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
@@ -110,15 +118,17 @@ def _verify(path: Path) -> int:
     return 0 if same else 1
 
 
-def _run_tests(folder: Path) -> dict[str, object]:
-    precompile(dtypes=("float16", "bfloat16"), head_dims=NATIVE_HEAD_DIMS)
-    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111))
-    report = folder / "tests.xml"
+def _run_tests(folder: Path, processes: int) -> dict[str, object]:
+    _compile_ahead()
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"], cwd=ROOT)
-    suite = next(ElementTree.parse(report).iter("testsuite"))
-    report.unlink()
-    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
+    counts = Counter()
+    for marker, options in (("gpu and not large", parallel), ("gpu and large", [])):
+        report = folder / "tests.xml"
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *options], cwd=ROOT)
+        suite = next(ElementTree.parse(report).iter("testsuite"))
+        counts.update({name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
+        report.unlink()
     failed = counts["failures"] + counts["errors"]
     return {
         "passed": counts["tests"] - failed - counts["skipped"],
@@ -126,6 +136,16 @@ def _run_tests(folder: Path) -> dict[str, object]:
         "skipped": counts["skipped"],
         "seconds": round(time.perf_counter() - start),
     }
+
+
+def _compile_ahead() -> None:
+    precompile(dtypes=("float16", "bfloat16"), head_dims=NATIVE_HEAD_DIMS)
+    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111))
+    device = DeviceInfo.current()
+    choices = itertools.product(("float16", "bfloat16"), NATIVE_HEAD_DIMS, (False, True))
+    older = {spec for choice in choices for spec in default_specs(device, *choice, family="sm80")}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(cached_kernel, older))
 
 
 def _run_sanitizers(folder: Path) -> dict[str, str]:

@@ -241,6 +241,7 @@ def test_axes_left_out_give_results_of_the_same_rank(dtype, layout, rank):
     check(inputs, layout=layout, causal=True)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_sizes_beyond_32_bit_offsets(dtype):
     """More than 2**31 elements in q, o, do and dq; the rows of a full attention are checked where the offsets are largest."""
