@@ -35,6 +35,8 @@ class Family:
         What head_dim must be a multiple of.
     arch_suffix : str
         What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
+    features : tuple of str
+        What its kernels have besides plain attention: of `AttentionProblem.needs`, and ``"dlse"``.
     """
 
     name: str
@@ -45,11 +47,13 @@ class Family:
     row_alignment: int
     head_dim_step: int
     arch_suffix: str = ""
+    features: tuple[str, ...] = ()
 
-    def supports(self, operation: str, dtype: str, device: DeviceInfo) -> bool:
-        """Whether the family has a kernel for the operation and dtype on the device."""
+    def supports(self, operation: str, dtype: str, device: DeviceInfo, needs: tuple[str, ...] = ()) -> bool:
+        """Whether the family has a kernel for the operation and dtype, with the features it needs, on the device."""
         return (
             operation in self.operations
+            and set(needs) <= set(self.features)
             and dtype in self.dtypes
             and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
         )
@@ -59,7 +63,8 @@ class Family:
         if self.max_compute_capability < _ANY_NEWER:
             span = f"on compute capability {self.min_compute_capability / 10}"
         only = "" if set(OPERATIONS) <= set(self.operations) else f" ({', '.join(self.operations)} only)"
-        return f"{self.name}{only}: {', '.join(self.dtypes)} {span}"
+        features = f" with {', '.join(self.features)}" if self.features else ""
+        return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
 
 
 _ALL = (*OPERATIONS, "delta")
@@ -90,24 +95,28 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
     return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
 
 
-def choose_family(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
-    """The row for an operation and dtype on a device; `family` insists on one by name.
+def choose_family(
+    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, needs: tuple[str, ...] = ()
+) -> Family:
+    """The row for an operation and dtype, with the features it `needs`, on a device; `family` insists on one by name.
 
     Raises
     ------
     ValueError
         `family` is not a family.
     UnsupportedProblemError
-        No family, or not the one asked for, supports the operation and dtype on the device.
+        No family, or not the one asked for, supports the operation and dtype on the device, or has the features.
     """
     names = [row.name for row in FAMILIES]
     if family is not None and family not in names:
         raise ValueError(f"family: expected one of {names}, got {family!r}")
     for row in FAMILIES:
-        if family in (None, row.name) and row.supports(operation, dtype, device):
+        if family in (None, row.name) and row.supports(operation, dtype, device, needs):
             return row
     wanted = f"family {family!r} for {operation}" if family else f"a kernel family for {operation}"
     covered = "; ".join(map(str, FAMILIES))
+    if needs:
+        wanted, covered = f"{', '.join(needs)}: {wanted}", f"{covered}; NumPy arrays can have all features"
     raise UnsupportedProblemError(f"{wanted} with {dtype} on {device.name} ({device.arch}): there is {covered}")
 
 

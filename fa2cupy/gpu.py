@@ -8,7 +8,7 @@ lookup, the allocation of its results and a launch per kernel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import cupy
 import numpy as np
@@ -18,6 +18,7 @@ from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import Family, choose_family, choose_method
+from .feature_checks import extra_gradients, feature_arrays
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
@@ -33,8 +34,10 @@ _DELTA = Arguments(("o", "do"), (), ("delta",))
 _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv"))
 
 
-def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
+def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=None):
     """`fa2cupy.forward` on CuPy arrays."""
+    if features:
+        _check_features("forward", _FORWARD, (q, k, v), (causal, softmax_scale, layout, family), features)
     o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
     return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (causal, softmax_scale, layout, config, family))
 
@@ -44,12 +47,37 @@ def delta(o, do, layout, out):
     return _call(_prepare_delta, _DELTA, (o, do, out), (layout,))[0]
 
 
-def backward(q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family):
+def backward(
+    q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family,
+    dlse=None, return_dbias=False, return_dsink=False, features=None,
+):  # fmt: skip
     """`fa2cupy.backward` on CuPy arrays."""
+    if features or dlse is not None or return_dbias is not False or return_dsink is not False:
+        extra_gradients(features or {}, return_dbias, return_dsink)
+        arrays = (q, k, v, o, lse, do, given_delta)
+        _check_features("backward", _BACKWARD, arrays, (causal, softmax_scale, layout, family), features or {}, dlse)
     dq, dk, dv = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
     arrays = (q, k, v, o, lse, do, given_delta, dq, dk, dv)
     options = (causal, softmax_scale, method, deterministic, layout, config, family)
     return _call(_prepare_backward, _BACKWARD, arrays, options)
+
+
+def _check_features(
+    operation: str, arguments: Arguments, arrays: tuple, options: tuple, features: Mapping[str, object], dlse=None
+) -> None:
+    """Raises unless the features are at values that change nothing: the kernels have none yet. Looks at no element."""
+    given = {name: array for name, array in {**feature_arrays(features), "dlse": dlse}.items() if array is not None}
+    every = Arguments((*arguments.inputs, *given), (*arguments.optional, *given), ())
+    arrays = (*arrays, *given.values())
+    every.check_backend(arrays)
+    causal, softmax_scale, layout, family = options
+    problem = AttentionProblem.from_arrays(
+        *arrays[:3], causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    if operation == "backward":
+        problem.check_backward_inputs(*arrays[3:7], dlse)
+    _, device = _device(arrays, every)
+    choose_family(operation, problem.dtype, device, family, (*problem.needs, *(("dlse",) if dlse is not None else ())))
 
 
 def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> tuple:
@@ -92,9 +120,9 @@ def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
     causal, softmax_scale, layout, config, family = options
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     ordinal, device = _device(arrays, _FORWARD)
-    outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
+    outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
-    row = choose_family("forward", problem.dtype, device, family)
+    row = choose_family("forward", problem.dtype, device, family, problem.needs)
     if not _direct(row, problem, (q, k, v, o), (lse,)):
 
         def run(copies):
@@ -129,9 +157,9 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     problem.check_backward_inputs(o, lse, do, given_delta)
     ordinal, device = _device(arrays, _BACKWARD)
-    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
+    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
     check_outputs(outputs, (dq, dk, dv))
-    row = choose_family("backward", problem.dtype, device, family)
+    row = choose_family("backward", problem.dtype, device, family, problem.needs)
     method = choose_method(row.name, method, deterministic)
     if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
 

@@ -84,12 +84,13 @@ class _Planner:
         self.problem = problem
         self.device = device
         self.strides = strides
-        row = choose_family(operation, problem.dtype, device, family)
+        needs = () if operation == "delta" else problem.needs
+        row = choose_family(operation, problem.dtype, device, family, needs)
         reason = self._why_not_sm90() if row.name == "sm90" else None
         if reason and family:
             raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
         if reason:
-            row = choose_family(operation, problem.dtype, device, "sm80")
+            row = choose_family(operation, problem.dtype, device, "sm80", needs)
         self.family = row.name
         self.arch_suffix = row.arch_suffix
 
