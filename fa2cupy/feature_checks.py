@@ -139,29 +139,32 @@ def _dropout(dropout_p, seed) -> tuple[float, int]:
 
 
 def _packed(problem: AttentionProblem, options: Mapping[str, object], arrays: Mapping[str, object]) -> dict[str, int]:
-    offsets = [arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_k")]
     lengths = {name: options[name] for name in ("max_seqlen_q", "max_seqlen_k") if options.get(name) is not None}
+    given = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if name in arrays]
     for name, length in lengths.items():
         if isinstance(length, bool) or not isinstance(length, numbers.Integral):
             raise TypeError(f"{name}: expected an int or None, got {type(length).__name__}")
         if length < 0:
             raise ValueError(f"{name}: expected at least 0, got {length}")
-        if offsets == [None, None]:
+        if not given:
             raise ValueError(f"{name}: is for packed sequences, which need cu_seqlens_q and cu_seqlens_k")
-    if offsets == [None, None]:
+    if not given:
         return {}
-    for name, other, array in zip(("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q"), offsets, strict=True):
-        if array is None:
-            raise ValueError(f"{name}: packed sequences need it together with {other}")
-        _check_dtype(name, array, problem)
-        if array.ndim != 1 or array.shape[0] < 1:
-            raise ValueError(f"{name}: expected shape (batch + 1,), got {array.shape}")
-    if offsets[0].shape != offsets[1].shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {offsets[0].shape} to match cu_seqlens_q, got {offsets[1].shape}")
+    if len(given) == 1:
+        missing = "cu_seqlens_k" if given == ["cu_seqlens_q"] else "cu_seqlens_q"
+        raise ValueError(f"{missing}: packed sequences need it together with {given[0]}")
+    for name in given:
+        _check_dtype(name, arrays[name], problem)
+        if arrays[name].ndim != 1 or arrays[name].shape[0] < 1:
+            raise ValueError(f"{name}: expected shape (batch + 1,), got {arrays[name].shape}")
+    wanted, got = (arrays[name].shape for name in given)
+    if wanted != got:
+        raise ValueError(f"cu_seqlens_k: expected shape {wanted} to match cu_seqlens_q, got {got}")
     if problem.rank != 3:
-        raise ValueError(f"cu_seqlens_q: packed sequences need q, k and v of 3 axes such as (total, heads, head_dim), got {problem.rank}")
+        axes = "(total, heads, head_dim)" if problem.layout == "bshd" else "(heads, total, head_dim)"
+        raise ValueError(f"cu_seqlens_q: packed sequences need q, k and v of 3 axes {axes}, got {problem.rank}")
     return {
-        "num_sequences": offsets[0].shape[0] - 1,
+        "num_sequences": wanted[0] - 1,
         "max_seqlen_q": int(lengths.get("max_seqlen_q", problem.seqlen_q)),
         "max_seqlen_k": int(lengths.get("max_seqlen_k", problem.seqlen_k)),
     }
