@@ -57,9 +57,10 @@ def forward(
         256. Axes may be left out from the front: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results
         of the same rank.
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
-        Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h`` reads
-        K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v may have a
-        head_dim of its own, which then is o's. Views such as ``qkv[:, :, 0]`` of a packed array are taken as they are.
+        Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
+        reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
+        may have a head_dim of its own, which then is o's. Views such as ``qkv[:, :, 0]`` of a packed array are
+        taken as they are.
     causal : bool, optional
         Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: aligned to the bottom right.
     softmax_scale : float, optional
@@ -79,14 +80,14 @@ def forward(
     o : ndarray, shape of q, with the columns of v
         Output, in q's dtype. A row without a visible key is 0.
     lse : ndarray, shape (batch, num_heads, seqlen_q)
-        Natural logarithm of the sum of exponentials of the scaled, masked scores, features included, which `backward`
-        needs; float32 (float64 for float64 data). A row without a visible key has ``-inf``, or the sink.
+        Natural logarithm of the sum of exponentials of the scaled, masked scores, features included, which
+        `backward` needs; float32 (float64 for float64 data). A row without a visible key has ``-inf``, or the sink.
 
     Other Parameters
     ----------------
     window : tuple (left, right) of int or None
-        Key ``j`` is visible to query ``i`` iff ``i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right``;
-        None is no limit. With `causal`, both hold. Time grows with the window, not with seqlen_k.
+        Key ``j`` is visible to query ``i`` iff ``d - left <= j <= d + right`` with ``d = i + seqlen_k - seqlen_q``; None
+        is no limit. With `causal`, both hold. Time grows with the window, not with seqlen_k.
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
     alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads)
@@ -103,16 +104,16 @@ def forward(
         Probability, from 0 to below 1, that an element of the softmax is dropped; the others grow by ``1 / (1 - p)``.
         lse is that without dropout.
     seed : int
-        Below 2**64; dropout needs it. What is dropped depends on it and on the element's place (batch, head, i, j) only:
-        the same in `backward`, for any tile, method and device, bit for bit (see ``fa2cupy/philox.py``).
+        Below 2**64; dropout needs it. What is dropped depends on it and on the element's place (batch, head, i, j)
+        only: the same in `backward`, for any tile, method and device, bit for bit (see ``fa2cupy/philox.py``).
     cu_seqlens_q, cu_seqlens_k : ndarray of int32, shape (batch + 1,)
         Packed sequences: q, k and v have 3 axes, (total, num_heads, head_dim), and sequence ``b`` has the rows from
-        ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. lse has the shape (num_heads, total). All else holds for each sequence
-        alone, with i and j counted from its start; rows of no sequence get 0, and ``-inf`` in lse. bias and masks have
-        the shapes of a padded batch, with max_seqlen_q and max_seqlen_k.
+        ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. lse has the shape (num_heads, total). All else holds for each
+        sequence alone, with i and j counted from its start; rows of no sequence get 0, and ``-inf`` in lse. bias
+        and masks have the shapes of a padded batch, with max_seqlen_q and max_seqlen_k.
     max_seqlen_q, max_seqlen_k : int
-        No sequence is longer; by default the total. NumPy raises ValueError for one that is, and for offsets that do not
-        grow or leave the arrays.
+        No sequence is longer; by default the total. NumPy raises ValueError for one that is, and for offsets that do
+        not grow or leave the arrays.
 
     Raises
     ------
@@ -121,23 +122,24 @@ def forward(
     ValueError
         Shapes, devices or values that do not fit; `out` is read-only or overlaps; `config` is not legal.
     UnsupportedProblemError
-        head_dim above 256, or no kernel for the dtype or a feature on this GPU. On CuPy arrays there is none yet for the
-        keywords under "Other Parameters" and for a head_dim of v's own.
+        head_dim above 256, or no kernel for the dtype or a feature on this GPU. On CuPy arrays there is none yet
+        for the keywords under "Other Parameters" and for a head_dim of v's own.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.
 
     Notes
     -----
     FlashAttention-2 (Dao 2023), Algorithm 1: query tiles of B_r rows meet key tiles of B_c rows with an online softmax,
-    so that memory beyond inputs and results is O(1). Scores, statistics and sums are float32 (float64 for float64 data).
+    so that memory beyond inputs and results is O(1). Scores, statistics and sums are float32 (float64 for float64).
 
-    All features combine. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma 2); ALiBi,
-    Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014, with the Philox
-    generator of Salmon et al. 2011.
+    All features combine. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma 2);
+    ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014, with
+    the Philox generator of Salmon et al. 2011.
 
-    Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes; anything
-    else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8. The work is queued on CuPy's
-    current stream of the arrays' device, without a synchronisation; the first call of a kind compiles its kernel.
+    Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes;
+    anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8. The work is queued on
+    CuPy's current stream of the arrays' device, without a synchronisation; the first call of a kind compiles its
+    kernel.
 
     Examples
     --------
@@ -243,8 +245,8 @@ def backward(
     Notes
     -----
     With P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = softmax_scale dS K and
-    dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. What features add
-    is at the top of ``fa2cupy/features.py``.
+    dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. What features
+    add is at the top of ``fa2cupy/features.py``.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU depends on the method's atomics: for
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for

@@ -1,4 +1,4 @@
-"""One result against its reference: how far it is, how far it may be, and what a failure tells. `testing` has the rule."""
+"""One result against its reference: how far it is, how far it may be, what a failure tells. `testing` has the rule."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def assert_within_baseline(
         Wrong shape, dtype or element. The text has the problem, the spec, both errors, the percent of the allowed one,
         the worst element and the numbers of NaN and inf.
     """
-    # A bias is of either dtype, and its gradient is like it.
-    dtype = baseline.dtype.name if name == "dbias" else problem.accumulator_dtype if name in _ACCUMULATED else problem.dtype
+    dtype = problem.accumulator_dtype if name in _ACCUMULATED else problem.dtype
+    if name == "dbias":  # a bias is of either dtype, and its gradient like it
+        dtype = baseline.dtype.name
     if result.shape != wanted.shape or result.dtype.name != dtype:
         raise AssertionError(f"{name}: expected {dtype} of shape {wanted.shape}, got {result.dtype} of {result.shape}")
     with device_context(result):

@@ -7,8 +7,8 @@ so that a tile of B_r positions is one contiguous matrix for all of them and no 
     single_pass  each key tile meets its query tiles: dk and dv of the tile, and a share of dq (Algorithm 2)
     two_pass     each query tile gives its dq, then each key tile its dk and dv
 
-Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores. Which tiles meet
-is in ``cpu_tiles.py``, what features do to a tile in ``cpu_scores.py``.
+Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores. Which tiles
+meet is in ``cpu_tiles.py``, what features do to a tile in ``cpu_scores.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What features do to a tile of scores on NumPy, between the two matrix products.
 
-Tiles have a row for each (position, head of the group) and a column for each key. `features` has the formulas and their order.
+Tiles have a row for each (position, head of the group) and a column for each key. `features` has the formulas.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeadTerms:
         )
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> np.ndarray | None:
-        """Changes the scaled scores of a tile; gives what the gradient of the changed ones is multiplied by, if not 1."""
+        """Changes the scaled scores of a tile; gives what the gradient of the result is multiplied by, None for 1."""
         slope = None
         if self.features.softcap is not None:
             cap = np.asarray(self.features.softcap, s.dtype)
@@ -76,7 +76,7 @@ class HeadTerms:
         return slope
 
     def keep(self, queries: slice, keys: slice, dtype: np.dtype) -> np.ndarray | None:
-        """What dropout multiplies a tile of P by: 0 or the inverse of the probability of being kept. None without it."""
+        """What dropout multiplies a tile of P by: 0 or the inverse of the probability of being kept. Else None."""
         probability = self.features.dropout_p
         if not probability:
             return None

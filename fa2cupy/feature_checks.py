@@ -193,6 +193,5 @@ def _check_broadcast(name: str, array, shape: tuple[int, ...]) -> None:
         own in (1, full) for own, full in zip(array.shape, shape[4 - array.ndim :], strict=True)
     )
     if not fits:
-        raise ValueError(
-            f"{name}: expected a shape that can be broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}, got {array.shape}"
-        )
+        wanted = f"a shape that can be broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}"
+        raise ValueError(f"{name}: expected {wanted}, got {array.shape}")

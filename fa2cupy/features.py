@@ -17,20 +17,20 @@ and backward, with delta = rowsum(dO * O) - dlse,
 
 How a feature is added
 ----------------------
-1. A keyword in `FeatureOptions` and its check in ``feature_checks.py``, whose result is a field of `Features` or a name in
-   `Features.arrays`. The public functions, the references and `fa2cupy.testing` hand keywords through and stay.
-2. A row in `KERNEL_NEEDS`: the flag that the compiler must know (``spec.py`` puts it into the key and ``spec.cuh.j2`` into
-   `Spec`), the arrays and numbers that only the launch knows (``params.py`` appends them to the record, and a
+1. A keyword in `FeatureOptions` and its check in ``feature_checks.py``, whose result is a field of `Features` or a
+   name in `Features.arrays`. The public functions, the references and `fa2cupy.testing` hand keywords through and stay.
+2. A row in `KERNEL_NEEDS`: the flag that the compiler must know (``spec.py`` puts it into the key and ``spec.cuh.j2``
+   into `Spec`), the arrays and numbers that only the launch knows (``params.py`` appends them to the record, and a
    kernel without the flag keeps its record, and so its cubin, as it is).
 3. The formula in ``formulas.py``, whole, and in ``cpu_scores.py``, on a tile. Both keep to the order above.
-4. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if pairs
-   of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does. Main loops do not change.
+4. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if
+   pairs of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does. Main loops stay.
 5. The feature's name in `Family.features` of the families whose kernels have it. Until then they refuse it by name.
 
 A score function of the user's own is such a row whose flag carries the text of two device functions, the score and its
-derivative; it sits where softcap sits, and `ScoreTerms.apply` gives the derivative back as it does for softcap. A block-sparse
-map is a row with two arrays, the offsets and the numbers of the tiles of each row of tiles: it changes `Head.key_tiles` and
-`Head.query_tiles` here and ``tile_range.cuh`` there, and nothing else.
+derivative; it sits where softcap sits, and `HeadTerms.apply` gives the derivative back as it does for softcap. A
+block-sparse map is a row with two arrays, the offsets and the numbers of the tiles of each row of tiles: it changes
+`Head.key_tiles` and `Head.query_tiles` here and ``tile_range.cuh`` there, and nothing else.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Formulas:
             self._heads_first(dk)[part.shared] += scale * self._product(ds.T, q_head)
             self._heads_first(dv)[part.shared] += self._product(self._round(self._dropped(p, part)).T, do_head)
         exact = self.rounded == "float64"
-        more = (sums[name].reshape(like.shape).astype("float64" if exact else like.dtype) for name, like in extra.items())
+        more = [sums[name].reshape(a.shape).astype("float64" if exact else a.dtype) for name, a in extra.items()]
         return (*(gradient.astype(self.rounded, copy=False) for gradient in (dq, dk, dv)), *more)
 
     def noise(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None) -> dict[str, float]:
@@ -95,16 +95,24 @@ class Formulas:
             row_lse = self._statistics(lse)[part.own]
             s, slope = self._scores(q_head, k_head, part)
             do_head = abs(self._head(do, part.own))
+            in_dp = self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
+            p = self._probabilities(s, row_lse)
             # dP and delta are two sums of the same products. Errors of different elements of dS add up in quadrature.
-            products = 2 * self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
+            ds = 2 * p * in_dp
+            in_delta = (p * in_dp).sum(axis=1, keepdims=True)
             if dlse is not None:
-                products = products + abs(self._statistics(dlse)[part.own])[:, None]
-            ds = self._probabilities(s, row_lse) * products
+                row_dlse = abs(self._statistics(dlse)[part.own].astype(self.work))[:, None]
+                ds, in_delta = ds + p * row_dlse, in_delta + row_dlse
             if "dbias" in squares:
-                self._add_reduced(squares["dbias"], ds * ds, part)
+                # The error of a row's delta is the same in all its elements: along the row it adds up as it is.
+                from_delta = p * in_delta
+                if squares["dbias"].shape[3] == 1:
+                    from_delta = from_delta.sum(axis=1, keepdims=True)
+                self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
+                self._add_reduced(squares["dbias"], from_delta**2, part)
             if "dsink" in squares:
-                o_products = do_head * abs(self._head(o, part.own)) * self._sink_share(row_lse, part)[:, None]
-                squares["dsink"][part.head] += (o_products * o_products).sum()
+                shares = self._sink_share(row_lse, part)[:, None] * do_head * abs(self._head(o, part.own))
+                squares["dsink"][part.head] += (shares * shares).sum()
             ds = ds * slope
             largest["dq"] = max(largest["dq"], _largest((ds * ds).sum(axis=1)) ** 0.5 * _largest(abs(k_head)))
             largest["dk"] = max(largest["dk"], _largest((ds * ds).sum(axis=0)) ** 0.5 * _largest(abs(q_head)))
@@ -142,7 +150,8 @@ class Formulas:
         conditions += [self._of_head(options["mask"], part)] if "mask" in features.arrays else []
         if "key_padding_mask" in features.arrays:
             padding = options["key_padding_mask"]
-            conditions.append((padding if padding.ndim == 1 else padding[part.sequence.number])[: part.sequence.seqlen_k])
+            own = padding if padding.ndim == 1 else padding[part.sequence.number]
+            conditions.append(own[: part.sequence.seqlen_k])
         visible = None
         for condition in conditions:
             visible = condition if visible is None else visible & condition

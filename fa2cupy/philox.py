@@ -11,17 +11,17 @@ i and j count from the start of the sequence's queries and keys and
                  b)                                              word 3
     word(b, h, i, j) = Philox4x32-10(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
 
-What is kept is multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept, rounded to the
-accumulators' type.
+What is kept is multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept, rounded to
+the accumulators' type.
 
-The four words of a call serve the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of an aligned tile of 16 x 16.
-In the accumulators of mma.sync and wgmma one thread holds just these four, whether the tile is of S or of S^T, so
-that kernels draw one call for four elements and exchange nothing. Nothing else enters: not the tile, the method, the
-family or the other lengths. The forward and the backward find the same mask anew, and nothing is stored.
+The four words of a call serve the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of an aligned tile of
+16 x 16. In the accumulators of mma.sync and wgmma one thread holds just these four, whether the tile is of S or of S^T,
+so that kernels draw one call for four elements and exchange nothing. Nothing else enters: not the tile, the method, the
+family or the lengths. The forward and the backward find the same mask anew, and nothing is stored.
 
-Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as 1, 2,
-3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and between two
-rounds the key grows by (W0, W1). Dropout is that of Srivastava et al. (2014), on P after the softmax.
+Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
+1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
+between two rounds the key grows by (W0, W1). Dropout is that of Srivastava et al. (2014), on P after the softmax.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 working precision, each matrix product rounded to the dtype of the inputs. `fa2cupy.testing` holds results against both.
 
 Arguments, shapes and errors are those of the functions of the package. NumPy and CuPy arrays are taken alike and stay
-where they are. Of the rest of the package only the argument checks and the generator of dropout are used. A NaN in a key
-that a mask hides may reach the rows that it is hidden from (0 * NaN), here as in the kernels.
+where they are. Of the rest of the package only the argument checks and the generator of dropout are used. A NaN in a
+key that a mask hides may reach the rows that it is hidden from (0 * NaN), here as in the kernels.
 """
 
 from __future__ import annotations

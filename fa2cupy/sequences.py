@@ -67,7 +67,8 @@ def _rows(side: str, offsets, total: int, longest: int) -> list[slice]:
     host = np.asarray(offsets if isinstance(offsets, np.ndarray) else offsets.get()).astype("int64")
     lengths = np.diff(host)
     if (lengths < 0).any() or host[0] < 0 or host[-1] > total:
-        raise ValueError(f"cu_seqlens_{side}: expected offsets that grow from 0 to at most {total}, got {host.tolist()}")
+        wanted = f"offsets that grow from 0 to at most {total}"
+        raise ValueError(f"cu_seqlens_{side}: expected {wanted}, got {host.tolist()}")
     if (lengths > longest).any():
         raise ValueError(f"max_seqlen_{side}: a sequence has {lengths.max()} rows, more than {longest}")
     return [slice(int(start), int(stop)) for start, stop in zip(host[:-1], host[1:], strict=True)]

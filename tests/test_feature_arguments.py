@@ -1,4 +1,4 @@
-"""Features that do not fit: the right exception, a text that names the argument, nothing written and nothing launched."""
+"""Features that do not fit: the right exception, a text that names the argument, nothing written or launched."""
 
 from __future__ import annotations
 
@@ -32,14 +32,26 @@ WRONG = {
     "window triple": ({"window": (1, 2, 3)}, TypeError, r"^window: expected a tuple \(left, right\), got 3 elements"),
     "window float": ({"window": (1.0, 2)}, TypeError, r"^window \(left\): expected an int or None, got float"),
     "window bool": ({"window": (1, True)}, TypeError, r"^window \(right\): expected an int or None, got bool"),
-    "window -1": ({"window": (-1, 0)}, ValueError, r"^window \(left\): expected at least 0, or None for no limit, got -1"),
+    "window -1": (
+        {"window": (-1, 0)}, ValueError,
+        r"^window \(left\): expected at least 0, or None for no limit, got -1",
+    ),
     "softcap zero": ({"softcap": 0.0}, ValueError, "^softcap: expected a positive number, or None for no cap, got 0.0"),
     "softcap nan": ({"softcap": float("nan")}, ValueError, "^softcap: expected a positive number, got nan"),
     "softcap inf": ({"softcap": float("inf")}, ValueError, "^softcap: expected a positive number, got inf"),
     "softcap text": ({"softcap": "50"}, TypeError, "^softcap: expected a real number or None, got str"),
-    "slopes list": ({"alibi_slopes": [0.1] * 4}, TypeError, "^alibi_slopes: expected a numpy.ndarray .* got builtins.list"),
-    "slopes dtype": ({"alibi_slopes": zeros(4, dtype="float64")}, TypeError, "^alibi_slopes: expected dtype float32, got float64"),
-    "slopes shape": ({"alibi_slopes": zeros(2)}, ValueError, r"^alibi_slopes: expected shape \(4,\) or \(2, 4\) .* got \(2,\)"),
+    "slopes list": (
+        {"alibi_slopes": [0.1] * 4}, TypeError,
+        "^alibi_slopes: expected a numpy.ndarray .* got builtins.list",
+    ),
+    "slopes dtype": (
+        {"alibi_slopes": zeros(4, dtype="float64")}, TypeError,
+        "^alibi_slopes: expected dtype float32, got float64",
+    ),
+    "slopes shape": (
+        {"alibi_slopes": zeros(2)}, ValueError,
+        r"^alibi_slopes: expected shape \(4,\) or \(2, 4\) .* got \(2,\)",
+    ),
     "bias dlpack": ({"bias": OnlyDlpack()}, TypeError, "^bias: expected a numpy.ndarray .*from_dlpack"),
     "bias dtype": ({"bias": zeros(37, 53, dtype="float16")}, TypeError, "^bias: expected dtype float32, got float16"),
     "bias shape": (
@@ -50,32 +62,65 @@ WRONG = {
     "bias rank": ({"bias": zeros(1, 2, 4, 37, 53)}, ValueError, "^bias: expected a shape that can be broadcast"),
     "mask dtype": ({"mask": zeros(37, 53)}, TypeError, "^mask: expected dtype bool, got float32"),
     "mask shape": ({"mask": zeros(37, 50, dtype="bool")}, ValueError, "^mask: expected a shape that can be broadcast"),
-    "padding dtype": ({"key_padding_mask": zeros(2, 53, dtype="int8")}, TypeError, "^key_padding_mask: expected dtype bool"),
+    "padding dtype": (
+        {"key_padding_mask": zeros(2, 53, dtype="int8")}, TypeError,
+        "^key_padding_mask: expected dtype bool",
+    ),
     "padding shape": (
         {"key_padding_mask": zeros(53, dtype="bool")}, ValueError,
         r"^key_padding_mask: expected shape \(2, 53\) to match q and k, got \(53,\)",
     ),
     "sink dtype": ({"sink": zeros(4, dtype="float16")}, TypeError, "^sink: expected dtype float32, got float16"),
     "sink shape": ({"sink": zeros(1)}, ValueError, r"^sink: expected shape \(4,\) .* got \(1,\)"),
-    "dropout one": ({"dropout_p": 1.0, "seed": 1}, ValueError, "^dropout_p: expected a number from 0 to below 1, got 1.0"),
+    "dropout one": (
+        {"dropout_p": 1.0, "seed": 1}, ValueError,
+        "^dropout_p: expected a number from 0 to below 1, got 1.0",
+    ),
     "dropout negative": ({"dropout_p": -0.1, "seed": 1}, ValueError, "^dropout_p: expected a number from 0 to below 1"),
-    "dropout nan": ({"dropout_p": float("nan"), "seed": 1}, ValueError, "^dropout_p: expected a number from 0 to below 1"),
+    "dropout nan": (
+        {"dropout_p": float("nan"), "seed": 1}, ValueError,
+        "^dropout_p: expected a number from 0 to below 1",
+    ),
     "dropout None": ({"dropout_p": None, "seed": 1}, TypeError, "^dropout_p: expected a real number, got NoneType"),
     "dropout bool": ({"dropout_p": True, "seed": 1}, TypeError, "^dropout_p: expected a real number, got bool"),
     "seed missing": ({"dropout_p": 0.1}, ValueError, "^seed: dropout needs one"),
     "seed float": ({"dropout_p": 0.1, "seed": 1.0}, TypeError, "^seed: expected an int, got float"),
-    "seed negative": ({"dropout_p": 0.1, "seed": -1}, ValueError, r"^seed: expected an int from 0 to below 2\*\*64, got -1"),
+    "seed negative": (
+        {"dropout_p": 0.1, "seed": -1}, ValueError,
+        r"^seed: expected an int from 0 to below 2\*\*64, got -1",
+    ),
     "seed large": ({"seed": 2**64}, ValueError, r"^seed: expected an int from 0 to below 2\*\*64"),
     "packed rank": (OFFSETS, ValueError, r"^cu_seqlens_q: packed sequences need q, k and v of 3 axes .*, got 4"),
-    "lengths alone": ({"max_seqlen_k": 9}, ValueError, "^max_seqlen_k: is for packed sequences, which need cu_seqlens_q"),
+    "lengths alone": (
+        {"max_seqlen_k": 9}, ValueError,
+        "^max_seqlen_k: is for packed sequences, which need cu_seqlens_q",
+    ),
 }  # fmt: skip
 WRONG_PACKED = {
-    "one alone": ({"cu_seqlens_k": None}, ValueError, "^cu_seqlens_k: packed sequences need it together with cu_seqlens_q"),
-    "other alone": ({"cu_seqlens_q": None}, ValueError, "^cu_seqlens_q: packed sequences need it together with cu_seqlens_k"),
-    "offsets dtype": ({"cu_seqlens_q": np.array([0, 20, 37])}, TypeError, "^cu_seqlens_q: expected dtype int32, got int64"),
-    "offsets list": ({"cu_seqlens_q": [0, 20, 37]}, TypeError, "^cu_seqlens_q: expected a numpy.ndarray .* got builtins.list"),
-    "offsets rank": ({"cu_seqlens_q": zeros(3, 1, dtype="int32")}, ValueError, r"^cu_seqlens_q: expected shape \(batch \+ 1,\)"),
-    "offsets none": ({"cu_seqlens_q": zeros(0, dtype="int32")}, ValueError, r"^cu_seqlens_q: expected shape \(batch \+ 1,\)"),
+    "one alone": (
+        {"cu_seqlens_k": None}, ValueError,
+        "^cu_seqlens_k: packed sequences need it together with cu_seqlens_q",
+    ),
+    "other alone": (
+        {"cu_seqlens_q": None}, ValueError,
+        "^cu_seqlens_q: packed sequences need it together with cu_seqlens_k",
+    ),
+    "offsets dtype": (
+        {"cu_seqlens_q": np.array([0, 20, 37])}, TypeError,
+        "^cu_seqlens_q: expected dtype int32, got int64",
+    ),
+    "offsets list": (
+        {"cu_seqlens_q": [0, 20, 37]}, TypeError,
+        "^cu_seqlens_q: expected a numpy.ndarray .* got builtins.list",
+    ),
+    "offsets rank": (
+        {"cu_seqlens_q": zeros(3, 1, dtype="int32")}, ValueError,
+        r"^cu_seqlens_q: expected shape \(batch \+ 1,\)",
+    ),
+    "offsets none": (
+        {"cu_seqlens_q": zeros(0, dtype="int32")}, ValueError,
+        r"^cu_seqlens_q: expected shape \(batch \+ 1,\)",
+    ),
     "offsets lengths": (
         {"cu_seqlens_k": zeros(4, dtype="int32")}, ValueError,
         r"^cu_seqlens_k: expected shape \(3,\) to match cu_seqlens_q, got \(4,\)",
@@ -83,7 +128,10 @@ WRONG_PACKED = {
     "length float": ({"max_seqlen_q": 20.0}, TypeError, "^max_seqlen_q: expected an int or None, got float"),
     "length negative": ({"max_seqlen_q": -1}, ValueError, "^max_seqlen_q: expected at least 0, got -1"),
     "slopes batch": ({"alibi_slopes": zeros(1, 4)}, ValueError, r"^alibi_slopes: expected shape \(4,\) or \(2, 4\)"),
-    "padding batch": ({"key_padding_mask": zeros(53, dtype="bool")}, ValueError, r"^key_padding_mask: expected shape \(2, 53\)"),
+    "padding batch": (
+        {"key_padding_mask": zeros(53, dtype="bool")}, ValueError,
+        r"^key_padding_mask: expected shape \(2, 53\)",
+    ),
     "bias lengths": (
         {"bias": zeros(37, 53), "max_seqlen_q": 20}, ValueError, r"^bias: .* = \(2, 4, 20, 53\), got \(37, 53\)"
     ),
@@ -126,7 +174,7 @@ def test_packed_sequences_that_do_not_fit(mistake):
         ({"return_dsink": True, "bias": zeros(1)}, ValueError, "^return_dsink: there is no sink"),
         ({"return_dbias": 1, "bias": zeros(1)}, TypeError, "^return_dbias: expected a bool, got int"),
         ({"dlse": zeros(2, 4, 36)}, ValueError, r"^dlse: expected shape \(2, 4, 37\) .* got \(2, 4, 36\)"),
-        ({"dlse": zeros(2, 4, 37, dtype="float64")}, TypeError, "^dlse: expected dtype float32 to match q, got float64"),
+        ({"dlse": zeros(2, 4, 37, dtype="float64")}, TypeError, "^dlse: expected dtype float32 .* got float64"),
         ({"dlse": 1.0}, TypeError, "^dlse: expected a numpy.ndarray or cupy.ndarray, got builtins.float"),
     ],
 )
@@ -144,9 +192,9 @@ def test_outputs_have_one_array_for_each_gradient():
     bias, sink = zeros(4, 1, 53), zeros(4)
     o, lse = fa2cupy.forward(q, k, v, bias=bias, sink=sink)
     options = {"bias": bias, "sink": sink, "return_dsink": True, "return_dbias": True}
-    with pytest.raises(TypeError, match=r"^out: expected a tuple \(dq, dk, dv, dbias, dsink\) of arrays or None, got 3"):
+    with pytest.raises(TypeError, match=r"^out: expected a tuple \(dq, dk, dv, dbias, dsink\) of arrays or None"):
         fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None))
-    with pytest.raises(ValueError, match=r"^out \(dbias\): expected shape \(4, 1, 53\) to match the result, got \(4, 53\)"):
+    with pytest.raises(ValueError, match=r"^out \(dbias\): expected shape \(4, 1, 53\) .* got \(4, 53\)"):
         fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None, zeros(4, 53), None))
     with pytest.raises(ValueError, match=r"^out \(dbias\): overlaps bias in memory"):
         fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None, bias, None))
@@ -177,7 +225,7 @@ def test_lower_ranks():
     np.testing.assert_array_equal(single["o"], with_heads["o"][:, 0])
 
 
-# ------------------------------------------------------------------------------------------------------- what kernels need
+# --------------------------------------------------------------------------------------------------- what kernels need
 
 
 def features_of(**options) -> Features:
@@ -221,10 +269,8 @@ def launched(monkeypatch):
         yield stages
 
 
-GPU_FEATURES = {
-    "window": {"window": (3, None)},
-    **{name: options_of(name, "float16", SIZES) for name in ("softcap", "alibi", "bias", "mask", "padding", "sink", "dropout")},
-}
+GPU_ROWS = ("window", "softcap", "alibi", "bias", "mask", "padding", "sink", "dropout")
+GPU_FEATURES = {name: options_of(name, "float16", SIZES) for name in GPU_ROWS}
 
 
 @pytest.mark.parametrize("name", GPU_FEATURES)
@@ -253,8 +299,8 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, name):
     assert not launched
 
 
-def test_kernels_refuse_packed_sequences_and_other_columns(launched):
-    from fake_gpu import place
+def test_kernels_refuse_packed_sequences_and_other_columns(launched, monkeypatch):
+    from fake_gpu import gapped, place
 
     from fa2cupy import gpu
 
@@ -262,7 +308,8 @@ def test_kernels_refuse_packed_sequences_and_other_columns(launched):
     offsets = {name: place(array) for name, array in OFFSETS.items()}
     with pytest.raises(UnsupportedProblemError, match="^cu_seqlens: a kernel family for forward"):
         gpu.forward(q, k, v, False, None, "bshd", None, None, None, offsets)
-    q, k, v, do = (place(array) for array in inputs_of("float16", head_dim_v=24))
+    monkeypatch.setattr(gpu, "AdaptedCall", None)  # what the kernels refuse is not copied for them first
+    q, k, v, do = (gapped(array) for array in inputs_of("float16", head_dim_v=24))
     lse = place(zeros(2, 4, 37))
     with pytest.raises(UnsupportedProblemError, match="^head_dim_v: a kernel family for forward"):
         gpu.forward(q, k, v, False, None, "bshd", None, None, None)

@@ -7,8 +7,20 @@ import tracemalloc
 import numpy as np
 import pytest
 from feature_cases import (
-    METHODS, ROWS, SIZES, accumulator, assert_bits_equal, assert_close, booleans, check, inputs_of, keyword, numbers, options_of, run,
-)  # fmt: skip
+    METHODS,
+    ROWS,
+    SIZES,
+    accumulator,
+    assert_bits_equal,
+    assert_close,
+    booleans,
+    check,
+    inputs_of,
+    keyword,
+    numbers,
+    options_of,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +75,8 @@ class TestAgainstTheReference:
         sizes = {"batch": 2, "num_heads": group * num_heads_kv, "num_heads_kv": num_heads_kv, "head_dim": 8, **lengths}
         options = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
         dlse = numbers((2, sizes["num_heads"], lengths["seqlen_q"]), accumulator(dtype)) if with_dlse else None
-        check(make_inputs(dtype, **sizes, head_dim_v=head_dim_v, layout=layout), dlse=dlse, config=tile, layout=layout, **options)
+        inputs = make_inputs(dtype, **sizes, head_dim_v=head_dim_v, layout=layout)
+        check(inputs, dlse=dlse, config=tile, layout=layout, **options)
 
 
 class TestNothingChanges:
@@ -174,6 +187,9 @@ class TestSink:
     @pytest.mark.parametrize("value", [np.nan, np.inf])
     def test_a_bad_sink_spoils_its_head(self, value):
         sink = np.array([0.0, value, 0.0, 0.0])
+        for sizes, options in (({}, {"mask": np.zeros((1, 1), bool)}), ({"seqlen_k": 0}, {})):  # also without a key
+            _, lse = fa2cupy.forward(*inputs_of(**sizes)[:3], sink=sink, **options)
+            assert np.isnan(lse[:, 1]).all()
         results = run(inputs_of(), sink=sink)
         assert np.isnan(results["o"][:, :, 1]).all()
         assert np.isnan(results["lse"][:, 1]).all()
@@ -240,7 +256,9 @@ class TestBias:
         results = run(inputs_of(), key_padding_mask=padding, config=TILE)
         assert_bits_equal(results, run(inputs_of(), mask=padding[:, None, None], config=TILE))
 
-    @pytest.mark.parametrize("shape", [(2, 4, 37, 1), (2, 1, 37, 53), (1, 4, 1, 53), (1, 1, 1, 1), (53,), (4, 1, 1), ()])
+    @pytest.mark.parametrize(
+        "shape", [(2, 4, 37, 1), (2, 1, 37, 53), (1, 4, 1, 53), (1, 1, 1, 1), (53,), (4, 1, 1), ()]
+    )
     @pytest.mark.parametrize("method", METHODS)
     def test_its_gradient_is_summed_to_its_shape(self, method, shape):
         bias = numbers(shape, "float64")
@@ -263,10 +281,10 @@ class TestBias:
         arrays = {"bias": numbers((length,), "float32"), "mask": booleans((length, 1))}
         tracemalloc.start()
         try:
-            o, lse = fa2cupy.forward(q, k, v, **arrays, softcap=3.0, dropout_p=0.1, seed=1, sink=numbers((1,), "float32"))
-            gradients = {"return_dbias": True, "dropout_p": 0.1, "seed": 1}
+            arrays |= {"softcap": 3.0, "dropout_p": 0.1, "seed": 1, "sink": numbers((1,), "float32")}
+            o, lse = fa2cupy.forward(q, k, v, **arrays)
             for method in METHODS:
-                fa2cupy.backward(q, k, v, o, lse, do, **arrays, **gradients, method=method)
+                fa2cupy.backward(q, k, v, o, lse, do, **arrays, return_dbias=True, method=method)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

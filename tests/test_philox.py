@@ -72,8 +72,9 @@ def test_the_share_of_dropped_elements(probability):
     dropped = ~kept(probability, 17, 0, slice(0, 4), slice(0, 1024), slice(0, 1024))
     assert dropped.mean() == pytest.approx(probability, rel=0.01)
     # Neighbours, and the elements that share a call, are independent.
-    for moved in (dropped[:, 8:, :] & dropped[:, :-8, :], dropped[:, :, 8:] & dropped[:, :, :-8], dropped[1:] & dropped[:-1]):
-        assert moved.mean() == pytest.approx(probability**2, rel=0.1)
+    below, beside = dropped[:, 8:] & dropped[:, :-8], dropped[:, :, 8:] & dropped[:, :, :-8]
+    for both in (below, beside, dropped[1:] & dropped[:-1]):
+        assert both.mean() == pytest.approx(probability**2, rel=0.1)
 
 
 def test_every_part_of_the_place_and_the_seed_matters():
@@ -89,6 +90,13 @@ def test_every_part_of_the_place_and_the_seed_matters():
     ]
     for other in others:
         assert 0.4 < (first == other).mean() < 0.6
+
+
+def test_the_threshold_itself_is_kept():
+    word = written_out((0, 0, 0, 0), (3, 0))[0]
+    first = slice(0, 1)
+    assert kept(word / 2**32, 3, 0, first, first, first)[0, 0, 0]
+    assert not kept((word + 1) / 2**32, 3, 0, first, first, first)[0, 0, 0]
 
 
 def test_scale_and_threshold_fit_together():

@@ -131,7 +131,7 @@ def test_no_sequence_at_all():
 
 
 BAD_OFFSETS = {
-    "falls": ([0, 9, 5, 47], [0, 10, 20, 65], r"^cu_seqlens_q: expected offsets that grow from 0 to at most 47, got \[0, 9, 5"),
+    "falls": ([0, 9, 5, 47], [0, 10, 20, 65], r"^cu_seqlens_q: expected offsets that grow .* got \[0, 9, 5"),
     "negative": ([-1, 9, 15, 47], [0, 10, 20, 65], "^cu_seqlens_q: expected offsets that grow"),
     "too far": ([0, 9, 15, 47], [0, 10, 20, 66], "^cu_seqlens_k: expected offsets that grow from 0 to at most 65"),
 }
