@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from . import philox
@@ -88,6 +89,8 @@ class Formulas:
     def noise(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None) -> dict[str, float]:
         """What roundings may leave of dq, dk, dbias and dsink where terms cancel: see `reference.gradient_noise`."""
         largest = {"dq": 0.0, "dk": 0.0}
+        # o was rounded to its dtype, by so much more than sums are.
+        o_rounding = float(ml_dtypes.finfo(do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
         extra = extra or {}
         squares = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
         for part in self._heads():
@@ -100,19 +103,19 @@ class Formulas:
             # dP and delta are two sums of the same products. Errors of different elements of dS add up in quadrature.
             ds = 2 * p * in_dp
             in_delta = (p * in_dp).sum(axis=1, keepdims=True)
+            in_o = o_rounding * ((do_head * self._head(o, part.own)) ** 2).sum(axis=1, keepdims=True) ** 0.5
             if dlse is not None:
                 row_dlse = abs(self._statistics(dlse)[part.own].astype(self.work))[:, None]
                 ds, in_delta = ds + p * row_dlse, in_delta + row_dlse
             if "dbias" in squares:
-                # The error of a row's delta is the same in all its elements: along the row it adds up as it is.
                 from_delta = p * in_delta
                 if squares["dbias"].shape[3] == 1:
-                    from_delta = from_delta.sum(axis=1, keepdims=True)
+                    # Summed over its keys a row of dS is 0, but for the error of the row's delta, in all terms the same.
+                    from_delta = (p * (in_delta + in_o)).sum(axis=1, keepdims=True)
                 self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
                 self._add_reduced(squares["dbias"], from_delta**2, part)
             if "dsink" in squares:
-                shares = self._sink_share(row_lse, part)[:, None] * do_head * abs(self._head(o, part.own))
-                squares["dsink"][part.head] += (shares * shares).sum()
+                squares["dsink"][part.head] += ((self._sink_share(row_lse, part)[:, None] * in_o) ** 2).sum()
             ds = ds * slope
             largest["dq"] = max(largest["dq"], _largest((ds * ds).sum(axis=1)) ** 0.5 * _largest(abs(k_head)))
             largest["dk"] = max(largest["dk"], _largest((ds * ds).sum(axis=0)) ** 0.5 * _largest(abs(q_head)))

@@ -102,8 +102,6 @@ class Expectation:
         wanted = reference.backward(*self._inputs, o, lse, self._do, **options)
         baseline = reference.baseline_backward(*self._inputs, self._do, **options)
         noise = reference.gradient_noise(*self._inputs, o, lse, self._do, **options)
-        if "dsink" in noise:  # in units of the rounding of o; the rule counts in those of the accumulators
-            noise["dsink"] *= float(ml_dtypes.finfo(self._do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
         return {name: (*pair, noise.get(name, 0.0)) for name, *pair in zip(names, wanted, baseline, strict=True)}
 
 
