@@ -110,7 +110,7 @@ class Formulas:
             if "dbias" in squares:
                 from_delta = p * in_delta
                 if squares["dbias"].shape[3] == 1:
-                    # Summed over its keys a row of dS is 0, but for the error of the row's delta, in all terms the same.
+                    # Summed over its keys a row of dS is 0 but for the error of delta, the same in all its terms.
                     from_delta = (p * (in_delta + in_o)).sum(axis=1, keepdims=True)
                 self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
                 self._add_reduced(squares["dbias"], from_delta**2, part)

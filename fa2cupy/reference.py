@@ -188,8 +188,8 @@ def gradient_noise(
     """What one rounding of every product in dP and delta can do to gradients in which terms cancel.
 
     Where rows see one key, P = 1 and dP = delta: dq and dk are 0, and an implementation returns the difference of two
-    equal sums. No error relative to the result bounds it; this does. dbias is a sum of such differences. In dsink, and in
-    a dbias that is summed over the keys, products of do and o cancel, and the rounding of o to its dtype is left.
+    equal sums. No error relative to the result bounds it; this does. dbias is a sum of such differences. In dsink, and
+    in a dbias that is summed over the keys, products of do and o cancel, and the rounding of o to its dtype is left.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ class TestAgainstTheReference:
     @pytest.mark.parametrize("name", ROWS)
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     def test_each_feature(self, dtype, name):
-        # Without a gradient for lse that of a bias which is the same for all keys is 0, and no error relative to it counts.
+        # A bias that is the same for all keys has the gradient 0 without one for lse: no error is relative to that.
         dlse = numbers((2, 4, 37), accumulator(dtype)) if name == "bias of queries" else None
         check(inputs_of(dtype), dlse=dlse, config=TILE, **options_of(name, dtype, SIZES))
 
