@@ -146,7 +146,7 @@ class _Planner:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_q // tile.b_r)
-        section = self._heads_per_section(problem.seqlen_k) * problem.heads_per_group
+        section = self._groups_per_section(problem.seqlen_k) * problem.heads_per_group
         maps = {}
         if self.family == "sm90":
             boxes = {"q": tile.b_r, "k": tile.b_c, "v": tile.b_c, "o": 16}  # O is stored by each warp
@@ -157,7 +157,7 @@ class _Planner:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_k // tile.b_c)
-        section = self._heads_per_section(problem.seqlen_q * problem.heads_per_group)
+        section = self._groups_per_section(problem.seqlen_q * problem.heads_per_group)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
@@ -174,15 +174,21 @@ class _Planner:
             **maps,
             num_tiles=num_tiles,
             scheduled_heads=heads,
-            heads_per_section=max(1, min(section, all_heads)),
+            heads_per_section=max(1, section),
         )
 
-    def _heads_per_section(self, rows: int) -> int:
+    def _groups_per_section(self, rows: int) -> int:
+        """Of how many groups of heads the tiles are taken together: `rows` of two tensors of each fit the L2 cache."""
         # Without a mask all tiles are equally long, and one head after the other reads the least memory.
         if not self.problem.causal:
             return 1
-        bytes_per_head = 2 * rows * self.problem.head_dim * self.problem.itemsize
-        return max(1, self.device.l2_bytes * 5 // 8 // max(1, bytes_per_head))
+        groups = max(1, self.problem.batch * self.problem.num_heads_kv)
+        bytes_per_group = 2 * rows * self.problem.head_dim * self.problem.itemsize
+        fitting = min(groups, max(1, self.device.l2_bytes * 5 // 8 // max(1, bytes_per_group)))
+        # A short last section starts its long tiles late, and the launch ends with most multiprocessors idle (up to a sixth
+        # of the time). So of the sizes about as large, the one that divides the groups best.
+        sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
+        return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
 
 
 def plan_forward(

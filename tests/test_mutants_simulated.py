@@ -83,7 +83,7 @@ FULL = Problem(causal=False)
 MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
-SECTIONS = Problem(lengths=(65, 65), batch=3, small_cache=True)
+SECTIONS = Problem(lengths=(65, 65), batch=5, small_cache=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))

@@ -290,6 +290,24 @@ def test_under_a_mask_a_section_has_the_heads_whose_keys_and_values_fit_the_l2_c
         assert section == 4 or section // 4 * per_head <= device.l2_bytes
 
 
+@pytest.mark.parametrize("seqlen", (512, 2048, 4096, 16384))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_under_a_mask_no_section_is_a_short_one(head_dim, seqlen):
+    heads = {"num_heads": 2048 // head_dim, "num_heads_kv": 2048 // head_dim, "batch": 16384 // seqlen}
+    changes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": head_dim, "causal": True, **heads}
+    for family in ("sm80", "sm90"):
+        values = record(forward_plan(family=family, **changes).stages[0])
+        assert values["num_heads"] * values["batch"] % values["heads_per_section"] == 0
+
+
+@pytest.mark.parametrize("groups", (1, 7, 13, 97))
+def test_where_no_size_divides_the_groups_the_last_section_misses_little(groups):
+    device = dataclasses.replace(H100, l2_bytes=5 * 2 * 500 * 64 * 2 * 8 // 5)  # of five heads of 500 keys
+    heads = {"num_heads": groups, "num_heads_kv": groups, "batch": 1, "causal": True}
+    section = record(forward_plan(device, **heads).stages[0])["heads_per_section"]
+    assert section in range(1, 8) and -groups % section <= section / 4
+
+
 @pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda device: device.arch)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2**20, 1), (2**20, 0), (0, 2**20), (1, 2**20)])
 def test_block_arithmetic_stays_in_32_bits(device, seqlen_q, seqlen_k):
