@@ -186,7 +186,7 @@ MUTANTS = (
         "numbers",
         HOPPER_TILES,
     ),
-    Mutant("the counter is not reset", "forward", "params_.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    Mutant("the counter is not reset", "forward", "params.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
     # sm90: the numbers
     Mutant(
         "K and V of another head",
@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "a group passes over its own keys",
         "forward",
-        "min_of(all - max_of(own.end, 1), kMaxSkipped)",
-        "min_of(all - max_of(own.end - 1, 1), kMaxSkipped)",
+        "min_of(all - max_of(own.end, 1), most_skipped)",
+        "min_of(all - max_of(own.end - 1, 1), most_skipped)",
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
     ),

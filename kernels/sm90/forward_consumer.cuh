@@ -23,23 +23,6 @@
 
 namespace fa2::sm90 {
 
-// A tile that is read where it lies, member by member.
-struct TileInSlot {
-    uint32 address, empty;  // of the slot, of its barrier
-
-    __device__ int32 key_tiles() const { return load_shared(address); }
-    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
-    __device__ int32 first_row() const { return load_shared(address + 8); }
-    __device__ int32 head() const { return load_shared(address + 12); }
-    __device__ int32 batch() const { return load_shared(address + 16); }
-};
-
-// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
-// mask.
-struct GroupKeys {
-    int32 skipped, count, full;
-};
-
 template <class Spec>
 class ForwardConsumer {
     using Shape = ForwardShape<Spec>;
@@ -215,13 +198,8 @@ class ForwardConsumer {
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Under a causal mask the tile's last key tiles may be for its lower groups alone.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
-        if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
-        const int32 group_tile = tile.first_row() / kGroupRows + group_;
-        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(group_tile, params_.seqlen_q, params_.seqlen_k);
-        const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), kMaxSkipped);
-        return {skipped, all - skipped, own.full_end};
+        return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
         if constexpr (Spec::kCausal && kMaxSkipped > 0) {
