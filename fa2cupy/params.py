@@ -107,6 +107,13 @@ _RECORDS = {
         ("scale_log2", "softmax_scale"),
         _LENGTHS + _SCHEDULE,
     ),
+    ("backward_dq", "sm90"): (
+        "q:input_map k:input_map v:input_map dout:input_map dq:output_map"
+        " lse:input_accum delta:input_accum tile_counter:counter",
+        (),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
     "backward_dkdv": (
         f"{_BACKWARD_INPUTS} dk:output dv:output",
         ("q", "k", "v", "dout", "dk", "dv"),

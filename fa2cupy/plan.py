@@ -10,6 +10,7 @@ from . import tma
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import choose_family, choose_tile
+from .params import param_layout
 from .problem import AttentionProblem
 from .spec import KernelSpec
 from .tiles import TileConfig, padded_head_dim
@@ -85,7 +86,7 @@ class _Planner:
         self.device = device
         self.strides = strides
         row = choose_family(operation, problem.dtype, device, family)
-        reason = self._why_not_sm90() if row.name == "sm90" else None
+        reason = self._why_not_sm90(operation) if row.name == "sm90" else None
         if reason and family:
             raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
         if reason:
@@ -95,16 +96,16 @@ class _Planner:
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
-        if name in ("q", "o"):
+        if name in ("q", "o", "dout", "dq"):
             return problem.batch, problem.seqlen_q, problem.num_heads
         return problem.batch, problem.seqlen_k, problem.num_heads_kv
 
-    def _why_not_sm90(self) -> str | None:
+    def _why_not_sm90(self, operation: str) -> str | None:
         if not self.problem.softmax_scale > 0:
             return f"softmax_scale={self.problem.softmax_scale} is not positive"
         if 0 in self._sizes("q"):
             return None  # nothing will be launched
-        for name in ("q", "k", "v", "o"):
+        for name in param_layout(operation, "sm90", self.problem.dtype).maps:
             reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
             if reason:
                 return f"{name} is not for TMA, {reason}"
@@ -149,8 +150,9 @@ class _Planner:
         section = self._heads_per_section(problem.seqlen_k) * problem.heads_per_group
         maps = {}
         if self.family == "sm90":
-            boxes = {"q": tile.b_r, "k": tile.b_c, "v": tile.b_c, "o": 16}  # O is stored by each warp
-            maps["maps"] = tuple(self.tensor_layout(name, rows) for name, rows in boxes.items())
+            rows = {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}  # results are stored by each warp
+            names = param_layout(operation, self.family, problem.dtype).maps
+            maps["maps"] = tuple(self.tensor_layout(name, rows.get(name, 16)) for name in names)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section, **maps)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
@@ -208,19 +210,27 @@ def plan_backward(
     strides: Mapping[str, Strides],
     method: str,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
+    family: str | Mapping[str, str] | None = None,
     with_delta: bool = True,
 ) -> Plan:
-    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
-    planner = _Planner("backward", problem, device, strides, family)
+    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv.
+
+    `family` may name one for each kernel of ``two_pass``, by operation.
+    """
+    families = family if isinstance(family, Mapping) else {}
+    planner = _Planner("backward", problem, device, strides, None if families else family)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
         stages.append(_delta_stage(planner))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
     if method == "two_pass":
-        stages.append(planner.by_query_tiles("backward_dq", planner.tile("backward_dq", config)))
-        stages.append(planner.by_key_tiles("backward_dkdv", planner.tile("backward_dkdv", config)))
+        by_rows, by_keys = (
+            _Planner(operation, problem, device, strides, families.get(operation, planner.family))
+            for operation in ("backward_dq", "backward_dkdv")
+        )
+        stages.append(by_rows.by_query_tiles("backward_dq", by_rows.tile("backward_dq", config)))
+        stages.append(by_keys.by_key_tiles("backward_dkdv", by_keys.tile("backward_dkdv", config)))
         return _plan(*stages, workspaces=workspaces)
     tile = planner.tile("backward", config)
     if planner.family == "simt":

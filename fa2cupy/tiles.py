@@ -73,7 +73,7 @@ def padded_head_dim(family: str, head_dim: int) -> int:
 def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of a block; the kernels assert the same number."""
     if family == "sm90":
-        return _sm90_forward_bytes(head_dim, tile)
+        return {"forward": _sm90_forward_bytes, "backward_dq": _sm90_dq_bytes}[operation](head_dim, tile)
     row = padded_head_dim(family, head_dim) * _ITEMSIZE[dtype]
     b_r, b_c = tile.b_r, tile.b_c
     if family == "simt":
@@ -100,6 +100,16 @@ def _sm90_forward_bytes(head_dim: int, tile: TileConfig) -> int:
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
     return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SM90_SHARED_BYTES), fixed + queries)
+
+
+def _sm90_dq_bytes(head_dim: int, tile: TileConfig) -> int:
+    # As kernels/sm90/backward_dq_shape.cuh has it: dQ gets a buffer if one fits, and Q and dO a second each.
+    row = -(-head_dim // 64) * 128
+    queries, keys = tile.b_r * row, tile.b_c * row
+    fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32
+    two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= _SM90_SHARED_BYTES
+    ring = fixed + (4 if two_and_two else 2 * tile.num_stages - 1) * keys
+    return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= _SM90_SHARED_BYTES), ring + 2 * queries)
 
 
 def why_illegal(
@@ -180,7 +190,7 @@ def _dq_split(tile: TileConfig, head_dim: int) -> tuple[bool, bool]:
     )
 
 
-def _sm90_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
+def _sm90_query_rule(tile: TileConfig, head_dim: int, accumulators: int, operands: int) -> str | None:
     groups = tile.b_r // 64
     if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
         return (
@@ -196,10 +206,18 @@ def _sm90_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
     at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]  # the second is what setmaxnreg leaves them
     if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
         return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
-    accumulators = head_dim // 2 + tile.b_c // 2 + tile.b_c // 4
-    if accumulators + 24 > available:
+    if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
     return None
+
+
+def _sm90_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
+    return _sm90_query_rule(tile, head_dim, head_dim // 2 + tile.b_c // 2 + tile.b_c // 4, 24)
+
+
+def _sm90_dq_rule(tile: TileConfig, head_dim: int) -> str | None:
+    # dQ, S and dP, besides which dS has no room of its own where registers are scarce.
+    return _sm90_query_rule(tile, head_dim, head_dim // 2 + tile.b_c, 32)
 
 
 def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
@@ -219,6 +237,7 @@ def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
 
 _SHAPE_RULES = {
     ("sm90", "forward"): lambda tile, d, _: _sm90_forward_rule(tile, d),
+    ("sm90", "backward_dq"): lambda tile, d, _: _sm90_dq_rule(tile, d),
     ("sm80", "forward"): lambda tile, d, _: _sm80_forward_rule(tile, d),
     ("sm80", "backward_dq"): lambda tile, d, _: _sm80_query_rule(tile, d, 2),
     ("sm80", "backward"): lambda tile, d, _: _sm80_key_rule(tile, d, True),

@@ -19,6 +19,7 @@
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
 #include "sm90/forward_shape.cuh"
+#include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
 
 namespace fa2::sm90 {
@@ -333,17 +334,7 @@ class ForwardConsumer {
             barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with Q, too
         }
         multiply_output(inverse_sum);
-        const uint32 lane_row = lane_ % 16, lane_address = box + lane_row * kPanelRowBytes;
-        Packed16 packed;
-#pragma unroll
-        for (int n = 0; n < kD / 8; n += 2) {
-            packed.set(0, 0, output_.value[n][0], output_.value[n][1]);
-            packed.set(1, 0, output_.value[n][2], output_.value[n][3]);
-            packed.set(0, 1, output_.value[n + 1][0], output_.value[n + 1][1]);
-            packed.set(1, 1, output_.value[n + 1][2], output_.value[n + 1][3]);
-            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
-            stmatrix_x4(lane_address + n / 8 * panel_bytes + chunk * 16, packed.k16(0));
-        }
+        write_box<Element>(box, panel_bytes, output_, lane_);
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
@@ -354,7 +345,6 @@ class ForwardConsumer {
             mbarrier_arrive(tile.empty);
         }
     }
-    using Packed16 = PackedFragment<Element, 2>;
 
     const Params& params_;
     const Memory memory_;

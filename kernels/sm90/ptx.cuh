@@ -69,6 +69,11 @@ struct RingPosition {
         return turn >= kSlots;
     }
     __device__ void advance() { turn = !kPowerOfTwo && turn + 1 == 2 * kSlots ? 0 : turn + 1; }
+    __device__ RingPosition next() const {
+        RingPosition after = *this;
+        after.advance();
+        return after;
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- TMA

@@ -1,0 +1,305 @@
+// The dQ kernel's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to dQ in memory.
+//
+// The scores of the next key tile are computed before dQ takes in the present one, so that the tensor cores have work
+// while the group exponentiates. Between two key tiles, in the order of the instructions:
+//
+//   issue   S = Q K(next)^T,  dQ += dS(present) K(present)
+//   wait    S
+//   issue   dP = dO V(next)^T
+//           P = 2^(S - lse), while dQ and dP are computed
+//   wait    dQ              -> K's stage is empty
+//   wait    dP              -> V's stage is empty; dS = P o (dP - delta), in 16 bits
+//
+// Nothing is under way where the loop closes: the compiler serialises products that are waited for in the next turn.
+// Until dQ is there the registers of dS are being read, beside those of S, dP and dQ; where they do not suffice
+// (kOverlap), dP is issued only when dQ is there, and P computed under dP alone.
+//
+// At the end of a query tile the group is on its own, and its tensor core time goes to the other groups. These are all
+// free of each other: what a group holds up is the producer, and that only by the stages that it has not released. It
+// takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no group
+// can wait for what another one keeps from being loaded.
+#pragma once
+#include "common/mask.cuh"
+#include "common/math.cuh"
+#include "sm90/backward_dq_shape.cuh"
+#include "sm90/store_box.cuh"
+#include "sm90/wgmma.cuh.j2"
+
+namespace fa2::sm90 {
+
+template <class Spec>
+class BackwardDqConsumer {
+    using Shape = BackwardDqShape<Spec>;
+    using Memory = BackwardDqMemory<Shape>;
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
+    static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
+    static constexpr int kOutputBarrier = 1;  // one for every group
+
+    using Scores = QuadFragment<kBc / 8>;
+    using Gradient = QuadFragment<kD / 8>;
+    using Operand = PackedFragment<Element, kBc / 8>;
+    using Keys = RingPosition<Shape::kStages>;
+
+  public:
+    __device__ BackwardDqConsumer(const Params& params, const Memory& memory, int32 group)
+        : params_(params),
+          memory_(memory),
+          group_(group),
+          warp_(threadIdx.x / 32 % 4),
+          lane_(threadIdx.x % 32),
+          query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
+          dout_operand_(matrix_descriptor(memory.dout(0) + group * kGroupRows * kPanelRowBytes, 0)),
+          key_operand_(matrix_descriptor(memory.key(0), 0)),
+          key_columns_(matrix_descriptor(memory.key(0), Shape::kKeyPanelBytes)),
+          value_operand_(matrix_descriptor(memory.value(0), 0)) {}
+
+    __device__ void run() {
+        TileInSlot tile = next_tile();
+        while (true) {
+            const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
+            load_rows(tile);
+            skip(keys);
+            int32 block = keys.count - 1;
+            first_step(tile, block, block >= keys.full);
+            dq_.fill(0.0f);
+            --block;
+            if constexpr (Spec::kCausal) {
+#pragma unroll 1
+                for (; block >= keys.full; --block) step<true>(tile, block);
+            }
+#pragma unroll 1
+            for (; block >= 0; --block) step<false>(tile, block);
+            issue_dq(keys_);
+            wgmma_wait<0>();
+            pin(dq_);
+            release_key();
+            store(tile);
+
+            tile = next_tile();
+            if (tile.key_tiles() == 0) break;
+            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
+            // and would compute every descriptor a lane at a time.
+            keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
+            values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
+            queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
+            tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+        }
+        if (lane_ == 0) tma_store_wait();
+    }
+
+  private:
+    // ---------------------------------------------------------------------------------------------------------- steps
+
+    // A tile's first key tile, up to its dS.
+    __device__ __forceinline__ void first_step(const TileInSlot& tile, int32 block, bool masked) {
+        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+        issue_scores(keys_);
+        wgmma_wait<0>();
+        pin(scores_);
+        if (block == 0) release_query();
+        mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+        issue_dp();
+        if (masked) mask(tile, block);
+        exponentiate();
+        finish_ds(block);
+    }
+
+    // From the dS of the present key tile to that of the next, `block`.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block) {
+        const Keys next = keys_.next();
+        mbarrier_wait(memory_.full_key(next.slot()), next.parity());
+        issue_scores(next);
+        issue_dq(keys_);
+        if constexpr (Shape::kOverlap) {
+            wgmma_wait<1>();
+            pin(scores_);
+        } else {
+            wgmma_wait<0>();
+            pin(scores_);
+            pin(dq_);
+            release_key();
+        }
+        if (block == 0) release_query();
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+        issue_dp();
+        if constexpr (kMasked) mask(tile, block);
+        exponentiate();
+        if constexpr (Shape::kOverlap) {
+            wgmma_wait<1>();
+            pin(dq_);
+            pin(ds_);
+            release_key();
+        }
+        finish_ds(block);
+    }
+
+    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
+        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
+        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+    }
+
+    // P, where S was.
+    __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+        for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                scores_.value[n][e] =
+                    common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
+    }
+
+    __device__ __forceinline__ void finish_ds(int32 block) {
+        wgmma_wait<0>();
+        pin(dp_);
+        release_value();
+        if (Shape::kOwnOutput && block == 0 && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+#pragma unroll
+        for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                ds_.set(i, n, scores_.value[n][2 * i] * (dp_.value[n][2 * i] + minus_delta_[i]),
+                        scores_.value[n][2 * i + 1] * (dp_.value[n][2 * i + 1] + minus_delta_[i]));
+    }
+
+    // ------------------------------------------------------------------------------------------------------- products
+
+    __device__ __forceinline__ void issue_scores(const Keys& at) {
+        multiply_rows(scores_, query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16),
+                             key_operand_ + at.slot() * (Shape::kKeyBytes / 16));
+    }
+    __device__ __forceinline__ void issue_dp() {
+        multiply_rows(dp_, dout_operand_ + queries_.slot() * (Shape::kQueryBytes / 16),
+                             value_operand_ + values_.slot() * (Shape::kKeyBytes / 16));
+    }
+
+    // x = the group's rows times those of a key tile, over all columns: four k-steps a panel, 32 bytes each.
+    __device__ __forceinline__ void multiply_rows(Scores& x, uint64 rows, uint64 keys) {
+        wgmma_fence();
+        wgmma_first_scores(x, rows, keys);
+#pragma unroll
+        for (int s = 1; s < kD / 16; ++s)
+            wgmma_scores(x, rows + (s / 4 * Shape::kQueryPanelBytes + s % 4 * 32) / 16,
+                         keys + (s / 4 * Shape::kKeyPanelBytes + s % 4 * 32) / 16, true);
+        wgmma_commit();
+        pin(x);
+    }
+
+    __device__ __forceinline__ void issue_dq(const Keys& at) {
+        const uint64 k = key_columns_ + at.slot() * (Shape::kKeyBytes / 16);
+        pin(dq_);
+        pin(ds_);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(dq_, ds_.k16(s), k + s * (16 * kPanelRowBytes / 16));
+        wgmma_commit();
+        pin(dq_);
+    }
+
+    // ---------------------------------------------------------------------------------------------------- the outside
+
+    __device__ __forceinline__ TileInSlot next_tile() {
+        const uint32 slot = tiles_.slot();
+        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
+        tiles_.advance();
+        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
+    }
+
+    __device__ __forceinline__ void skip(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+                release_key();
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                release_value();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release_query() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
+    }
+    __device__ __forceinline__ void release_key() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
+        keys_.advance();
+    }
+    __device__ __forceinline__ void release_value() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
+        values_.advance();
+    }
+
+    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+
+    // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+    __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
+        const int32 row = first_row(tile);
+        const int64 head = static_cast<int64>(tile.batch()) * params_.num_heads + tile.head();
+        const float *lse = params_.lse + head * params_.seqlen_q, *delta = params_.delta + head * params_.seqlen_q;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 at = row + Scores::row(i, lane_);
+            const bool valid = at < params_.seqlen_q;
+            const float natural = valid ? lse[at] : -common::infinity<float>();
+            minus_lse_[i] = natural == -common::infinity<float>() ? natural
+                                                                  : natural * static_cast<float>(-common::kLog2e);
+            minus_delta_[i] = valid ? -delta[at] : 0.0f;
+        }
+    }
+
+    // dQ of this warp's 16 rows, by a box per panel in shared memory, which the warp alone stores while it goes on.
+    // With that it is through with the tile's slot, too.
+    __device__ __forceinline__ void store(const TileInSlot& tile) {
+        uint32 box, panel_bytes;
+        if constexpr (Shape::kOwnOutput) {
+            panel_bytes = 16 * kPanelRowBytes;
+            box = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * panel_bytes;
+            if (lane_ == 0) tma_store_wait_read();
+            __syncwarp();
+        } else {
+            panel_bytes = Shape::kQueryPanelBytes;
+            box = memory_.dout(queries_.slot()) + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
+            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with dO, too
+        }
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
+        write_box<Element>(box, panel_bytes, dq_, lane_);
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_ == 0) {
+#pragma unroll
+            for (int panel = 0; panel < Shape::kPanels; ++panel)
+                tma_store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, first_row(tile), tile.head(),
+                          tile.batch());
+            tma_store_commit();
+            mbarrier_arrive(tile.empty);
+            if constexpr (!Shape::kOwnOutput) {
+                tma_store_wait_read();
+                mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+            }
+        }
+        queries_.advance();
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const int32 group_, warp_, lane_;
+    const uint64 query_operand_, dout_operand_, key_operand_, key_columns_, value_operand_;
+    RingPosition<Shape::kQueryBuffers> queries_;  // of dO, too
+    Keys keys_;                                   // the present key tile's
+    RingPosition<Shape::kValueStages> values_;    // the next one's
+    RingPosition<kTileSlots> tiles_;
+    float minus_lse_[2], minus_delta_[2];  // lse in base 2
+    Scores scores_, dp_;
+    Operand ds_;
+    Gradient dq_;
+};
+
+}  // namespace fa2::sm90
