@@ -107,9 +107,10 @@ def _sm90_dq_bytes(head_dim: int, tile: TileConfig) -> int:
     row = -(-head_dim // 64) * 128
     queries, keys = tile.b_r * row, tile.b_c * row
     fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32
-    two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= _SM90_SHARED_BYTES
+    most = (_SM90_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= most
     ring = fixed + (4 if two_and_two else 2 * tile.num_stages - 1) * keys
-    return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= _SM90_SHARED_BYTES), ring + 2 * queries)
+    return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= most), ring + 2 * queries)
 
 
 def why_illegal(

@@ -38,13 +38,12 @@ struct BackwardDq {
         const BackwardDqMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         __syncthreads();
-        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
-        if (group == 0) {
+        if (threadIdx.x < kGroupThreads) {
             give_registers_back<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) BackwardDqProducer<Spec>(params, memory).run();
         } else {
             take_registers<Shape::kConsumerRegisters>();
-            BackwardDqConsumer<Spec>(params, memory, group - 1).run();
+            BackwardDqConsumer<Spec>(params, memory).run();
         }
     }
 };

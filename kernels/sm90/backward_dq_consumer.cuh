@@ -42,17 +42,12 @@ class BackwardDqConsumer {
     using Keys = RingPosition<Shape::kStages>;
 
   public:
-    __device__ BackwardDqConsumer(const Params& params, const Memory& memory, int32 group)
+    __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
         : params_(params),
           memory_(memory),
-          group_(group),
+          group_(__shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1),
           warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32),
-          query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
-          dout_operand_(matrix_descriptor(memory.dout(0) + group * kGroupRows * kPanelRowBytes, 0)),
-          key_operand_(matrix_descriptor(memory.key(0), 0)),
-          key_columns_(matrix_descriptor(memory.key(0), Shape::kKeyPanelBytes)),
-          value_operand_(matrix_descriptor(memory.value(0), 0)) {}
+          lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
         TileInSlot tile = next_tile();
@@ -168,16 +163,16 @@ class BackwardDqConsumer {
     // ------------------------------------------------------------------------------------------------------- products
 
     __device__ __forceinline__ void issue_scores(const Keys& at) {
-        multiply_rows(scores_, query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16),
-                             key_operand_ + at.slot() * (Shape::kKeyBytes / 16));
+        multiply_rows(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
     }
     __device__ __forceinline__ void issue_dp() {
-        multiply_rows(dp_, dout_operand_ + queries_.slot() * (Shape::kQueryBytes / 16),
-                             value_operand_ + values_.slot() * (Shape::kKeyBytes / 16));
+        multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
     // x = the group's rows times those of a key tile, over all columns: four k-steps a panel, 32 bytes each.
-    __device__ __forceinline__ void multiply_rows(Scores& x, uint64 rows, uint64 keys) {
+    __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
+        const uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
+        const uint64 keys = matrix_descriptor(key_tile, 0);
         wgmma_fence();
         wgmma_first_scores(x, rows, keys);
 #pragma unroll
@@ -189,7 +184,7 @@ class BackwardDqConsumer {
     }
 
     __device__ __forceinline__ void issue_dq(const Keys& at) {
-        const uint64 k = key_columns_ + at.slot() * (Shape::kKeyBytes / 16);
+        const uint64 k = matrix_descriptor(memory_.key(at.slot()), Shape::kKeyPanelBytes);
         pin(dq_);
         pin(ds_);
         wgmma_fence();
@@ -291,7 +286,6 @@ class BackwardDqConsumer {
     const Params& params_;
     const Memory memory_;
     const int32 group_, warp_, lane_;
-    const uint64 query_operand_, dout_operand_, key_operand_, key_columns_, value_operand_;
     RingPosition<Shape::kQueryBuffers> queries_;  // of dO, too
     Keys keys_;                                   // the present key tile's
     RingPosition<Shape::kValueStages> values_;    // the next one's

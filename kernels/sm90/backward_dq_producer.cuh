@@ -13,10 +13,12 @@ class BackwardDqProducer {
     __device__ BackwardDqProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
 
     __device__ void run() {
-        QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
-        publish(tile);
-        int32 index = next_index(params_, blockIdx.x);
+        int32 index = blockIdx.x;
         while (true) {
+            const QueryTile tile = query_tile<Spec>(params_, index);
+            publish(tile);
+            if (tile.key_tiles == 0) break;
+            index = next_index(params_, index);  // under way during this tile
             load_queries(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
                          memory_.empty_query(queries_.slot()), tile);
             load_key(tile, tile.key_tiles - 1);
@@ -24,16 +26,11 @@ class BackwardDqProducer {
                          memory_.empty_dout(queries_.slot()), tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
-            const QueryTile next = query_tile<Spec>(params_, index);
-            publish(next);
-            index = next_index(params_, index);  // under way during this tile
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 2; block >= 0; --block) {
                 load_key(tile, block);
                 load_value(tile, block);
             }
-            if (next.key_tiles == 0) break;
-            tile = next;
         }
         leave_counter(params_);
     }

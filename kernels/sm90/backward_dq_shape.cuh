@@ -17,14 +17,16 @@ struct BackwardDqShape {
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kBarriers = 8 + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
+    // What a block can have; the system takes 1024 bytes for each.
+    static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
     // One stage of V instead of two only where two do not fit.
-    static constexpr bool kTwoAndTwo = kStages == 2 && kFixedBytes + 4 * kKeyBytes + 2 * kQueryBytes <= kMaxSharedBytes;
+    static constexpr bool kTwoAndTwo = kStages == 2 && kFixedBytes + 4 * kKeyBytes + 2 * kQueryBytes <= kMostBytes;
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
     static constexpr int kBesidesQueries = kFixedBytes + (kStages + kValueStages) * kKeyBytes;
     // dQ has a buffer of its own if it fits, else it leaves through dO's; with what is left Q and dO are loaded a tile
     // ahead.
-    static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMaxSharedBytes;
-    static constexpr int kQueryBuffers = kBesidesQueries + 5 * kQueryBytes <= kMaxSharedBytes ? 2 : 1;
+    static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMostBytes;
+    static constexpr int kQueryBuffers = kBesidesQueries + 5 * kQueryBytes <= kMostBytes ? 2 : 1;
     static constexpr int kSharedBytes = kBesidesQueries + (2 * kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
@@ -35,8 +37,10 @@ struct BackwardDqShape {
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(kConsumerRegisters >= kAtEntry);
-    // dP is computed while dQ still takes in the dS of the key tile before, if registers hold all four at a time.
-    static constexpr bool kOverlap = kD / 2 + 2 * (kBc / 2) + kBc / 4 + 24 <= kConsumerRegisters;
+    // dP is computed while dQ still takes in the dS of the key tile before, if registers hold all four at a time, and
+    // what else the loop needs: the most where it has a masked copy and many k-steps.
+    static constexpr int kBesidesTiles = Spec::kCausal && kD > 128 ? 60 : 28;
+    static constexpr bool kOverlap = kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
 };
 
 // Where everything is.
