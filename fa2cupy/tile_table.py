@@ -49,8 +49,8 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "sm90",
         "backward_dq",
         (64, TileConfig(128, 128, 12, 3)),
-        (128, TileConfig(128, 96, 12, 3)),
-        (192, TileConfig(128, 80, 12, 2)),
+        (128, TileConfig(128, 128, 12, 2)),
+        (192, TileConfig(128, 64, 12, 3)),
         (256, TileConfig(128, 48, 12, 2)),
     ),
     *_rows(

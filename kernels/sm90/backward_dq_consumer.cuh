@@ -1,18 +1,24 @@
 // The dQ kernel's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to dQ in memory.
 //
-// The scores of the next key tile are computed before dQ takes in the present one, so that the tensor cores have work
-// while the group exponentiates. Between two key tiles, in the order of the instructions:
+// Products are queued so that the tensor cores have work while the group exponentiates. From the dS of the present key
+// tile to that of the next there are two orders, by kScoresFirst:
 //
-//   issue   S = Q K(next)^T,  dQ += dS(present) K(present)
-//   wait    S
-//   issue   dP = dO V(next)^T
-//           P = 2^(S - lse), while dQ and dP are computed
-//   wait    dQ              -> K's stage is empty
-//   wait    dP              -> V's stage is empty; dS = P o (dP - delta), in 16 bits
+//   issue   S = Q K(next)^T                         issue   dQ += dS(present) K(present)
+//           dQ += dS(present) K(present)                    S = Q K(next)^T
+//   wait    S                                       wait    dQ            -> K's stage is empty
+//                                                   wait    S
+//   issue   dP = dO V(next)^T                       issue   dP = dO V(next)^T
+//           P = 2^(S - lse)                                 P = 2^(S - lse)
+//   wait    dQ            -> K's stage is empty
+//   wait    dP            -> V's stage is empty     wait    dP            -> V's stage is empty
+//           dS = P o (dP - delta)                           dS = P o (dP - delta)
 //
-// Nothing is under way where the loop closes: the compiler serialises products that are waited for in the next turn.
-// Until dQ is there the registers of dS are being read, beside those of S, dP and dQ; where they do not suffice
-// (kOverlap), dP is issued only when dQ is there, and P computed under dP alone.
+// The first leaves no gap between dQ and dP, but holds dS while it gathers dP, in registers of their own, and needs a
+// stage of K more: it hands K back late, and wants the next one at once. The second makes do with two stages.
+//
+// S is waited for before dP is issued because a warp can be only a few wgmmas ahead of the tensor cores: the compiler
+// spreads the exponentials among those of dP. Nothing is under way where the loop closes: products that are waited for
+// in the next turn would be serialised.
 //
 // At the end of a query tile the group is on its own, and its tensor core time goes to the other groups. These are all
 // free of each other: what a group holds up is the producer, and that only by the stages that it has not released. It
@@ -65,10 +71,8 @@ class BackwardDqConsumer {
             }
 #pragma unroll 1
             for (; block >= 0; --block) step<false>(tile, block);
-            issue_dq(keys_);
-            wgmma_wait<0>();
-            pin(dq_);
-            release_key();
+            issue_dq();
+            wait_for_dq<0>();
             store(tile);
 
             tile = next_tile();
@@ -89,13 +93,11 @@ class BackwardDqConsumer {
     // A tile's first key tile, up to its dS.
     __device__ __forceinline__ void first_step(const TileInSlot& tile, int32 block, bool masked) {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-        mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-        issue_scores(keys_);
+        issue_scores_of(keys_);
         wgmma_wait<0>();
         pin(scores_);
         if (block == 0) release_query();
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
-        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         issue_dp();
         if (masked) mask(tile, block);
         exponentiate();
@@ -105,30 +107,23 @@ class BackwardDqConsumer {
     // From the dS of the present key tile to that of the next, `block`.
     template <bool kMasked>
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block) {
-        const Keys next = keys_.next();
-        mbarrier_wait(memory_.full_key(next.slot()), next.parity());
-        issue_scores(next);
-        issue_dq(keys_);
-        if constexpr (Shape::kOverlap) {
+        if constexpr (Shape::kScoresFirst) {
+            issue_scores_of(keys_.next());
+            issue_dq();
             wgmma_wait<1>();
             pin(scores_);
         } else {
+            issue_dq();
+            issue_scores_of(keys_.next());
+            wait_for_dq<1>();
             wgmma_wait<0>();
             pin(scores_);
-            pin(dq_);
-            release_key();
         }
         if (block == 0) release_query();
-        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         issue_dp();
         if constexpr (kMasked) mask(tile, block);
         exponentiate();
-        if constexpr (Shape::kOverlap) {
-            wgmma_wait<1>();
-            pin(dq_);
-            pin(ds_);
-            release_key();
-        }
+        if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
         finish_ds(block);
     }
 
@@ -162,10 +157,12 @@ class BackwardDqConsumer {
 
     // ------------------------------------------------------------------------------------------------------- products
 
-    __device__ __forceinline__ void issue_scores(const Keys& at) {
+    __device__ __forceinline__ void issue_scores_of(const Keys& at) {
+        mbarrier_wait(memory_.full_key(at.slot()), at.parity());
         multiply_rows(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
     }
     __device__ __forceinline__ void issue_dp() {
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
@@ -183,8 +180,8 @@ class BackwardDqConsumer {
         pin(x);
     }
 
-    __device__ __forceinline__ void issue_dq(const Keys& at) {
-        const uint64 k = matrix_descriptor(memory_.key(at.slot()), Shape::kKeyPanelBytes);
+    __device__ __forceinline__ void issue_dq() {
+        const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);
         pin(dq_);
         pin(ds_);
         wgmma_fence();
@@ -192,6 +189,13 @@ class BackwardDqConsumer {
         for (int s = 0; s < kBc / 16; ++s) wgmma_output(dq_, ds_.k16(s), k + s * (16 * kPanelRowBytes / 16));
         wgmma_commit();
         pin(dq_);
+    }
+    template <int kPending>
+    __device__ __forceinline__ void wait_for_dq() {
+        wgmma_wait<kPending>();
+        pin(dq_);
+        pin(ds_);
+        release_key();
     }
 
     // ---------------------------------------------------------------------------------------------------- the outside

@@ -37,10 +37,12 @@ struct BackwardDqShape {
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(kConsumerRegisters >= kAtEntry);
-    // dP is computed while dQ still takes in the dS of the key tile before, if registers hold all four at a time, and
-    // what else the loop needs: the most where it has a masked copy and many k-steps.
+    // The order of the products, see the consumer. The first one's dP is computed while dQ still takes in the dS of the
+    // key tile before: registers hold all four at a time, and what else the loop needs, which is the most where it has
+    // a masked copy and many k-steps.
     static constexpr int kBesidesTiles = Spec::kCausal && kD > 128 ? 60 : 28;
-    static constexpr bool kOverlap = kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
+    static constexpr bool kScoresFirst =
+        kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
 };
 
 // Where everything is.
