@@ -217,16 +217,17 @@ def plan_backward(
 
     `family` may name one for each kernel of ``two_pass``, by operation.
     """
-    families = family if isinstance(family, Mapping) else {}
-    planner = _Planner("backward", problem, device, strides, None if families else family)
+    families = family if isinstance(family, Mapping) else dict.fromkeys(("backward_dq", "backward_dkdv"), family)
+    planner = _Planner("backward", problem, device, strides, None if isinstance(family, Mapping) else family)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
         stages.append(_delta_stage(planner))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
     if method == "two_pass":
+        like_planner = None if planner.family == "sm90" else planner.family  # None may fall back for one of the two
         by_rows, by_keys = (
-            _Planner(operation, problem, device, strides, families.get(operation, planner.family))
+            _Planner(operation, problem, device, strides, families.get(operation) or like_planner)
             for operation in ("backward_dq", "backward_dkdv")
         )
         stages.append(by_rows.by_query_tiles("backward_dq", by_rows.tile("backward_dq", config)))

@@ -125,6 +125,48 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
         forward_plan(family="sm90", **changes)
 
 
+def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
+    """The dQ kernel of `two_pass` on Hopper, beside the older one for dK and dV."""
+    families = {"backward_dq": "sm90", "backward_dkdv": "sm80"}
+    _, stage, other = plan_backward(problem(**changes), H100, STRIDES, "two_pass", config, families).stages
+    assert (other.spec.operation, other.spec.family, other.maps) == ("backward_dkdv", "sm80", ())
+    return stage
+
+
+def test_dq_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or_tile():
+    for batch, causal in itertools.product((1, 50), (False, True)):
+        stage = hopper_dq(batch=batch, causal=causal)
+        tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
+        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("backward_dq", "sm90", "sm_90a")
+        assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
+        assert (record(stage)["num_tiles"], record(stage)["softmax_scale"]) == (tiles // 8 // batch, 0.25)
+
+
+def test_each_kernel_of_two_pass_has_the_record_of_its_own_family():
+    stage = hopper_dq()
+    tile = stage.spec.tile
+    names = stage.spec.params.maps
+    assert names == ("q", "k", "v", "dout", "dq")
+    assert stage.spec.params.pointers == (*names, "lse", "delta", "tile_counter")
+    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16]
+    assert [m.sizes[1:3] for m in stage.maps] == [(300, 8), (500, 2), (500, 2), (300, 8), (300, 8)]
+    for name, layout in zip(names, stage.maps, strict=True):
+        batch, row, head = STRIDES[name]
+        assert layout.strides == (2 * row, 2 * head, 2 * batch)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dq"))
+def test_a_stage_that_is_asked_for_on_hopper_says_which_array_is_not_for_tma(name):
+    families = {"backward_dq": "sm90"}
+    with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
+        plan_backward(problem(), H100, {**STRIDES, name: (8000, -800, 80)}, "two_pass", None, families)
+    with pytest.raises(UnsupportedProblemError, match="'sm90'.*softmax_scale"):
+        plan_backward(problem(softmax_scale=0.0), H100, STRIDES, "two_pass", None, families)
+    # What another kernel reads or writes does not matter to it.
+    strides = {**STRIDES, "dk": (8000, -800, 80), "o": (8000, -800, 80)}
+    assert plan_backward(problem(), H100, strides, "two_pass", None, families).stages[1].spec.family == "sm90"
+
+
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
     for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
         (stage,) = plan_delta(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
@@ -314,7 +356,7 @@ def every_layout() -> list:
     for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
         for spec in default_specs(H100, dtype, 32, False, method):
             found.setdefault((spec.operation, spec.family, dtype), spec)
-    return list(found.values())
+    return [*found.values(), hopper_dq(head_dim=32).spec]
 
 
 def layout_id(spec) -> str:
