@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -81,16 +81,10 @@ def legal_configs(
 
 
 def default_specs(
-    device: DeviceInfo,
-    dtype: str,
-    head_dim: int,
-    causal: bool,
-    method: str | None = None,
-    family: str | Mapping[str, str] | None = None,
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None = None, family: str | None = None
 ) -> list[KernelSpec]:
     """The kernels that calls with default options use: the forward's, or those of a backward method."""
-    name = family if isinstance(family, str) else None
-    step = choose_family("forward" if method is None else "backward", dtype, device, name).head_dim_step
+    step = choose_family("forward" if method is None else "backward", dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
     problem = AttentionProblem(dtype, 1, 128, 128, 1, 1, padded, causal, 1.0, "bshd", 4)
     contiguous = problem.kernel_strides(problem.q_shape)

@@ -31,7 +31,6 @@ pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy 
 H100 = DeviceInfo.named("sm_90")
 CHECKOUT = Path(__file__).resolve().parent.parent
 METHODS = (None, "single_pass", "two_pass")
-DQ_ON_HOPPER = {"backward_dq": "sm90"}  # beside the older kernel for dK and dV
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 160, 192, 256)
 
 # (architectures, dtypes, head dimensions) that are compiled with and without a causal mask, forward and both methods.
@@ -106,8 +105,6 @@ def selected_specs() -> list[KernelSpec]:
     # What the Hopper kernels do not take falls back to these.
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         specs.update(dict.fromkeys(default_specs(H100, "float16", head_dim, causal, family="sm80")))
-    for dtype, head_dim, causal in itertools.product(("float16", "bfloat16"), (8, *HEAD_DIMS), (False, True)):
-        specs.update(dict.fromkeys(default_specs(H100, dtype, head_dim, causal, "two_pass", DQ_ON_HOPPER)))
     for archs, dtypes in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):
             widest = {}
@@ -190,7 +187,7 @@ def everyday_specs() -> list[KernelSpec]:
         for dtype, method in itertools.product(("float16", "bfloat16", "float32", "float64"), METHODS)
         for spec in default_specs(DeviceInfo.named("sm_90"), dtype, 32, True, method)
     ]
-    return list(dict.fromkeys([*specs, *default_specs(H100, "float16", 32, True, "two_pass", DQ_ON_HOPPER)]))
+    return list(dict.fromkeys(specs))
 
 
 @pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
@@ -224,10 +221,7 @@ def test_every_file_of_kernels_is_used_by_some_default_kernel():
         for arch, dtype, head_dim, method in itertools.product(
             ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
         )
-        for spec in (
-            *default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method),
-            *default_specs(H100, "float16", 64, True, "two_pass", DQ_ON_HOPPER),
-        )
+        for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
     files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}

@@ -32,7 +32,7 @@ struct BackwardDqShape {
 
     // ------------------------------------------------------------------------------------------------------ registers
     // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
-    static constexpr int kAtEntry = min_of(255, 65536 / (32 * Spec::kWarps * Spec::kBlocksPerSm)) / 8 * 8;
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);

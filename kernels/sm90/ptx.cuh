@@ -2,6 +2,7 @@
 // stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/math.cuh"
 
 namespace fa2::sm90 {
 

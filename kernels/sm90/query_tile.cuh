@@ -1,24 +1,13 @@
-// What the kernels by query tiles have in common: the panels of shared memory, the tiles and how a block comes by them,
-// and which key tiles a warp group sees of them.
+// What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp group
+// sees of them.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/tile_range.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/layout.cuh"
 
 namespace fa2::sm90 {
 
-using common::ceil_div;
-using common::max_of;
-using common::min_of;
-using common::round_up;
-
-inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupRows = 64;           // of wgmma
-inline constexpr int kPanelColumns = 64;        // of 16 bits: the 128 bytes that a swizzle spans
-inline constexpr int kPanelRowBytes = 128;
-inline constexpr int kAlignment = 1024;         // of a swizzled panel
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
