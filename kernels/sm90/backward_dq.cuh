@@ -1,5 +1,5 @@
-// FlashAttention-2 backward by query tiles on wgmma and TMA (Hopper): dQ of a query tile, without atomics (first pass of
-// `two_pass`).
+// FlashAttention-2 backward by query tiles on wgmma and TMA (Hopper): dQ of a query tile, without atomics (first pass
+// of `two_pass`).
 //
 //   S = Q K^T        P = exp(scale S - lse)        dP = dO V^T        dS = P o (dP - delta)        dQ = scale dS K
 //

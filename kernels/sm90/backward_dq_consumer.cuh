@@ -20,10 +20,13 @@
 // spreads the exponentials among those of dP. Nothing is under way where the loop closes: products that are waited for
 // in the next turn would be serialised.
 //
+// Groups that start together would compute their exponentials together, too, and the tensor cores would wait: each
+// starts when the one above it has its first dS (kStagger). From there on nothing keeps them in step.
+//
 // At the end of a query tile the group is on its own, and its tensor core time goes to the other groups. These are all
 // free of each other: what a group holds up is the producer, and that only by the stages that it has not released. It
-// takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no group
-// can wait for what another one keeps from being loaded.
+// takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no
+// group can wait for what another one keeps from being loaded.
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
@@ -40,7 +43,9 @@ class BackwardDqConsumer {
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
-    static constexpr int kOutputBarrier = 1;  // one for every group
+    // Of three groups, the middle one may pass over key tiles whose stages the one that waits for it has not emptied.
+    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !Spec::kCausal);
+    static constexpr int kStartBarrier = 1, kOutputBarrier = kStartBarrier + Shape::kGroups;  // one each for a group
 
     using Scores = QuadFragment<kBc / 8>;
     using Gradient = QuadFragment<kD / 8>;
@@ -56,6 +61,7 @@ class BackwardDqConsumer {
           lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
+        if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile();
         while (true) {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
@@ -63,6 +69,8 @@ class BackwardDqConsumer {
             skip(keys);
             int32 block = keys.count - 1;
             first_step(tile, block, block >= keys.full);
+            if (kStagger && tiles_.turn == 1 && group_ > 0)
+                barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             dq_.fill(0.0f);
             --block;
             if constexpr (Spec::kCausal) {

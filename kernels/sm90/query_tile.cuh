@@ -1,5 +1,5 @@
-// What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp group
-// sees of them.
+// What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp
+// group sees of them.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
