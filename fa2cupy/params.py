@@ -7,7 +7,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Field", "ParamLayout", "param_layout"]
+__all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
+
+#: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
+TILE_COUNTER = "tile_counter"
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
 _KINDS = {
@@ -104,6 +107,13 @@ _RECORDS = {
     "backward_dq": (
         f"{_BACKWARD_INPUTS} dq:output",
         ("q", "k", "v", "dout", "dq"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    ("backward_dq", "sm90"): (
+        "q:input_map k:input_map v:input_map dout:input_map dq:output_map"
+        " lse:input_accum delta:input_accum tile_counter:counter",
+        (),
         ("scale_log2", "softmax_scale"),
         _LENGTHS + _SCHEDULE,
     ),

@@ -46,6 +46,14 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (256, TileConfig(128, 80, 12, 2), _H100),
     ),
     *_rows(
+        "sm90",
+        "backward_dq",
+        (64, TileConfig(128, 128, 12, 3)),
+        (128, TileConfig(128, 128, 12, 2)),
+        (192, TileConfig(128, 64, 12, 3)),
+        (256, TileConfig(128, 48, 12, 2)),
+    ),
+    *_rows(
         "sm80",
         "forward",
         (32, TileConfig(128, 64, 4, 2, 3), _H100),

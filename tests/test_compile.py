@@ -163,11 +163,12 @@ def test_what_is_called_legal_compiles(operation, head_dim):
         assert cached_kernel(KernelSpec(operation, "sm80", "sm_90", "float16", head_dim, True, tile)).registers
 
 
+@pytest.mark.parametrize("operation", ("forward", "backward_dq"))
 @pytest.mark.parametrize("head_dim", (64, 256))
-def test_what_is_called_legal_on_hopper_compiles(head_dim):
-    legal = legal_configs("forward", head_dim=head_dim, arch="sm_90", family="sm90")
+def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
+    legal = legal_configs(operation, head_dim=head_dim, arch="sm_90", family="sm90")
     for tile in dict.fromkeys((legal[0], legal[-1])):
-        assert "C75" not in cached_kernel(KernelSpec("forward", "sm90", "sm_90a", "float16", head_dim, True, tile)).log
+        assert "C75" not in cached_kernel(KernelSpec(operation, "sm90", "sm_90a", "float16", head_dim, True, tile)).log
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

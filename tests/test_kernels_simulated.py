@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 from fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, reference  # noqa: E402
+from fa2cupy import TileConfig, gpu, plan, reference  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 from fa2cupy.tile_table import TILE_TABLE  # noqa: E402
@@ -153,6 +153,11 @@ def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
 def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
     """One kernel, on lengths just above its tile and a causal mask with more keys than queries."""
     inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
+    if (operation, family) == ("backward_dq", "sm90"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dq_on_hopper(monkeypatch)
+            check_dq(inputs, causal=True, config=tile)
+        return
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, causal=True)
     if operation == "forward":
@@ -362,3 +367,129 @@ def test_heads_in_several_sections_on_hopper(monkeypatch):
 def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
     with simulated_gpu(monkeypatch, HOPPER, with_counter=False) as launched:
         check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ Hopper's dQ
+
+
+def dq_on_hopper(monkeypatch) -> None:
+    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+
+    def plan_dq(problem, device, strides, method, config, family, **options):
+        whole = plan.plan_backward(problem, device, strides, method, config, None, **options)
+        return dataclasses.replace(
+            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
+        )
+
+    monkeypatch.setattr(gpu, "plan_backward", plan_dq)
+
+
+@pytest.fixture
+def dq_launched(monkeypatch, on_hopper):
+    dq_on_hopper(monkeypatch)
+    return on_hopper
+
+
+def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
+    """dQ from the reference's o and lse, so that no other kernel but delta's has touched what it reads."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
+    o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    dq, _, _ = backward(
+        q, k, v, o, lse, do, method="two_pass", config={"backward_dq": config}, out=out, scale=scale, **problem
+    )
+    expected.check(spec=config, dq=dq)
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float16", d) for d in (8, 40, 64, 72, 128, 160, 256)] + [("bfloat16", d) for d in (64, 96, 192)],
+)
+def test_dq_on_hopper_at_every_head_dim(dq_launched, dtype, head_dim, causal):
+    tile = GROUPS[0] if head_dim <= 192 else TileConfig(128, 48, 12, 2)
+    for lengths in ((1, 1), (64, 48), (65, 47), (133, 150), (190, 70)):
+        check_dq(draw(dtype, lengths, head_dim), causal=causal, config=tile)
+        assert (dq_launched[-1].spec.family, dq_launched[-1].spec.tile) == ("sm90", tile)
+
+
+#: Both orders of the products, with dQ's own way out and through dO, with one and two stages of V, Q loaded ahead or not.
+DQ_TILES = (
+    (64, TileConfig(64, 48, 8, 2, 2)),
+    (64, TileConfig(128, 64, 12, 3)),
+    (64, TileConfig(192, 48, 16, 2)),
+    (64, TileConfig(192, 64, 16, 3)),
+    (128, TileConfig(128, 32, 12, 4)),
+    (192, TileConfig(128, 64, 12, 3)),
+    (256, TileConfig(128, 48, 12, 2)),
+    (256, TileConfig(128, 64, 12, 2)),
+)
+
+
+@pytest.mark.parametrize("seed", (None, 1, 2))
+@pytest.mark.parametrize(("head_dim", "tile"), DQ_TILES, ids=str)
+def test_dq_on_hopper_in_any_order_of_the_warps(monkeypatch, head_dim, tile, seed):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, dataclasses.replace(HOPPER, multiprocessors=2), seed=seed):
+        for lengths in ((200, 260), (390, 130)) if head_dim == 64 else ((133, 200),):
+            check_dq(draw("float16", lengths, head_dim), causal=True, config=tile)
+
+
+def test_dq_of_many_tiles_by_one_block(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, dataclasses.replace(HOPPER, multiprocessors=1)):
+        for causal in (False, True):
+            check_dq(draw("bfloat16", (640, 90), 32), causal=causal, config=TileConfig(64, 48, 8, 3, 2))
+            check_dq(draw("float16", (390, 70), 64, (3, 1)), causal=causal, config=TileConfig(128, 64, 12, 2))
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
+def test_dq_of_head_groups_on_hopper(dq_launched, layout, heads):
+    inputs = draw("bfloat16", (70, 100), 64, heads, batch=2, layout=layout)
+    check_dq(inputs, causal=True, layout=layout, config=GROUPS[0])
+
+
+@pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
+def test_dq_of_strided_arrays_on_hopper(dq_launched, view):
+    inputs = draw("float16", (70, 100), 72, batch=2, view=view)
+    out = tuple(view(np.full_like(x, np.nan)) for x in inputs[:3])
+    check_dq(inputs, causal=True, config=GROUPS[0], out=(out[0], None, None) if view in (packed, joined) else None)
+    assert dq_launched[-1].spec.family == "sm90"
+
+
+@pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
+def test_dq_of_a_peaked_softmax_on_hopper(dq_launched, rows):
+    inputs = growing(draw("float16", (70, 330), 64), rows)
+    for causal in (False, True):
+        check_dq(inputs, causal=causal, config=GROUPS[0])
+
+
+def test_dq_of_heads_in_several_sections_on_hopper(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    inputs = draw("float16", (130, 130), 64, (2, 1), batch=5)
+    device = dataclasses.replace(with_small_cache(inputs[0]), multiprocessors=3)
+    with simulated_gpu(monkeypatch, device) as launched:
+        check_dq(inputs, causal=True, config=GROUPS[0])
+        assert stage_values(launched[-1])["heads_per_section"] == 4
+
+
+def test_dq_in_a_fixed_order_without_a_counter(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, HOPPER, with_counter=False):
+        check_dq(draw("float16", (200, 200), 64, (3, 1)), causal=True, config=GROUPS[0])
+
+
+def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    q, k, v, do = draw("float16", (200, 150), 64)
+    o, lse = reference.forward(q, k, v, causal=True)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    found = []
+    for seed in (None, 1, 2):
+        with monkeypatch.context() as patched, simulated_gpu(patched, HOPPER, seed=seed):
+            dq_on_hopper(patched)
+            config = {"backward_dq": TileConfig(128, 64, 12, 2)}
+            found.append(backward(q, k, v, o, lse, do, causal=True, method="two_pass", config=config)[0])
+    assert all(np.array_equal(found[0].view(np.uint16), other.view(np.uint16)) for other in found)

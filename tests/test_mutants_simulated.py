@@ -17,7 +17,16 @@ pytest.importorskip("cupy")
 import ptxsim  # noqa: E402
 from fake_gpu import backward, forward, packed, place  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
-from test_kernels_simulated import HOPPER, draw, family_of, growing, small_tiles, with_small_cache  # noqa: E402
+from test_kernels_simulated import (  # noqa: E402
+    HOPPER,
+    check_dq,
+    dq_on_hopper,
+    draw,
+    family_of,
+    growing,
+    small_tiles,
+    with_small_cache,
+)
 
 from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.spec import KernelSpec  # noqa: E402
@@ -87,6 +96,9 @@ SECTIONS = Problem(lengths=(65, 65), batch=5, small_cache=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
+HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
+HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
+HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
@@ -186,7 +198,7 @@ MUTANTS = (
         "numbers",
         HOPPER_TILES,
     ),
-    Mutant("the counter is not reset", "forward", "params_.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    Mutant("the counter is not reset", "forward", "params.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
     # sm90: the numbers
     Mutant(
         "K and V of another head",
@@ -223,10 +235,142 @@ MUTANTS = (
     Mutant(
         "a group passes over its own keys",
         "forward",
-        "min_of(all - max_of(own.end, 1), kMaxSkipped)",
-        "min_of(all - max_of(own.end - 1, 1), kMaxSkipped)",
+        "min_of(all - max_of(own.end, 1), most_skipped)",
+        "min_of(all - max_of(own.end - 1, 1), most_skipped)",
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
+    ),
+    # sm90: dQ
+    Mutant(
+        "dQ: no wait for Q",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for dO",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for V",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        multiply_rows",
+        "multiply_rows",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: Q over one that is in use",
+        "backward_dq",
+        "mbarrier_wait(empty, queries_.parity() ^ 1);",
+        "",
+        "race",
+        Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
+    ),
+    Mutant(
+        "dQ: as many stages of V as of K",
+        "backward_dq",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: K handed back before dQ is there",
+        "backward_dq",
+        "wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);\n        release_key();",
+        "release_key();\n        wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: the K of the next scores",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.next().slot()), Shape::kKeyPanelBytes)",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: dP used before it is there",
+        "backward_dq",
+        "wgmma_wait<0>();\n        pin(dp_);",
+        "pin(dp_);",
+        "in flight",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: V of what is passed over is kept",
+        "backward_dq",
+        "values_.parity());\n                release_value();",
+        "values_.parity());\n                values_.advance();",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: the group's other warps still read dO",
+        "backward_dq",
+        "barrier_sync(kOutputBarrier + group_, kGroupThreads);",
+        "",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: dO handed back before dQ has left through it",
+        "backward_dq",
+        "tma_store_wait_read();\n                mbarrier_arrive(memory_.empty_dout",
+        "mbarrier_arrive(memory_.empty_dout",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: no proxy fence before the store",
+        "backward_dq",
+        "async_proxy_fence();\n        __syncwarp();",
+        "__syncwarp();",
+        "proxy",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: rows without a key",
+        "backward_dq",
+        "natural == -common::infinity<float>() ? natural\n",
+        "false ? natural\n",
+        "numbers",
+        HOPPER_MASKED_ROWS,
+    ),
+    Mutant(
+        "dQ: lse past the end",
+        "backward_dq",
+        "const bool valid = at < params_.seqlen_q;",
+        "const bool valid = true;",
+        "bounds",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: delta of one row for both",
+        "backward_dq",
+        "(dp_.value[n][2 * i] + minus_delta_[i])",
+        "(dp_.value[n][2 * i] + minus_delta_[0])",
+        "numbers",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES
+    ),
+    Mutant(
+        "dQ: the panels of K in one place",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.slot()), 0)",
+        "numbers",
+        HOPPER_PANELS,
     ),
     # sm80: the ring of key tiles
     Mutant(
@@ -565,6 +709,10 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": "sm90" if problem.hopper_tile else family_of(problem.dtype),
     }
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+        if operation == "backward_dq" and problem.hopper_tile:
+            dq_on_hopper(monkeypatch)
+            check_dq((q, k, v, do), causal=problem.causal, config=problem.hopper_tile)
+            return
         if operation == "forward":
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
             expected.check(o=o, lse=lse)

@@ -125,6 +125,46 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
         forward_plan(family="sm90", **changes)
 
 
+def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
+    """The dQ kernel of `two_pass` on Hopper."""
+    _, stage, _ = plan_backward(problem(**changes), H100, STRIDES, "two_pass", config).stages
+    return stage
+
+
+def test_dq_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or_tile():
+    for batch, causal in itertools.product((1, 50), (False, True)):
+        stage = hopper_dq(batch=batch, causal=causal)
+        tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
+        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("backward_dq", "sm90", "sm_90a")
+        assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
+        assert (record(stage)["num_tiles"], record(stage)["softmax_scale"]) == (tiles // 8 // batch, 0.25)
+
+
+def test_the_record_of_dq_on_hopper_has_tensor_maps():
+    stage = hopper_dq()
+    tile = stage.spec.tile
+    names = stage.spec.params.maps
+    assert names == ("q", "k", "v", "dout", "dq")
+    assert stage.spec.params.pointers == (*names, "lse", "delta", "tile_counter")
+    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16]
+    assert [m.sizes[1:3] for m in stage.maps] == [(300, 8), (500, 2), (500, 2), (300, 8), (300, 8)]
+    for name, layout in zip(names, stage.maps, strict=True):
+        batch, row, head = STRIDES[name]
+        assert layout.strides == (2 * row, 2 * head, 2 * batch)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dq"))
+def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
+    for strides in ODD_STRIDES.values():
+        stage = plan_backward(problem(), H100, {**STRIDES, name: strides}, "two_pass").stages[1]
+        assert (stage.spec.operation, stage.spec.family, stage.maps) == ("backward_dq", "sm80", ())
+        assert record(stage)[f"{name}_strides"] == strides
+    assert plan_backward(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
+    # What another kernel reads or writes does not matter to it.
+    strides = {**STRIDES, "dk": (8000, -800, 80), "o": (8000, -800, 80)}
+    assert plan_backward(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
+
+
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
     for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
         (stage,) = plan_delta(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages

@@ -92,6 +92,10 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         ("forward", "sm90", TileConfig(64, 128, 8, 2), "blocks_per_sm=1"),
         ("forward", "sm90", TileConfig(192, 160, 16, 2), "registers"),
         ("forward", "sm90", TileConfig(192, 128, 16, 9), "num_stages=9"),
+        ("backward_dq", "sm90", TileConfig(128, 64, 8, 2), "num_warps=8"),
+        ("backward_dq", "sm90", TileConfig(192, 112, 16, 2), "registers"),
+        ("backward_dq", "sm90", TileConfig(128, 192, 12, 4), "registers"),
+        ("backward_dq", "sm90", TileConfig(64, 96, 8, 2), "blocks_per_sm=1"),
         ("forward", "simt", TileConfig(30, 32, 4), "b_r=30"),
         ("forward", "simt", TileConfig(64, 32, 4), "b_r=64"),
         ("backward", "simt", TileConfig(4, 16, 4), "b_c=16"),
@@ -142,7 +146,11 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     # The sm80 forward has a main loop of its own beyond head_dim 128; that of sm90 lays buffers out by what fits.
     cases = [(operation, "sm80", "float16", 64) for operation in OPERATIONS]
     cases += [(operation, "simt", "float32", 32) for operation in OPERATIONS]
-    cases += [("forward", "sm90", "float16", head_dim) for head_dim in (64, 128, 192, 256)]
+    cases += [
+        (operation, "sm90", "float16", head_dim)
+        for operation in ("forward", "backward_dq")
+        for head_dim in (64, 128, 192, 256)
+    ]
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
@@ -306,7 +314,7 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
         choose_family("forward", "float16", OLDER[2])
     with pytest.raises(UnsupportedProblemError, match="'simt' for forward with float16"):
         choose_family("forward", "float16", H100, "simt")
-    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for backward .* sm90 \(forward only\)"):
+    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for backward .* sm90 \(forward.* only\)"):
         choose_family("backward", "float16", H100, "sm90")
     with pytest.raises(UnsupportedProblemError, match=r"'sm90' for forward .* on compute capability 9\.0"):
         choose_family("forward", "float16", DeviceInfo.named("sm_100"), "sm90")

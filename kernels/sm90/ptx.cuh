@@ -2,6 +2,7 @@
 // stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/math.cuh"
 
 namespace fa2::sm90 {
 
@@ -69,6 +70,11 @@ struct RingPosition {
         return turn >= kSlots;
     }
     __device__ void advance() { turn = !kPowerOfTwo && turn + 1 == 2 * kSlots ? 0 : turn + 1; }
+    __device__ RingPosition next() const {
+        RingPosition after = *this;
+        after.advance();
+        return after;
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
