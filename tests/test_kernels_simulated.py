@@ -472,7 +472,7 @@ def test_dq_of_heads_in_several_sections_on_hopper(monkeypatch):
     device = dataclasses.replace(with_small_cache(inputs[0]), multiprocessors=3)
     with simulated_gpu(monkeypatch, device) as launched:
         check_dq(inputs, causal=True, config=GROUPS[0])
-        assert stage_values(launched[-1])["heads_per_section"] == 4
+        assert stage_values(launched[-1])["heads_per_section"] == 6
 
 
 def test_dq_in_a_fixed_order_without_a_counter(monkeypatch):
