@@ -46,6 +46,22 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (256, TileConfig(128, 80, 12, 2), _H100),
     ),
     *_rows(
+        "sm90",
+        "backward",
+        (64, TileConfig(128, 128, 12, 2)),
+        (112, TileConfig(96, 128, 12, 2)),
+        (128, TileConfig(80, 128, 12, 2)),
+        (256, TileConfig(64, 64, 12, 2)),
+    ),
+    *_rows(
+        "sm90",
+        "backward_dkdv",
+        (64, TileConfig(128, 128, 12, 2)),
+        (112, TileConfig(96, 128, 12, 2)),
+        (128, TileConfig(80, 128, 12, 2)),
+        (256, TileConfig(64, 64, 12, 2)),
+    ),
+    *_rows(
         "sm80",
         "forward",
         (32, TileConfig(128, 64, 4, 2, 3), _H100),

@@ -3,21 +3,10 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/tile_range.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/layout.cuh"
 
 namespace fa2::sm90 {
 
-using common::ceil_div;
-using common::max_of;
-using common::min_of;
-using common::round_up;
-
-inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupRows = 64;           // of wgmma
-inline constexpr int kPanelColumns = 64;        // of 16 bits: the 128 bytes that a swizzle spans
-inline constexpr int kPanelRowBytes = 128;
-inline constexpr int kAlignment = 1024;         // of a swizzled panel
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
@@ -60,7 +49,7 @@ struct ForwardShape {
 
     // ------------------------------------------------------------------------------------------------------ registers
     // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
-    static constexpr int kAtEntry = min_of(255, 65536 / (32 * Spec::kWarps * Spec::kBlocksPerSm)) / 8 * 8;
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
