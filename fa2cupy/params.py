@@ -7,7 +7,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Field", "ParamLayout", "param_layout"]
+__all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
+
+#: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
+TILE_COUNTER = "tile_counter"
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
 _KINDS = {

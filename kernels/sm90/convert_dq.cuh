@@ -13,8 +13,8 @@ struct ConvertDq {
     using Element = typename Spec::Element;
     static constexpr int kBr = Spec::kBr, kD = round_up(Spec::kHeadDim, 16);
     using Workspace = DqWorkspace<kBr, kD>;
-    using Four = common::Vector<float, 4>;
-    using Chunk = common::Vector<uint32, 4>;
+    using Four = Vector<float, 4>;
+    using Chunk = Vector<uint32, 4>;
 
     __device__ static void run(const Params& params) {
         const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
