@@ -23,6 +23,7 @@
 // dK and dV leave through the rows of K and V, 16 a warp, by TMA. Columns past head_dim and rows past the sequences arrive
 // as zeros, and are not written where gradients go.
 #pragma once
+#include "sm90/backward_divided.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_producer.cuh"
 
@@ -42,8 +43,17 @@ struct BackwardDkdv {
             BackwardProducer<Spec, Shape>(params, memory).run();
         } else {
             take_registers<Shape::kConsumerRegisters>();
-            BackwardKeys<Spec, Shape>(params, memory, group - 1).run();
+            consume(params, memory, group - 1);
         }
+    }
+
+    __device__ __forceinline__ static void consume(const Params& params, const BackwardMemory<Shape>& memory, int32 group) {
+        if constexpr (!Shape::kDivided)
+            BackwardKeys<Spec, Shape>(params, memory, group).run();
+        else if (group == 0)
+            BackwardDivided<Spec, Shape, true>(params, memory).run();
+        else
+            BackwardDivided<Spec, Shape, false>(params, memory).run();
     }
 };
 

@@ -107,13 +107,53 @@ class BackwardGroup {
             for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
     }
 
-    // This warp's 16 keys of dS, whose 64 keys lie in `panel`.
-    __device__ __forceinline__ void store_ds(const Rounded& ds, uint32 panel) const {
+    // This warp's 16 keys of dS, in the panel of the group's 64.
+    __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
+        const uint32 buffer = written_.slot(), panel = memory_.ds(buffer) + panel_index * Shape::kDsPanelBytes;
+        mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
         const uint32 row = lane_ % 8 + lane_ / 16 * 8, chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);
         const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
 #pragma unroll
         for (int s = 0; s < kBr / 16; ++s) stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
         async_proxy_fence();
+        __syncwarp();
+        arrive(memory_.full_ds(buffer));
+        written_.advance();
+    }
+
+    // dQ of the step whose dS was written before the last, when all of that is there: of what `keys` (of K, summing over
+    // rows) and `ds` say.
+    template <int kN8>
+    __device__ __forceinline__ void issue_dq(QuadFragment<kN8>& dq, uint64 keys, uint64 ds) const {
+        const uint32 buffer = read_.slot();
+        mbarrier_wait(memory_.full_ds(buffer), read_.parity());
+        ds += buffer * (Shape::kDsBytes / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) {
+            const uint64 k = keys + along_rows(s), d = ds + along_columns<Shape::kDsPanelBytes>(s);
+            const uint64 a = Shape::kDqTransposed ? k : d, b = Shape::kDqTransposed ? d : k;
+            if (s == 0)
+                wgmma_first_dq(dq, a, b);
+            else
+                wgmma_dq(dq, a, b);
+        }
+        wgmma_commit();
+        pin(dq);
+    }
+
+    // Adds it to the workspace of that step, from 16 rows and 8 columns of it on.
+    template <int kN8>
+    __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, const QueryStep& step, int32 row16,
+                                           int32 column8) {
+        arrive(memory_.empty_ds(read_.slot()));
+        read_.advance();
+        // A panel of K may be wider than its columns.
+        if (row16 >= Workspace::kRows / 16) return;
+        float* workspace = workspace_of(params_, step) + Workspace::offset(row16, column8, lane_);
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+            if (column8 + n < Workspace::kColumns / 8) add_global(workspace + Workspace::offset(0, n, 0), dq.value[n]);
     }
 
     // Warps speak with one lane, when all have done what it says.
@@ -159,6 +199,7 @@ class BackwardGroup {
     const Memory memory_;
     const int32 group_, warp_, lane_;
     const KeyTile own_;
+    RingPosition<2> written_, read_;  // of dS
 };
 
 }  // namespace fa2::sm90

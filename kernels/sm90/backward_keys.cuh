@@ -27,9 +27,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     using Scores = typename Base::Scores;
     using Rounded = typename Base::Rounded;
     using Gradient = typename Base::Gradient;
-    using Workspace = typename Base::Workspace;
     using Base::arrive, Base::group_, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
-    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
+    static constexpr int kBr = Shape::kBr, kD = Shape::kD;
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
@@ -58,7 +57,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Base::take_steps(*this);
         if constexpr (kWithDq) {
             Dq dq;
-            issue_dq(dq);
+            Base::issue_dq(dq, key_columns_, ds_operand_);
             wgmma_wait<0>();
             pin(dq);
             add_dq(dq);
@@ -104,14 +103,9 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
         Dq dq;
         if constexpr (kWithDq) {
-            const uint32 buffer = written_.slot();
-            mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
-            Base::store_ds(ds, memory_.ds(buffer) + group_ * Shape::kDsPanelBytes);
-            __syncwarp();
-            arrive(memory_.full_ds(buffer));
-            written_.advance();
+            Base::store_ds(ds, group_);
             if (!is_first_) {
-                issue_dq(dq);
+                Base::issue_dq(dq, key_columns_, ds_operand_);
                 wgmma_wait<1>();
                 pin(dv_);
                 arrive(memory_.empty_dout(stage));
@@ -135,40 +129,14 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         is_first_ = false;
     }
 
-    // dQ of the previous step, when all of its dS is there.
-    __device__ __forceinline__ void issue_dq(Dq& dq) {
-        const uint32 buffer = read_.slot();
-        mbarrier_wait(memory_.full_ds(buffer), read_.parity());
-        const uint64 ds = ds_operand_ + buffer * (Shape::kDsBytes / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) {
-            const uint64 k = key_columns_ + along_rows(s), d = ds + along_columns<Shape::kDsPanelBytes>(s);
-            const uint64 a = Shape::kDqTransposed ? k : d, b = Shape::kDqTransposed ? d : k;
-            if (s == 0)
-                wgmma_first_dq(dq, a, b);
-            else
-                wgmma_dq(dq, a, b);
-        }
-        wgmma_commit();
-        pin(dq);
-    }
-
+    // By rows, or the columns of a panel each, which transposed are rows, too.
     __device__ __forceinline__ void add_dq(const Dq& dq) {
-        arrive(memory_.empty_ds(read_.slot()));
-        read_.advance();
-        constexpr bool kAcross = !Shape::kDqByRows && !Shape::kDqTransposed;  // the second group's columns
-        const int32 row16 = (kAcross ? 0 : group_ * 4) + warp_, first_column8 = kAcross ? group_ * 8 : 0;
-        if (Shape::kDqTransposed && row16 >= kD / 16) return;  // a panel may be wider than the rows
-        float* workspace = Base::workspace_of(params_, previous_) + Workspace::offset(row16, first_column8, lane_);
-#pragma unroll
-        for (int n = 0; n < kDqWidth / 8; ++n)
-            if (!kAcross || first_column8 + n < kD / 8) add_global(workspace + Workspace::offset(0, n, 0), dq.value[n]);
+        constexpr bool kAcross = !Shape::kDqByRows && !Shape::kDqTransposed;
+        Base::add_dq(dq, previous_, (kAcross ? 0 : group_ * 4) + warp_, kAcross ? group_ * 8 : 0);
     }
 
     const uint64 key_operand_, value_operand_, query_operand_, dout_operand_, key_columns_, ds_operand_;
     RingPosition<Shape::kStages> stages_;
-    RingPosition<2> written_, read_;  // of dS
     QueryStep previous_{0, 0};
     bool is_first_ = true;
     Gradient dk_, dv_;
