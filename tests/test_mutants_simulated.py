@@ -329,7 +329,8 @@ MUTANTS = (
         "mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);",
         "",
         "deadlock",
-        Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),  # as many stages as buffers hide it
+        # Only with more stages than buffers: a stage is not filled again before its P is read.
+        Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),
     ),
     Mutant(
         "divided: dV into V while it is read",
@@ -357,7 +358,12 @@ MUTANTS = (
         HOPPER_ROWS,
     ),
     Mutant(
-        "tiles without the mask", "backward_dkdv", "group.template step<true>", "group.template step<false>", "numbers", HOPPER_TRANSPOSED
+        "tiles without the mask",
+        "backward_dkdv",
+        "group.template step<true>",
+        "group.template step<false>",
+        "numbers",
+        HOPPER_TRANSPOSED,
     ),
     Mutant(
         "dS with another swizzle",

@@ -11,8 +11,8 @@
 // The halves are the same products of the same sizes. P^T crosses in register order, a warp to its counterpart without
 // bank conflicts, as float16 whatever the element type: P is in [0, 1], where that keeps eleven bits.
 //
-// A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV or
-// dK is multiplied. Groups are naturally apart, since one waits for the other's P.
+// A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV
+// or dK is multiplied. Groups are naturally apart, since one waits for the other's P. (Not yet measured on a GPU.)
 #pragma once
 #include "sm90/backward_group.cuh"
 
@@ -60,8 +60,10 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         }
         pin(gradient_);
         barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);  // each reads where the other writes
-        Base::store_gradient(gradient_, kProbability ? 1.0f : params_.softmax_scale, kProbability ? params_.dv : params_.dk,
-                             kProbability ? memory_.value() : memory_.key(), 16 * warp_);
+        if constexpr (kProbability)
+            Base::store_gradient(gradient_, 1.0f, params_.dv, memory_.value(), 16 * warp_);
+        else
+            Base::store_gradient(gradient_, params_.softmax_scale, params_.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
     }
 

@@ -1,9 +1,9 @@
 // What the multiplying warp groups of the backward have in common, whether a group computes dK and dV of 64 keys
 // (backward_keys.cuh) or one of them (backward_divided.cuh).
 //
-// Scores are taken transposed, keys by queries: an accumulator of S^T or dP^T, rounded, is the left operand of the second
-// product without leaving its registers. Statistics, which belong to queries, then belong to columns, and a product starts
-// from them.
+// Scores are taken transposed, keys by queries: an accumulator of S^T or dP^T, rounded, is the left operand of the
+// second product without leaving its registers. Statistics, which belong to queries, then belong to columns, and a
+// product starts from them.
 //
 // dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
 #pragma once
@@ -99,7 +99,8 @@ class BackwardGroup {
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if constexpr (kMasked) {
             const common::Mask<Spec::kCausal> mask{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-            common::mask_transposed(x, mask, step.tile * kBr, first_key + 16 * warp_, lane_, -common::infinity<float>());
+            common::mask_transposed(x, mask, step.tile * kBr, first_key + 16 * warp_, lane_,
+                                    -common::infinity<float>());
         }
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
@@ -121,8 +122,8 @@ class BackwardGroup {
         written_.advance();
     }
 
-    // dQ of the step whose dS was written before the last, when all of that is there: of what `keys` (of K, summing over
-    // rows) and `ds` say.
+    // dQ of the step whose dS was written before the last, when all of that is there: of what `keys` (of K, summing
+    // over rows) and `ds` say.
     template <int kN8>
     __device__ __forceinline__ void issue_dq(QuadFragment<kN8>& dq, uint64 keys, uint64 ds) const {
         const uint32 buffer = read_.slot();
@@ -189,8 +190,8 @@ class BackwardGroup {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row, own_.head,
-                          own_.batch);
+                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
+                          own_.head, own_.batch);
             tma_store_commit();
         }
     }

@@ -1,5 +1,5 @@
-// The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after the
-// other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta.
+// The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after
+// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta.
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
 //
@@ -68,8 +68,8 @@ class BackwardProducer {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr, step.head,
-                     own_.batch);
+            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
+                     step.head, own_.batch);
     }
 
     // The numbers of the next tile are on the way from memory while the warp waits for the buffer.

@@ -1,7 +1,7 @@
 // dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
 //
-// A thread takes 8 columns by 2 rows or, transposed, 16 columns by 2 rows: what eight columns (rows) of accumulators lie
-// in are 4 (8) lanes of one 16 x 8 tile of the workspace, and in dQ whole 16-byte chunks.
+// A thread takes 8 columns by 2 rows or, transposed, 16 columns by 2 rows: what eight columns (rows) of accumulators
+// lie in are 4 (8) lanes of one 16 x 8 tile of the workspace, and in dQ whole 16-byte chunks.
 #pragma once
 #include "common/params.cuh.j2"
 #include "sm90/dq_workspace.cuh"

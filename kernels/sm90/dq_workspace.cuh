@@ -1,6 +1,6 @@
-// The fp32 workspace in which `single_pass` adds up dQ: [head][query tile][16 rows][8 columns][32 lanes][4], the order in
-// which wgmma leaves accumulators in registers. A lane then adds four in one instruction, and a warp whole lines. Where
-// query tiles are no multiple of 64, dQ is computed transposed, and rows are dQ's columns.
+// The fp32 workspace in which `single_pass` adds up dQ: [head][query tile][16 rows][8 columns][32 lanes][4], the order
+// in which wgmma leaves accumulators in registers. A lane then adds four in one instruction, and a warp whole lines.
+// Where query tiles are no multiple of 64, dQ is computed transposed, and rows are dQ's columns.
 #pragma once
 #include "sm90/layout.cuh"
 
