@@ -47,11 +47,27 @@ TILE_TABLE: tuple[TileRow, ...] = (
     ),
     *_rows(
         "sm90",
+        "backward",
+        (64, TileConfig(128, 128, 12, 2)),
+        (112, TileConfig(96, 128, 12, 2)),
+        (128, TileConfig(80, 128, 12, 2)),
+        (256, TileConfig(64, 64, 12, 2)),
+    ),
+    *_rows(
+        "sm90",
         "backward_dq",
         (64, TileConfig(128, 128, 12, 3)),
         (128, TileConfig(128, 128, 12, 2)),
         (192, TileConfig(128, 64, 12, 3)),
         (256, TileConfig(128, 48, 12, 2)),
+    ),
+    *_rows(
+        "sm90",
+        "backward_dkdv",
+        (64, TileConfig(128, 128, 12, 2)),
+        (112, TileConfig(96, 128, 12, 2)),
+        (128, TileConfig(80, 128, 12, 2)),
+        (256, TileConfig(64, 64, 12, 2)),
     ),
     *_rows(
         "sm80",

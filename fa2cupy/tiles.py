@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .device import DeviceInfo
 from .sm90_query_tiles import dq_bytes, forward_bytes, why_no_dq, why_no_forward
+from .sm90_tiles import backward_bytes, why_no_backward
 
 __all__ = ["OPERATIONS", "TileConfig", "fits_blocks", "padded_head_dim", "shared_memory_bytes", "why_illegal"]
 
@@ -73,7 +74,8 @@ def padded_head_dim(family: str, head_dim: int) -> int:
 def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of a block; the kernels assert the same number."""
     if family == "sm90":
-        return {"forward": forward_bytes, "backward_dq": dq_bytes}[operation](head_dim, tile)
+        by_queries = {"forward": forward_bytes, "backward_dq": dq_bytes}.get(operation)
+        return by_queries(head_dim, tile) if by_queries else backward_bytes(operation, head_dim, tile)
     row = padded_head_dim(family, head_dim) * _ITEMSIZE[dtype]
     b_r, b_c = tile.b_r, tile.b_c
     if family == "simt":
@@ -189,6 +191,8 @@ def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
 _SHAPE_RULES = {
     ("sm90", "forward"): lambda tile, d, _: why_no_forward(tile, d),
     ("sm90", "backward_dq"): lambda tile, d, _: why_no_dq(tile, d),
+    ("sm90", "backward"): lambda tile, d, _: why_no_backward(tile, d, with_dq=True),
+    ("sm90", "backward_dkdv"): lambda tile, d, _: why_no_backward(tile, d, with_dq=False),
     ("sm80", "forward"): lambda tile, d, _: _sm80_forward_rule(tile, d),
     ("sm80", "backward_dq"): lambda tile, d, _: _sm80_query_rule(tile, d, 2),
     ("sm80", "backward"): lambda tile, d, _: _sm80_key_rule(tile, d, True),

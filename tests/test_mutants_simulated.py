@@ -100,6 +100,12 @@ HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
 HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
+# Ragged, and long enough that every buffer is used again: keys of a group of their own, dQ by rows, columns and
+# transposed; and divided between dK and dV.
+HOPPER_ROWS = Problem(lengths=(600, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
+HOPPER_COLUMNS = Problem(head_dim=96, lengths=(310, 150), hopper_tile=TileConfig(64, 128, 12, 2))
+HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileConfig(80, 128, 12, 2))
+HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
@@ -239,6 +245,181 @@ MUTANTS = (
         "min_of(all - max_of(own.end - 1, 1), most_skipped)",
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
+    ),
+    # sm90: the backward's barriers
+    Mutant(
+        "no wait for Q, backward",
+        "backward",
+        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::start_from",
+        "Base::start_from",
+        "uninitialised",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "no wait for dO",
+        "backward_dkdv",
+        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::start_from",
+        "Base::start_from",
+        "uninitialised",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "next query tile into the stage in use",
+        "backward",
+        "mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);\n            load_queries",
+        "load_queries",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "next lse into the stage in use",
+        "backward",
+        "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);",
+        "",
+        "race",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "dO is never handed back",
+        "backward_dkdv",
+        "pin(dv_);\n            arrive(memory_.empty_dout(stage));\n        }\n        wgmma_wait<0>();",
+        "pin(dv_);\n        }\n        wgmma_wait<0>();",
+        "deadlock",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "no proxy fence behind dS",
+        "backward",
+        "async_proxy_fence();\n        __syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "__syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "proxy",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "no wait for the other group's dS",
+        "backward",
+        "mbarrier_wait(memory_.full_ds(buffer), read_.parity());",
+        "",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "dS rewritten while the other group multiplies it",
+        "backward",
+        "mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);",
+        "",
+        "race",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "dQ added up before it is there",
+        "backward",
+        "wgmma_wait<1>();\n                pin(dq);\n                add_dq(dq);",
+        "add_dq(dq);",
+        "in flight",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "gradients into K while it is read",
+        "backward",
+        "barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : group_), (kWithDq ? 2 : 1) * kGroupThreads);",
+        "",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "divided: no wait for P",
+        "backward",
+        "mbarrier_wait(memory_.full_p(exchanged_.slot()), exchanged_.parity());",
+        "",
+        "race",
+        HOPPER_DIVIDED,
+    ),
+    Mutant(
+        "divided: P rewritten before it is read",
+        "backward_dkdv",
+        "mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);",
+        "",
+        "deadlock",
+        # Only with more stages than buffers: a stage is not filled again before its P is read.
+        Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),
+    ),
+    Mutant(
+        "divided: dV into V while it is read",
+        "backward",
+        "barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);",
+        "",
+        "race",
+        HOPPER_DIVIDED,
+    ),
+    # sm90: the backward's numbers
+    Mutant(
+        "lse in plain order",
+        "backward",
+        "step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;",
+        "step.tile * kBr + lane * 4;",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "rows past the end with an infinite P",
+        "backward_dkdv",
+        "x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;",
+        "x[i] = x[i] * factor;",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "tiles without the mask",
+        "backward_dkdv",
+        "group.template step<true>",
+        "group.template step<false>",
+        "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "dS with another swizzle",
+        "backward",
+        "chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);",
+        "chunk = warp_ * 2 + lane_ / 8 % 2;",
+        "numbers",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "dQ of all tiles to the first",
+        "backward",
+        "Base::add_dq(dq, previous_, (kAcross",
+        "Base::add_dq(dq, {previous_.head, 0}, (kAcross",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant("dK without the scale", "backward", "(dk_, params_.softmax_scale,", "(dk_, 1.0f,", "numbers", HOPPER_COLUMNS),
+    Mutant(
+        "query heads of another group",
+        "backward",
+        "where.batch, where.head * params.heads_per_group,",
+        "where.batch, where.head,",
+        "numbers",
+        Problem(heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
+    ),
+    Mutant(
+        "K's panels in one place, for dQ",
+        "backward",
+        "(Shape::kDqByRows ? 0 : group) * Shape::kKeyPanelBytes",
+        "0 * Shape::kKeyPanelBytes",
+        "numbers",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "divided: both groups add the same columns", "backward", "kProbability ? 2 : 0;", "0;", "numbers", HOPPER_DIVIDED
+    ),
+    Mutant(
+        "dQ's workspace read as if it were not transposed",
+        "convert_dq",
+        "packed(x[2 * g].item[2 * i + j], x[2 * g + 1].item[2 * i + j])",
+        "packed(x[2 * g].item[2 * j + i], x[2 * g + 1].item[2 * j + i])",
+        "numbers",
+        HOPPER_TRANSPOSED,
     ),
     # sm90: dQ
     Mutant(
@@ -705,9 +886,12 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     expected = Expectation(q, k, v, do, causal=problem.causal)
     options = {
         "causal": problem.causal,
-        "config": problem.hopper_tile or small_tiles(problem.dtype, problem.head_dim),
-        "family": "sm90" if problem.hopper_tile else family_of(problem.dtype),
+        "config": small_tiles(problem.dtype, problem.head_dim),
+        "family": family_of(problem.dtype),
     }
+    if problem.hopper_tile:  # the family need not have the other kernel of a method
+        options["config"] = {"backward" if operation == "convert_dq" else operation: problem.hopper_tile}
+        options["family"] = "sm90" if operation == "forward" else None
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
         if operation == "backward_dq" and problem.hopper_tile:
             dq_on_hopper(monkeypatch)

@@ -201,6 +201,46 @@ def test_single_pass_on_tensor_cores_adds_dq_up_in_a_cleared_workspace_and_conve
     assert plan.cleared == ("dq_accum",)
 
 
+@pytest.mark.parametrize("causal", (False, True))
+def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it_copies(causal):
+    plan = backward_plan("single_pass", batch=50, causal=causal)
+    delta, main, convert = plan.stages
+    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+    assert [stage.spec.arch for stage in plan.stages] == ["sm_90", "sm_90a", "sm_90a"]
+    tile = main.spec.tile
+    assert main.blocks == -(-500 // tile.b_c) * 2 * 50 > H100.multiprocessors
+    assert main.spec.params.maps == ("q", "k", "v", "dout", "dk", "dv")
+    assert [m.box_rows for m in main.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16, 16]
+    queries, keys = (64, 300, 8, 50), (64, 500, 2, 50)
+    assert [m.sizes for m in main.maps] == [queries, keys, keys, queries, keys, keys]
+    assert main.maps[3].strides == tuple(2 * STRIDES["dout"][axis] for axis in (1, 2, 0))
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dk", "dv"))
+@pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+def test_gradients_that_tma_does_not_take_fall_back_to_sm80(method, strides, name):
+    plan = plan_backward(problem(), H100, {**STRIDES, name: strides}, method)
+    by_keys = next(stage for stage in plan.stages if stage.spec.operation in ("backward", "backward_dkdv"))
+    assert (by_keys.spec.family, by_keys.maps) == ("sm80", ())
+    assert "sm90" not in {stage.spec.family for stage in plan.stages if method == "single_pass"}
+    if method == "single_pass":
+        with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
+            plan_backward(problem(), H100, {**STRIDES, name: strides}, method, family="sm90")
+
+
+@pytest.mark.parametrize("name", ("o", "dq"))
+def test_what_is_read_and_written_without_tma_may_lie_as_it_likes_on_hopper(name):
+    plan = plan_backward(problem(), H100, {**STRIDES, name: ODD_STRIDES["reversed"]}, "single_pass")
+    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+
+
+@pytest.mark.parametrize("changes", ({"seqlen_q": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
+def test_problems_that_the_hopper_backward_does_not_know_fall_back_to_sm80(changes):
+    for method in ("single_pass", "two_pass"):
+        assert "sm90" not in {stage.spec.family for stage in backward_plan(method, **changes).stages}
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
 def test_single_pass_on_simt_adds_to_cleared_dk_and_dv(dtype, itemsize):
     plan = backward_plan("single_pass", dtype=dtype)
@@ -419,7 +459,9 @@ def test_a_record_with_a_missing_or_unknown_value_is_refused(spec):
 
 @pytest.mark.parametrize("dtype", ("float16", "float64"))
 def test_the_record_says_what_the_problem_says(dtype):
-    plans = [forward_plan(dtype=dtype), *(backward_plan(method, dtype=dtype) for method in ("single_pass", "two_pass"))]
+    device = DeviceInfo.named("sm_80")  # where no tensor maps stand for strides
+    plans = [forward_plan(device, dtype=dtype)]
+    plans += [backward_plan(method, device, dtype=dtype) for method in ("single_pass", "two_pass")]
     expected = {
         "scale_log2": 0.25 * math.log2(math.e),
         "softmax_scale": 0.25,
@@ -439,19 +481,21 @@ def test_the_record_says_what_the_problem_says(dtype):
     assert seen >= expected.keys()
 
 
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
 @pytest.mark.parametrize("head_dim", (40, 64, 104, 136, 256))
-def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim):
+def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, family):
     pytest.importorskip("cupy", exc_type=ImportError)
-    plan = backward_plan("single_pass", head_dim=head_dim)
+    plan = plan_backward(problem(head_dim=head_dim), H100, STRIDES, "single_pass", family=family)
     _, main, convert = plan.stages
     per_tile = plan.workspaces[1].nbytes // 4 // convert.blocks
-    check = f"static_assert(fa2::sm80::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
+    check = f"static_assert(fa2::{family}::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
     compile_source(KernelSource(convert.spec, render_kernel(convert.spec).text + check))
     # Only the check matters here, not the kernel, which takes longer to compile.
     head, _, _ = render_kernel(main.spec).text.partition('extern "C" __global__')
+    shape = {"sm80": "Backward<fa2::Spec>", "sm90": "BackwardShape<fa2::Spec, true>"}[family]
     check = (
-        "using Main = fa2::sm80::Backward<fa2::Spec>;\n"
-        f"static_assert(fa2::sm80::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
+        f"using Main = fa2::{family}::{shape};\n"
+        f"static_assert(fa2::{family}::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
     )
     kernel = f'extern "C" __global__ void {main.spec.symbol}() {{}}\n'
     compile_source(KernelSource(main.spec, head + check + kernel))
