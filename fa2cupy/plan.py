@@ -20,7 +20,7 @@ __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_fo
 _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
-_BY_KEYS = ("backward", "backward_dkdv")  # what of sm90 has blocks that own key tiles
+_BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
 #: Element strides of the batch, row and head axes.
 Strides = tuple[int, int, int]
@@ -107,7 +107,9 @@ class _Planner:
         section = self._groups_per_section(problem.seqlen_q * problem.heads_per_group)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
-    def _scheduled(self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int) -> Stage:
+    def _scheduled(
+        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
+    ) -> Stage:
         layout = param_layout(operation, self.family, self.problem.dtype)
         all_heads = heads * self.problem.batch
         blocks = num_tiles * all_heads
