@@ -199,8 +199,8 @@ MUTANTS = (
     Mutant(
         "O with another swizzle",
         "forward",
-        "(n % 8 + lane_ / 16) ^ (lane_row & 7);",
-        "(n % 8 + lane_ / 16);",
+        "(n % 8 + lane / 16) ^ (row & 7);",
+        "(n % 8 + lane / 16);",
         "numbers",
         HOPPER_TILES,
     ),
