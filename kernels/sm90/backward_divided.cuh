@@ -32,13 +32,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     friend Base;
 
     // Two panels of dQ for the one, the rest for the other, which has the exponentials.
-    static constexpr int kDqPanel = kProbability ? 2 : 0;
+    static constexpr int kDqPanel = kProbability ? 2 : 0, kDqColumn8 = kDqPanel * (kPanelColumns / 8);
     static constexpr int kDqWidth = kProbability ? Shape::kD - 2 * kPanelColumns : 2 * kPanelColumns;
     using Dq = QuadFragment<kDqWidth / 8>;
 
   public:
     __device__ BackwardDivided(const Params& params, const Memory& memory)
-        : Base(params, memory, kProbability ? 0 : 1),
+        : Base(params, memory),
           own_operand_(matrix_descriptor(kProbability ? memory.key() : memory.value(), 0)),
           scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
           gradient_operand_(
@@ -48,6 +48,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 
     __device__ void run() {
         gradient_.fill(0.0f);
+        if constexpr (kWithDq) Base::start_adding(params_, warp_, kDqColumn8);
         mbarrier_wait(memory_.full_key(), 0);
         mbarrier_wait(memory_.full_value(), 0);
         Base::take_steps(*this);
@@ -56,7 +57,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             Base::issue_dq(dq, key_columns_, ds_operand_);
             wgmma_wait<0>();
             pin(dq);
-            Base::add_dq(dq, previous_, warp_, kDqPanel * (kPanelColumns / 8));
+            Base::add_dq(dq, warp_, kDqColumn8, {});
         }
         pin(gradient_);
         barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);  // each reads where the other writes
@@ -98,7 +99,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
                 Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
                 wgmma_wait<1>();
                 pin(dq);
-                Base::add_dq(dq, previous_, warp_, kDqPanel * (kPanelColumns / 8));
+                Base::add_dq(dq, warp_, kDqColumn8, step);
             }
         }
         if (!kWithDq || is_first_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
@@ -106,7 +107,6 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         pin(gradient_);
         arrive(kProbability ? empty_dout : empty_query);
         stages_.advance();
-        previous_ = step;
         is_first_ = false;
     }
 
@@ -138,7 +138,6 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     const uint64 own_operand_, scores_operand_, gradient_operand_, key_columns_, ds_operand_;
     RingPosition<Shape::kStages> stages_;
     RingPosition<2> exchanged_;
-    QueryStep previous_{0, 0};
     bool is_first_ = true;
     Gradient gradient_;
 };

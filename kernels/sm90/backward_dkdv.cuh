@@ -29,9 +29,20 @@
 
 namespace fa2::sm90 {
 
+template <class Spec, class Shape, int kGroup, bool kDivided>
+struct ConsumerOf {
+    using Type = BackwardKeys<Spec, Shape, kGroup>;
+};
+template <class Spec, class Shape, int kGroup>
+struct ConsumerOf<Spec, Shape, kGroup, true> {
+    using Type = BackwardDivided<Spec, Shape, kGroup == 0>;
+};
+
 template <class Spec, bool kWithDq = false>
 struct BackwardDkdv {
     using Shape = BackwardShape<Spec, kWithDq>;
+    template <int kGroup>
+    using Consumer = typename ConsumerOf<Spec, Shape, kGroup, Shape::kDivided>::Type;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const BackwardMemory<Shape> memory(dynamic_smem);
@@ -43,18 +54,11 @@ struct BackwardDkdv {
             BackwardProducer<Spec, Shape>(params, memory).run();
         } else {
             take_registers<Shape::kConsumerRegisters>();
-            consume(params, memory, group - 1);
+            if (group == 1)
+                Consumer<0>(params, memory).run();
+            else
+                Consumer<1>(params, memory).run();
         }
-    }
-
-    __device__ __forceinline__ static void consume(const Params& params, const BackwardMemory<Shape>& memory,
-                                                   int32 group) {
-        if constexpr (!Shape::kDivided)
-            BackwardKeys<Spec, Shape>(params, memory, group).run();
-        else if (group == 0)
-            BackwardDivided<Spec, Shape, true>(params, memory).run();
-        else
-            BackwardDivided<Spec, Shape, false>(params, memory).run();
     }
 };
 

@@ -34,10 +34,9 @@ class BackwardGroup {
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
 
-    __device__ BackwardGroup(const Params& params, const Memory& memory, int32 group)
+    __device__ BackwardGroup(const Params& params, const Memory& memory)
         : params_(params),
           memory_(memory),
-          group_(group),
           warp_(__shfl_sync(common::kFullWarp, threadIdx.x / 32 % 4, 0)),
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
@@ -143,18 +142,23 @@ class BackwardGroup {
         pin(dq);
     }
 
-    // Adds it to the workspace of that step, from 16 rows and 8 columns of it on.
+    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
+    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
     template <int kN8>
-    __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, const QueryStep& step, int32 row16,
-                                           int32 column8) {
+    __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
+                                           const QueryStep& next) {
         arrive(memory_.empty_ds(read_.slot()));
         read_.advance();
-        // A panel of K may be wider than its columns.
-        if (row16 >= Workspace::kRows / 16) return;
-        float* workspace = workspace_of(params_, step) + Workspace::offset(row16, column8, lane_);
+        // Where K is transposed, a panel of it may be wider than its columns.
+        constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
+        if (kAllRows || row16 < Workspace::kRows / 16) {
 #pragma unroll
-        for (int n = 0; n < kN8; ++n)
-            if (column8 + n < Workspace::kColumns / 8) add_global(workspace + Workspace::offset(0, n, 0), dq.value[n]);
+            for (int n = 0; n < kN8; ++n)
+                if (column8 + n < Workspace::kColumns / 8)
+                    add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
+        }
+        const int32 tiles = next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1;  // past those nobody here sees
+        workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;
     }
 
     // Warps speak with one lane, when all have done what it says.
@@ -162,12 +166,13 @@ class BackwardGroup {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
-    // The record has a workspace where there is dQ only, so that its type is left open.
+    // Where this lane adds dQ of the first step. The record has a workspace where there is dQ only, so that its type is
+    // left open.
     template <class Record>
-    __device__ __forceinline__ float* workspace_of(const Record& params, const QueryStep& step) const {
-        const int64 head = static_cast<int64>(own_.batch) * params.num_heads + step.head;
-        const int32 tiles = own_.tiles.end;  // of every head
-        return params.dq_accum + (head * tiles + step.tile) * Workspace::kTileElements;
+    __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
+        const int64 head = static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head;
+        workspace_ = params.dq_accum + (head * own_.tiles.end + own_.tiles.begin) * Workspace::kTileElements +
+                     Workspace::offset(row16, column8, lane_);
     }
 
     // 16 rows of a gradient leave by way of rows of K or V, of which this warp takes those from `row` on.
@@ -198,9 +203,10 @@ class BackwardGroup {
 
     const Params& params_;
     const Memory memory_;
-    const int32 group_, warp_, lane_;
+    const int32 warp_, lane_;
     const KeyTile own_;
     RingPosition<2> written_, read_;  // of dS
+    float* workspace_ = nullptr;      // of the step whose dQ is next
 };
 
 }  // namespace fa2::sm90
