@@ -228,7 +228,7 @@ def backward(
         Tile of the kernel ``"backward"`` (single_pass), or of ``"backward_dq"`` and ``"backward_dkdv"`` (two_pass); one
         tile alone is for all of them.
     family : str, optional
-        As for `forward`; ``"sm90"`` has no backward.
+        As for `forward`; it must have every kernel of the method.
 
     Returns
     -------

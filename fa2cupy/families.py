@@ -62,24 +62,26 @@ class Family:
         span = f"from compute capability {self.min_compute_capability / 10}"
         if self.max_compute_capability < _ANY_NEWER:
             span = f"on compute capability {self.min_compute_capability / 10}"
-        only = "" if set(OPERATIONS) <= set(self.operations) else f" ({', '.join(self.operations)} only)"
+        tiled = [name for name in OPERATIONS if name in self.operations]
+        only = "" if len(tiled) == len(OPERATIONS) else f" ({', '.join(tiled)} only)"
         features = f" with {', '.join(self.features)}" if self.features else ""
         return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
 
 
-_ALL = (*OPERATIONS, "delta")
+_ALL = (*OPERATIONS, "delta", "convert_dq")
+_HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
-    Family("sm90", ("forward",), ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a"),
+    Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a"),
     Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8),
     Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1),
 )
 
 
 #: The faster backward scheme of each family.
-_DEFAULT_METHODS = {"sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+_DEFAULT_METHODS = {"sm90": "single_pass", "sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 

@@ -129,10 +129,7 @@ def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
             return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
 
         return AdaptedCall(run, row, problem, _FORWARD, arrays)
-    if row.name == "sm90" and not tma.is_available():
-        if family:
-            raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
-        family = "sm80"
+    family = _without_tma(row, family)
     plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, family)
     return KernelCall(plan, ordinal, _FORWARD, outputs, arrays)
 
@@ -170,8 +167,18 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
 
         return AdaptedCall(run, row, problem, _BACKWARD, arrays)
     strides = _strides(problem, outputs, q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
-    plan = plan_backward(problem, device, strides, method, config, row.name, with_delta=given_delta is None)
+    family = _without_tma(row, family)
+    plan = plan_backward(problem, device, strides, method, config, family, with_delta=given_delta is None)
     return KernelCall(plan, ordinal, _BACKWARD, outputs, arrays)
+
+
+def _without_tma(row: Family, family: str | None) -> str | None:
+    """The caller's family, or the one to insist on where tensor maps cannot be made."""
+    if row.name != "sm90" or tma.is_available():
+        return family
+    if family:
+        raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
+    return "sm80"
 
 
 def _device(arrays: tuple, arguments: Arguments) -> tuple[int, DeviceInfo]:

@@ -25,6 +25,7 @@ from .tiles import OPERATIONS, TileConfig, why_illegal
 __all__ = ["default_specs", "info", "legal_configs", "precompile"]
 
 _TILE_ROWS = (8, 16, 32, 64, 96, 128, 192, 256)
+_QUERY_ROWS = {"sm90": range(16, 257, 16)}  # b_r of families that take more of them
 _KEY_ROWS = {"sm90": range(48, 257, 16)}  # b_c of families that take more of them
 _WARPS = (2, 4, 8, 12, 16)
 _STAGES = (1, 2, 3, 4)
@@ -76,7 +77,9 @@ def legal_configs(
         raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {operation!r}")
     device = DeviceInfo.named(arch) if arch else _current_device("arch='sm_90'")
     name = choose_family(operation, dtype, device, family).name
-    tiles = itertools.product(_TILE_ROWS, _KEY_ROWS.get(name, _TILE_ROWS), _WARPS, _STAGES, _BLOCKS_PER_SM)
+    tiles = itertools.product(
+        _QUERY_ROWS.get(name, _TILE_ROWS), _KEY_ROWS.get(name, _TILE_ROWS), _WARPS, _STAGES, _BLOCKS_PER_SM
+    )
     return [tile for tile in itertools.starmap(TileConfig, tiles) if not why_illegal(operation, name, dtype, head_dim, tile, device)]
 
 

@@ -13,12 +13,12 @@ from .cache import cached_kernel
 from .compiler import CompiledKernel
 from .counters import tile_counters
 from .errors import KernelLaunchError
+from .params import TILE_COUNTER
 from .plan import Plan, Stage
 from .spec import KernelSpec
 
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
 
-_COUNTER = "tile_counter"  # the last pointer of a persistent kernel, which is no buffer of the call's
 _lock = threading.Lock()
 
 
@@ -85,9 +85,9 @@ class BoundStage:
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
-        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers if name != _COUNTER])
+        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers if name != TILE_COUNTER])
         self._maps = [tma.tensor_maps(tensor) for tensor in stage.maps]
-        self._counters = tile_counters(runtime.getDevice()) if _COUNTER in layout.pointers else None
+        self._counters = tile_counters(runtime.getDevice()) if TILE_COUNTER in layout.pointers else None
         if self._counters:
             self._counters.reserve()
         self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
@@ -99,9 +99,10 @@ class BoundStage:
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         try:
             front = self._pick(addresses)
+            if self._maps:
+                front = (*map(getitem, self._maps, front), *front[len(self._maps) :])
             if self._counters:
-                pointers = front[len(self._maps) :]
-                front = (*map(getitem, self._maps, front), *pointers, self._counters.address(stream))
+                front = (*front, self._counters.address(stream))
             with self._lock:
                 self._pack_into(self._record, 0, *front)
                 self._launch(*self._shape, stream, self._parameters_address, 0)

@@ -7,7 +7,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Field", "ParamLayout", "param_layout"]
+__all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
+
+#: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
+TILE_COUNTER = "tile_counter"
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
 _KINDS = {
@@ -87,6 +90,7 @@ class ParamLayout:
 _SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 _LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 _BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
+_SM90_BACKWARD = "q:input_map k:input_map v:input_map dout:input_map dk:output_map dv:output_map"
 _RECORDS = {
     "forward": (
         "q:input k:input v:input o:output lse:output_accum",
@@ -107,6 +111,13 @@ _RECORDS = {
         ("scale_log2", "softmax_scale"),
         _LENGTHS + _SCHEDULE,
     ),
+    ("backward_dq", "sm90"): (
+        "q:input_map k:input_map v:input_map dout:input_map dq:output_map"
+        " lse:input_accum delta:input_accum tile_counter:counter",
+        (),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
     "backward_dkdv": (
         f"{_BACKWARD_INPUTS} dk:output dv:output",
         ("q", "k", "v", "dout", "dk", "dv"),
@@ -123,6 +134,18 @@ _RECORDS = {
     ("backward", "sm80"): (
         f"{_BACKWARD_INPUTS} dq_accum:output_accum dk:output dv:output",
         ("q", "k", "v", "dout", "dk", "dv"),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    ("backward", "sm90"): (
+        f"{_SM90_BACKWARD} lse:input_accum delta:input_accum dq_accum:output_accum",
+        (),
+        ("scale_log2", "softmax_scale"),
+        _LENGTHS + _SCHEDULE,
+    ),
+    ("backward_dkdv", "sm90"): (
+        f"{_SM90_BACKWARD} lse:input_accum delta:input_accum",
+        (),
         ("scale_log2", "softmax_scale"),
         _LENGTHS + _SCHEDULE,
     ),

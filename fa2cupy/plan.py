@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from . import tma
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import choose_family, choose_tile
+from .params import TILE_COUNTER, param_layout
 from .problem import AttentionProblem
 from .spec import KernelSpec
+from .stages import Plan, Stage, Workspace
 from .tiles import TileConfig, padded_head_dim
 
 __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
@@ -19,60 +20,10 @@ __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_fo
 _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
+_BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
 #: Element strides of the batch, row and head axes.
 Strides = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One kernel launch, complete but for its pointers.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-    blocks : int
-    constants : bytes
-        The record behind the pointers.
-    maps : tuple of TensorLayout
-        Of the arrays that the record has tensor maps of.
-    """
-
-    spec: KernelSpec
-    blocks: int
-    constants: bytes
-    maps: tuple[tma.TensorLayout, ...] = ()
-
-    @property
-    def threads(self) -> int:
-        """Threads in a block."""
-        return self.spec.tile.num_threads
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Device memory that a call needs beyond its inputs and outputs."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a call does, in order: clear, then launch.
-
-    Attributes
-    ----------
-    stages : tuple of Stage
-        A stage without blocks (an empty problem) is left out.
-    workspaces : tuple of Workspace
-    cleared : tuple of str
-        Workspaces and outputs that must be zero before the first stage.
-    """
-
-    stages: tuple[Stage, ...]
-    workspaces: tuple[Workspace, ...] = ()
-    cleared: tuple[str, ...] = ()
 
 
 class _Planner:
@@ -84,9 +35,9 @@ class _Planner:
         self.problem = problem
         self.device = device
         self.strides = strides
-        needs = () if operation == "delta" else problem.needs
+        needs = () if operation in ("delta", "convert_dq") else problem.needs
         row = choose_family(operation, problem.dtype, device, family, needs)
-        reason = self._why_not_sm90() if row.name == "sm90" else None
+        reason = self._why_not_sm90(operation) if row.name == "sm90" else None
         if reason and family:
             raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
         if reason:
@@ -96,16 +47,16 @@ class _Planner:
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
-        if name in ("q", "o"):
+        if name in ("q", "o", "dout", "dq"):
             return problem.batch, problem.seqlen_q, problem.num_heads
         return problem.batch, problem.seqlen_k, problem.num_heads_kv
 
-    def _why_not_sm90(self) -> str | None:
+    def _why_not_sm90(self, operation: str) -> str | None:
         if not self.problem.softmax_scale > 0:
             return f"softmax_scale={self.problem.softmax_scale} is not positive"
-        if 0 in self._sizes("q"):
+        if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
             return None  # nothing will be launched
-        for name in ("q", "k", "v", "o"):
+        for name in param_layout(operation, "sm90", self.problem.dtype).maps:
             reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
             if reason:
                 return f"{name} is not for TMA, {reason}"
@@ -147,43 +98,53 @@ class _Planner:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_q // tile.b_r)
-        section = self._heads_per_section(problem.seqlen_k) * problem.heads_per_group
-        maps = {}
-        if self.family == "sm90":
-            boxes = {"q": tile.b_r, "k": tile.b_c, "v": tile.b_c, "o": 16}  # O is stored by each warp
-            maps["maps"] = tuple(self.tensor_layout(name, rows) for name, rows in boxes.items())
-        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section, **maps)
+        section = self._groups_per_section(self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
-        """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO."""
+        """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_k // tile.b_c)
-        section = self._heads_per_section(problem.seqlen_q * problem.heads_per_group)
+        rows = problem.seqlen_q * problem.heads_per_group
+        accumulators = rows * problem.head_dim * 4 if operation == "backward" else 0
+        section = self._groups_per_section(self._bytes_of(rows), accumulators)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
-        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int, **maps: object
+        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
     ) -> Stage:
+        layout = param_layout(operation, self.family, self.problem.dtype)
         all_heads = heads * self.problem.batch
         blocks = num_tiles * all_heads
-        if self.family == "sm90":  # as many as can run at a time, which stay and share the tiles out
+        if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         return self.stage(
             operation,
             tile,
             blocks,
-            **maps,
+            tuple(self.tensor_layout(name, _box_rows(name, tile)) for name in layout.maps),
             num_tiles=num_tiles,
             scheduled_heads=heads,
-            heads_per_section=max(1, min(section, all_heads)),
+            heads_per_section=max(1, section),
         )
 
-    def _heads_per_section(self, rows: int) -> int:
+    def _bytes_of(self, rows: int) -> int:
+        """Of the two tensors that all tiles of a head read."""
+        return 2 * rows * self.problem.head_dim * self.problem.itemsize
+
+    def _groups_per_section(self, bytes_read: int, bytes_added_to: int = 0) -> int:
+        """Of how many groups of heads the tiles are taken together: what is read and added to for each fits the L2 cache."""
         # Without a mask all tiles are equally long, and one head after the other reads the least memory.
         if not self.problem.causal:
             return 1
-        bytes_per_head = 2 * rows * self.problem.head_dim * self.problem.itemsize
-        return max(1, self.device.l2_bytes * 5 // 8 // max(1, bytes_per_head))
+        groups = max(1, self.problem.batch * self.problem.num_heads_kv)
+        # Sums fill more of the cache than their size (head_dim 64 at 2048: 16 heads a section 1.2 times as fast as 64).
+        share = self.device.l2_bytes // 3 if bytes_added_to else self.device.l2_bytes * 5 // 8
+        fitting = min(groups, max(1, share // max(1, bytes_read + bytes_added_to)))
+        # A short last section starts its long tiles late, and the launch ends with most multiprocessors idle (up to a sixth
+        # of the time). So of the sizes about as large, the one that divides the groups best.
+        sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
+        return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
 
 
 def plan_forward(
@@ -213,16 +174,21 @@ def plan_backward(
     with_delta: bool = True,
 ) -> Plan:
     """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
-    planner = _Planner("backward", problem, device, strides, family)
+
+    def planner_of(operation: str) -> _Planner:
+        return _Planner(operation, problem, device, strides, family)
+
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
-        stages.append(_delta_stage(planner))
+        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None)))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
     if method == "two_pass":
-        stages.append(planner.by_query_tiles("backward_dq", planner.tile("backward_dq", config)))
-        stages.append(planner.by_key_tiles("backward_dkdv", planner.tile("backward_dkdv", config)))
+        by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
+        stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
+        stages.append(by_keys.by_key_tiles("backward_dkdv", by_keys.tile("backward_dkdv", config)))
         return _plan(*stages, workspaces=workspaces)
+    planner = planner_of("backward")
     tile = planner.tile("backward", config)
     if planner.family == "simt":
         stages.append(planner.by_query_tiles("backward", tile))
@@ -245,6 +211,11 @@ def _delta_stage(planner: _Planner) -> Stage:
     num_tiles = -(-problem.seqlen_q // rows_per_block)
     tile = TileConfig(rows_per_block, 1, _DELTA_WARPS)
     return planner.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
+
+
+def _box_rows(name: str, tile: TileConfig) -> int:
+    # Results are stored by each warp.
+    return {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
 
 
 def _plan(*stages: Stage, workspaces: list[Workspace] | None = None, cleared: tuple[str, ...] = ()) -> Plan:

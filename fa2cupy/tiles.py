@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .device import DeviceInfo
+from .sm90_query_tiles import dq_bytes, forward_bytes, why_no_dq, why_no_forward
+from .sm90_tiles import backward_bytes, why_no_backward
 
 __all__ = ["OPERATIONS", "TileConfig", "fits_blocks", "padded_head_dim", "shared_memory_bytes", "why_illegal"]
 
@@ -14,7 +16,6 @@ OPERATIONS = ("forward", "backward", "backward_dq", "backward_dkdv")
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _MAX_REGISTERS = 255
 _WIDE = 128  # above it, two warps share the rows of the sm80 forward
-_SM90_SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def padded_head_dim(family: str, head_dim: int) -> int:
 def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of a block; the kernels assert the same number."""
     if family == "sm90":
-        return _sm90_forward_bytes(head_dim, tile)
+        by_queries = {"forward": forward_bytes, "backward_dq": dq_bytes}.get(operation)
+        return by_queries(head_dim, tile) if by_queries else backward_bytes(operation, head_dim, tile)
     row = padded_head_dim(family, head_dim) * _ITEMSIZE[dtype]
     b_r, b_c = tile.b_r, tile.b_c
     if family == "simt":
@@ -91,15 +93,6 @@ def shared_memory_bytes(operation: str, family: str, dtype: str, head_dim: int, 
         return 2 * b_r * row + tile.num_stages * 2 * b_c * row
     ds_bytes = 2 * b_r * b_c * 2 if operation == "backward" else 0
     return 2 * b_c * row + tile.num_stages * 2 * b_r * row + ds_bytes + 2 * b_r * b_c + 4 * b_r * 4
-
-
-def _sm90_forward_bytes(head_dim: int, tile: TileConfig) -> int:
-    # As kernels/sm90/forward_shape.cuh has it: panels of 64 columns; O gets a buffer if one fits, and Q a second.
-    row = -(-head_dim // 64) * 128
-    queries = tile.b_r * row
-    barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
-    fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
-    return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SM90_SHARED_BYTES), fixed + queries)
 
 
 def why_illegal(
@@ -180,28 +173,6 @@ def _dq_split(tile: TileConfig, head_dim: int) -> tuple[bool, bool]:
     )
 
 
-def _sm90_forward_rule(tile: TileConfig, head_dim: int) -> str | None:
-    groups = tile.b_r // 64
-    if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
-        return (
-            f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of 4 warps, "
-            "and one more that loads"
-        )
-    if tile.b_c % 16 or tile.b_c > 256:
-        return f"b_c={tile.b_c} is not a multiple of 16 up to 256"
-    if not 2 <= tile.num_stages <= 4:
-        return f"num_stages={tile.num_stages} is not from 2 to 4"
-    if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
-        return f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, or 1 of more"
-    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]  # the second is what setmaxnreg leaves them
-    if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
-        return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
-    accumulators = head_dim // 2 + tile.b_c // 2 + tile.b_c // 4
-    if accumulators + 24 > available:
-        return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
-    return None
-
-
 def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
     def rule(tile: TileConfig, head_dim: int, itemsize: int) -> str | None:
         own, other = getattr(tile, row_name), getattr(tile, column_name)
@@ -218,7 +189,10 @@ def _simt_rule(row_name: str, column_name: str, matrices: int) -> object:
 
 
 _SHAPE_RULES = {
-    ("sm90", "forward"): lambda tile, d, _: _sm90_forward_rule(tile, d),
+    ("sm90", "forward"): lambda tile, d, _: why_no_forward(tile, d),
+    ("sm90", "backward_dq"): lambda tile, d, _: why_no_dq(tile, d),
+    ("sm90", "backward"): lambda tile, d, _: why_no_backward(tile, d, with_dq=True),
+    ("sm90", "backward_dkdv"): lambda tile, d, _: why_no_backward(tile, d, with_dq=False),
     ("sm80", "forward"): lambda tile, d, _: _sm80_forward_rule(tile, d),
     ("sm80", "backward_dq"): lambda tile, d, _: _sm80_query_rule(tile, d, 2),
     ("sm80", "backward"): lambda tile, d, _: _sm80_key_rule(tile, d, True),

@@ -68,7 +68,7 @@ def is_available() -> bool:
         driver.cuTensorMapEncodeTiled  # noqa: B018  (absent before CUDA 12)
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"cuda-bindings cannot be used ({error}), so that the forward runs on the kernels for older GPUs, at about half "
+            f"cuda-bindings cannot be used ({error}), so that calls run on the kernels for older GPUs, at about half "
             "the speed: pip install 'fa2cupy[cuda12]' (or 'fa2cupy[cuda13]' with a driver for CUDA 13)",
             stacklevel=2,
         )

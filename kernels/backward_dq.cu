@@ -3,7 +3,7 @@
 #include "{{ family }}/backward_dq.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps, fa2::Spec::kBlocksPerSm)
-{{ symbol }}(const fa2::Params params) {
+{{ symbol }}(const {{ grid_constant }}fa2::Params params) {
     extern __shared__ __align__(128) char smem[];
     fa2::{{ family }}::BackwardDq<fa2::Spec>::run(params, smem);
 }

@@ -40,11 +40,12 @@ SELECTION = (
     (("sm_86", "sm_100", "sm_120"), ("float16",), (64, 128)),
     (("sm_90",), ("float32", "float64"), (64, 128, 256)),
 )
-# (architectures, dtypes) of which every tile that calls get is compiled, causal, for the widest rows that get it.
+# (architectures, dtypes, family) of which every tile that calls get is compiled, causal, for the widest rows that get it.
 EVERY_TILE = (
-    (tuple(ARCHITECTURES), ("float16",)),
-    (("sm_90",), ("bfloat16",)),
-    (("sm_80", "sm_86"), ("float32", "float64")),
+    (tuple(ARCHITECTURES), ("float16",), None),
+    (("sm_90",), ("bfloat16",), None),
+    (("sm_90",), ("bfloat16",), "sm80"),
+    (("sm_80", "sm_86"), ("float32", "float64"), None),
 )
 
 
@@ -103,13 +104,13 @@ def selected_specs() -> list[KernelSpec]:
         for arch, dtype, head_dim, causal, method in itertools.product(archs, dtypes, head_dims, (False, True), METHODS):
             specs.update(dict.fromkeys(default_specs(DeviceInfo.named(arch), dtype, head_dim, causal, method)))
     # What the Hopper kernels do not take falls back to these.
-    for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
-        specs.update(dict.fromkeys(default_specs(H100, "float16", head_dim, causal, family="sm80")))
-    for archs, dtypes in EVERY_TILE:
+    for head_dim, causal, method in itertools.product(HEAD_DIMS, (False, True), METHODS):
+        specs.update(dict.fromkeys(default_specs(H100, "float16", head_dim, causal, method, family="sm80")))
+    for archs, dtypes, family in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):
             widest = {}
             for head_dim, method in itertools.product(range(8, 257, 8), METHODS):
-                for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method):
+                for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method, family):
                     widest[spec.operation, spec.tile] = spec
             specs.update(dict.fromkeys(widest.values()))
     return list(specs)
@@ -163,11 +164,17 @@ def test_what_is_called_legal_compiles(operation, head_dim):
         assert cached_kernel(KernelSpec(operation, "sm80", "sm_90", "float16", head_dim, True, tile)).registers
 
 
-@pytest.mark.parametrize("head_dim", (64, 256))
-def test_what_is_called_legal_on_hopper_compiles(head_dim):
-    legal = legal_configs("forward", head_dim=head_dim, arch="sm_90", family="sm90")
+@pytest.mark.parametrize(
+    ("operation", "head_dim"),
+    [
+        *itertools.product(("forward", "backward_dq"), (64, 256)),
+        *itertools.product(("backward", "backward_dkdv"), (64, 128, 256)),
+    ],
+)
+def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
+    legal = legal_configs(operation, head_dim=head_dim, arch="sm_90", family="sm90")
     for tile in dict.fromkeys((legal[0], legal[-1])):
-        assert "C75" not in cached_kernel(KernelSpec("forward", "sm90", "sm_90a", "float16", head_dim, True, tile)).log
+        assert "C75" not in cached_kernel(KernelSpec(operation, "sm90", "sm_90a", "float16", head_dim, True, tile)).log
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -117,8 +117,8 @@ def test_a_dict_of_tiles_is_taken_though_it_cannot_be_hashed(launched):
     q, k, v, do = inputs_of()
     o, lse = forward(q, k, v, config={"forward": TileConfig(192, 96, 16, 2)})
     assert (launched[-1].spec.tile.b_r, launched[-1].spec.tile.b_c) == (192, 96)
-    backward(q, k, v, o, lse, do, method="two_pass", config={"backward_dkdv": TileConfig(32, 64, 4, 1)})
-    assert launched[-1].spec.operation == "backward_dkdv" and launched[-1].spec.tile.b_c == 64
+    backward(q, k, v, o, lse, do, method="two_pass", config={"backward_dkdv": TileConfig(64, 128, 12, 3)})
+    assert launched[-1].spec.operation == "backward_dkdv" and launched[-1].spec.tile.b_r == 64
 
 
 def test_methods_choose_their_stages(launched):

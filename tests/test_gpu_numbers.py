@@ -49,10 +49,11 @@ def _compiled_ahead():
     specs = {
         spec
         for dtype in HALF
-        for family in families_of("forward", dtype)
+        for method, operation in ((None, "forward"), ("single_pass", "backward"), ("two_pass", "backward_dkdv"))
+        for family in families_of(operation, dtype)
         for head_dim in HEAD_DIMS
         for causal in (False, True)
-        for spec in default_specs(device, dtype, head_dim, causal, family=family)
+        for spec in default_specs(device, dtype, head_dim, causal, method, family)
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(cached_kernel, specs))
@@ -78,9 +79,12 @@ def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **op
     check_delta(o, do, delta, layout=layout)
     for method in methods:
         given = delta if method == "two_pass" else None
-        out = expected.unwritten("dq", "dk", "dv")
-        dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, method=method, delta=given, out=out, **shared)
-        expected.check(spec=method, dq=dq, dk=dk, dv=dv)
+        for family in families_of("backward" if method == "single_pass" else "backward_dkdv", q.dtype.name):
+            out = expected.unwritten("dq", "dk", "dv")
+            dq, dk, dv = fa2cupy.backward(
+                q, k, v, o, lse, do, method=method, delta=given, out=out, family=family, **shared
+            )
+            expected.check(spec=(method, family), dq=dq, dk=dk, dv=dv)
     return expected
 
 
@@ -129,8 +133,9 @@ def test_head_groups_in_both_layouts(dtype, layout, heads):
 def test_lengths_around_the_tiles(dtype, head_dim, causal):
     device = DeviceInfo.current()
     tiles = {s.tile for method in (None, *METHODS) for s in default_specs(device, dtype, head_dim, causal, method)}
-    for family in families_of("forward", dtype):
-        tiles |= {s.tile for s in default_specs(device, dtype, head_dim, causal, family=family)}
+    for operation, method in (("forward", None), ("backward", "single_pass"), ("backward_dkdv", "two_pass")):
+        for family in families_of(operation, dtype):
+            tiles |= {s.tile for s in default_specs(device, dtype, head_dim, causal, method, family)}
     sizes = {size for tile in tiles for size in (tile.b_r, tile.b_c) if size > 1}
     for size in sorted(sizes):
         for length in (size - 1, size, size + 1, 3 * size + 7):
@@ -160,7 +165,9 @@ def check_tiles(dtype: str, operation: str, family: str | None) -> None:
         else:
             method = "single_pass" if operation == "backward" else "two_pass"
             out = expected.unwritten("dq", "dk", "dv")
-            fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method, config={operation: tile}, out=out)
+            fa2cupy.backward(
+                q, k, v, o, lse, do, causal=True, method=method, config={operation: tile}, out=out, family=family
+            )
             expected.check(spec=tile, **dict(zip(("dq", "dk", "dv"), out, strict=True)))
 
 

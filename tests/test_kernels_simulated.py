@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 from fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, reference  # noqa: E402
+from fa2cupy import TileConfig, gpu, plan, reference  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 from fa2cupy.tile_table import TILE_TABLE  # noqa: E402
@@ -70,7 +70,7 @@ def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options)
     check_delta(o, do, delta, layout=options.get("layout", "bshd"))
     for method in methods:
         launched.clear()
-        gradients = backward(q, k, v, o, lse, do, method=method, **options)
+        gradients = backward(q, k, v, o, lse, do, method=method, family=family_of(q.dtype.name), **options)
         expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
         if q.size and k.size:  # else a kernel without a block is not launched
             operations = [stage.spec.operation for stage in launched]
@@ -153,6 +153,11 @@ def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
 def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
     """One kernel, on lengths just above its tile and a causal mask with more keys than queries."""
     inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
+    if (operation, family) == ("backward_dq", "sm90"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dq_on_hopper(monkeypatch)
+            check_dq(inputs, causal=True, config=tile)
+        return
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, causal=True)
     if operation == "forward":
@@ -163,8 +168,12 @@ def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: Til
     o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
     method = "single_pass" if operation == "backward" else "two_pass"
     other = {"backward_dq": "backward_dkdv", "backward_dkdv": "backward_dq"}.get(operation)
-    config = {operation: tile, **({other: small_tiles(dtype, head_dim)[other]} if other else {})}
-    dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method, config=config)
+    config = {operation: tile}
+    if family == "sm90":  # which need not have the other kernel
+        family = None
+    elif other:
+        config[other] = small_tiles(dtype, head_dim)[other]
+    dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method, config=config, family=family)
     expected.check(spec=tile, dq=dq, dk=dk, dv=dv)
 
 
@@ -209,7 +218,9 @@ def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype
     expected.check(o=o, lse=lse)
     for method in METHODS:
         out = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
-        dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, config=config, method=method, out=out)
+        dq, dk, dv = backward(
+            q, k, v, o, lse, do, causal=True, config=config, method=method, out=out, family=family_of(dtype)
+        )
         assert dq is out[0] and dk is out[1] and dv is out[2]
         expected.check(dq=dq, dk=dk, dv=dv)
 
@@ -245,12 +256,12 @@ def with_small_cache(q: np.ndarray) -> DeviceInfo:
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_heads_in_several_sections(monkeypatch, dtype):
     n = 32 if dtype in HALF else 8
-    inputs = draw(dtype, (2 * n + 1, 2 * n + 1), 64, (2, 1), batch=3)
+    inputs = draw(dtype, (2 * n + 1, 2 * n + 1), 64, (2, 1), batch=5)
     with simulated_gpu(monkeypatch, with_small_cache(inputs[0])) as launched:
         check(inputs, launched, causal=True, config=small_tiles(dtype, 64))
         by_query, by_key = (stage_values(stage) for stage in launched[-2:])
-        # Sections of four query heads of six; and of one key head, whose group has two query heads, of three.
-        assert (by_query["heads_per_section"], by_key["heads_per_section"]) == (4, 1)
+        # Two groups fit, but three, which leave two, waste less. Of key heads, whose groups have two query heads, one fits.
+        assert (by_query["heads_per_section"], by_key["heads_per_section"]) == (6, 1)
 
 
 @pytest.mark.parametrize("seed", (1, 2))
@@ -352,13 +363,301 @@ def test_scores_that_grow_on_hopper(on_hopper, head_dim, tile, rows):
 
 
 def test_heads_in_several_sections_on_hopper(monkeypatch):
-    inputs = draw("float16", (130, 130), 64, (2, 1), batch=3)
+    inputs = draw("float16", (130, 130), 64, (2, 1), batch=5)
     device = dataclasses.replace(with_small_cache(inputs[0]), multiprocessors=3)
     with simulated_gpu(monkeypatch, device) as launched:
         check_forward(inputs, launched, causal=True, config=GROUPS[0])
-        assert stage_values(launched[-1])["heads_per_section"] == 4
+        assert stage_values(launched[-1])["heads_per_section"] == 6
 
 
 def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
     with simulated_gpu(monkeypatch, HOPPER, with_counter=False) as launched:
         check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])
+
+
+# ------------------------------------------------------------------------------------------------------- Hopper's backward
+
+#: By the widest rows that they are for: keys of a group of their own, or divided between dK and dV.
+BY_KEYS = {64: TileConfig(128, 128, 12, 2), 128: TileConfig(80, 128, 12, 2), 256: TileConfig(64, 64, 12, 2)}
+
+
+def by_keys(head_dim: int, **operations: TileConfig) -> dict[str, TileConfig]:
+    """Tiles of the kernels by key tiles, others than the default ones if named."""
+    tile = next(tile for widest, tile in BY_KEYS.items() if head_dim <= widest)
+    return {"backward": tile, "backward_dkdv": tile, **operations}
+
+
+def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, family: str = "sm90", **options) -> list:
+    """Runs the backward by each method and checks the gradients, and the family of the kernels by key tiles."""
+    q, k, v, do = inputs
+    problem = {name: options[name] for name in ("causal", "layout") if name in options}
+    expected = Expectation(q, k, v, do, softmax_scale=options.get("scale"), **problem)
+    o, lse = reference.forward(q, k, v, softmax_scale=options.get("scale"), **problem)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    results = []
+    for method in methods:
+        launched.clear()
+        results.append(backward(q, k, v, o, lse, do, method=method, **options))
+        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), results[-1], strict=True)))
+        stages = [stage.spec for stage in launched if stage.spec.operation in ("backward", "backward_dkdv", "convert_dq")]
+        assert stages and {spec.family for spec in stages} == {family}
+    return results
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float16", d) for d in (8, 40, 59, 64, 72, 128, 160, 256)] + [("bfloat16", d) for d in (64, 96, 136, 192)],
+)
+def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
+    # Less than a tile, one, ragged ones, several with more keys, and so many more queries that whole tiles see no key.
+    rows, keys = by_keys(head_dim)["backward"].b_r, by_keys(head_dim)["backward"].b_c
+    for lengths in ((1, 1), (rows, keys), (rows + 1, keys - 1), (rows + 70, 2 * keys + 30), (2 * rows + 90, 71)):
+        check_backward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=by_keys(head_dim))
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "tile"),
+    (
+        ("backward", 64, TileConfig(128, 128, 12, 3)),
+        ("backward", 128, TileConfig(64, 128, 12, 2)),
+        ("backward", 128, TileConfig(48, 128, 12, 3)),
+        ("backward", 112, TileConfig(96, 128, 12, 2)),
+        ("backward", 72, TileConfig(48, 128, 12, 3)),
+        ("backward", 80, TileConfig(64, 128, 12, 3)),
+        ("backward_dkdv", 64, TileConfig(16, 128, 12, 4)),
+        ("backward_dkdv", 40, TileConfig(112, 128, 12, 3)),
+        ("backward_dkdv", 128, TileConfig(64, 128, 12, 2)),
+        ("backward_dkdv", 96, TileConfig(32, 128, 12, 2)),
+        ("backward_dkdv", 192, TileConfig(80, 64, 12, 2)),
+        ("backward_dkdv", 160, TileConfig(48, 64, 12, 3)),
+    ),
+    ids=str,
+)
+def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile, causal):
+    method = "single_pass" if operation == "backward" else "two_pass"
+    inputs = draw("bfloat16", (tile.b_r * 5 + 3, tile.b_c + 37), head_dim)
+    check_backward(inputs, on_hopper, methods=(method,), causal=causal, config={operation: tile})
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monkeypatch, head_dim):
+    results = []
+    for seed in (None, 1, 2, 3):
+        with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
+            inputs = draw("float16", (300, 2 * 128 + 9), head_dim)
+            results.append(check_backward(inputs, launched, causal=True, config=by_keys(head_dim)))
+    for single_pass, two_pass in results[1:]:
+        for name in (1, 2):  # dk, dv
+            assert np.array_equal(single_pass[name], results[0][0][name])
+            assert np.array_equal(two_pass[name], results[0][1][name])
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
+@pytest.mark.parametrize("head_dim", (64, 96, 192))
+def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout):
+    inputs = draw("bfloat16", (150, 170), head_dim, heads, batch=2, layout=layout)
+    for causal in (False, True):
+        check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
+
+
+@pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize("head_dim", (72, 200))
+def test_strided_arrays_in_the_hopper_backward(on_hopper, head_dim, view):
+    q, k, v, do = draw("float16", (70, 140), head_dim, batch=2, view=view)
+    expected = Expectation(q, k, v, do, causal=True)
+    o, lse = reference.forward(q, k, v, causal=True)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    for method in METHODS:
+        out = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
+        gradients = backward(q, k, v, o, lse, do, causal=True, config=by_keys(head_dim), method=method, out=out)
+        assert all(x is y for x, y in zip(gradients, out, strict=True))
+        expected.check(**dict(zip(("dq", "dk", "dv"), out, strict=True)))
+        assert "sm90" in {stage.spec.family for stage in on_hopper}
+
+
+@pytest.mark.parametrize(
+    ("view", "options"),
+    ((backwards, {}), (place, {"scale": 0.0}), (place, {"scale": -0.2})),
+    ids=("reversed rows", "no scale", "negative scale"),
+)
+def test_what_the_hopper_backward_does_not_take_runs_on_the_older_kernels(on_hopper, view, options):
+    check_backward(draw("float16", (70, 100), 64, view=view), on_hopper, family="sm80", causal=True, **options)
+
+
+@pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths_of_zero_in_the_hopper_backward(on_hopper, method, empty):
+    q, k, v, do = draw("float16", (0, 21) if empty == "seqlen_q" else (21, 0), 64)
+    o, lse = forward(q, k, v)
+    for gradient in backward(q, k, v, o, lse, do, method=method):
+        assert not np.asarray(gradient, np.float32).any()
+
+
+@pytest.mark.parametrize("scale", (0.02, 1.0, 4.0))
+@pytest.mark.parametrize("head_dim", (64, 256))
+def test_hopper_backward_with_other_scales(on_hopper, head_dim, scale):
+    inputs = draw("float16", (140, 150), head_dim)
+    check_backward(inputs, on_hopper, causal=True, scale=scale, config=by_keys(head_dim))
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+def test_rows_without_a_key_have_no_gradient_whatever_they_hold(on_hopper, head_dim):
+    q, k, v, do = draw("float16", (2 * 128 + 30, 41), head_dim)
+    blind = q.shape[1] - k.shape[1]
+    q[:, :blind], do[:, :blind] = 60000.0, -60000.0
+    o, lse = forward(q, k, v, causal=True)
+    assert np.isneginf(lse[:, :, :blind]).all() and not np.asarray(o[:, :blind]).any()
+    for method in METHODS:
+        dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method, config=by_keys(head_dim))
+        assert not dq[:, :blind].any()
+        Expectation(*(place(x) for x in (q[:, blind:], k, v, do[:, blind:])), causal=True).check(
+            dq=place(dq[:, blind:]), dk=dk, dv=dv
+        )
+
+
+@pytest.mark.parametrize("head_dim", (64, 192))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_delta_of_the_callers_in_the_hopper_backward(on_hopper, method, head_dim):
+    q, k, v, do = draw("float16", (140, 150), head_dim)
+    o, lse = forward(q, k, v, causal=True)
+    options = {"causal": True, "method": method, "config": by_keys(head_dim)}
+    given, own = (backward(q, k, v, o, lse, do, delta=x, **options) for x in (gpu.delta(o, do, "bshd", None), None))
+    assert np.array_equal(given[1], own[1]) and np.array_equal(given[2], own[2])
+    other = backward(q, k, v, o, lse, do, delta=gpu.delta(o, do, "bshd", None) + np.float32(0.5), **options)
+    assert not np.array_equal(other[1], own[1]) and np.array_equal(other[2], own[2])
+
+
+def test_heads_in_several_sections_in_the_hopper_backward(monkeypatch):
+    inputs = draw("float16", (260, 260), 64, (2, 1), batch=3)
+    with simulated_gpu(monkeypatch, with_small_cache(inputs[0])) as launched:
+        check_backward(inputs, launched, causal=True, config=by_keys(64))
+        assert stage_values(launched[-1])["heads_per_section"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ Hopper's dQ
+
+
+def dq_on_hopper(monkeypatch) -> None:
+    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+
+    def plan_dq(problem, device, strides, method, config, family, **options):
+        whole = plan.plan_backward(problem, device, strides, method, config, None, **options)
+        return dataclasses.replace(
+            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
+        )
+
+    monkeypatch.setattr(gpu, "plan_backward", plan_dq)
+
+
+@pytest.fixture
+def dq_launched(monkeypatch, on_hopper):
+    dq_on_hopper(monkeypatch)
+    return on_hopper
+
+
+def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
+    """dQ from the reference's o and lse, so that no other kernel but delta's has touched what it reads."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
+    o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    dq, _, _ = backward(
+        q, k, v, o, lse, do, method="two_pass", config={"backward_dq": config}, out=out, scale=scale, **problem
+    )
+    expected.check(spec=config, dq=dq)
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("float16", d) for d in (8, 40, 64, 72, 128, 160, 256)] + [("bfloat16", d) for d in (64, 96, 192)],
+)
+def test_dq_on_hopper_at_every_head_dim(dq_launched, dtype, head_dim, causal):
+    tile = GROUPS[0] if head_dim <= 192 else TileConfig(128, 48, 12, 2)
+    for lengths in ((1, 1), (64, 48), (65, 47), (133, 150), (190, 70)):
+        check_dq(draw(dtype, lengths, head_dim), causal=causal, config=tile)
+        assert (dq_launched[-1].spec.family, dq_launched[-1].spec.tile) == ("sm90", tile)
+
+
+#: Both orders of the products, with dQ's own way out and through dO, with one and two stages of V, Q loaded ahead or not.
+DQ_TILES = (
+    (64, TileConfig(64, 48, 8, 2, 2)),
+    (64, TileConfig(128, 64, 12, 3)),
+    (64, TileConfig(192, 48, 16, 2)),
+    (64, TileConfig(192, 64, 16, 3)),
+    (128, TileConfig(128, 32, 12, 4)),
+    (192, TileConfig(128, 64, 12, 3)),
+    (256, TileConfig(128, 48, 12, 2)),
+    (256, TileConfig(128, 64, 12, 2)),
+)
+
+
+@pytest.mark.parametrize("seed", (None, 1, 2))
+@pytest.mark.parametrize(("head_dim", "tile"), DQ_TILES, ids=str)
+def test_dq_on_hopper_in_any_order_of_the_warps(monkeypatch, head_dim, tile, seed):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, dataclasses.replace(HOPPER, multiprocessors=2), seed=seed):
+        for lengths in ((200, 260), (390, 130)) if head_dim == 64 else ((133, 200),):
+            check_dq(draw("float16", lengths, head_dim), causal=True, config=tile)
+
+
+def test_dq_of_many_tiles_by_one_block(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, dataclasses.replace(HOPPER, multiprocessors=1)):
+        for causal in (False, True):
+            check_dq(draw("bfloat16", (640, 90), 32), causal=causal, config=TileConfig(64, 48, 8, 3, 2))
+            check_dq(draw("float16", (390, 70), 64, (3, 1)), causal=causal, config=TileConfig(128, 64, 12, 2))
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
+def test_dq_of_head_groups_on_hopper(dq_launched, layout, heads):
+    inputs = draw("bfloat16", (70, 100), 64, heads, batch=2, layout=layout)
+    check_dq(inputs, causal=True, layout=layout, config=GROUPS[0])
+
+
+@pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
+def test_dq_of_strided_arrays_on_hopper(dq_launched, view):
+    inputs = draw("float16", (70, 100), 72, batch=2, view=view)
+    out = tuple(view(np.full_like(x, np.nan)) for x in inputs[:3])
+    check_dq(inputs, causal=True, config=GROUPS[0], out=(out[0], None, None) if view in (packed, joined) else None)
+    assert dq_launched[-1].spec.family == "sm90"
+
+
+@pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
+def test_dq_of_a_peaked_softmax_on_hopper(dq_launched, rows):
+    inputs = growing(draw("float16", (70, 330), 64), rows)
+    for causal in (False, True):
+        check_dq(inputs, causal=causal, config=GROUPS[0])
+
+
+def test_dq_of_heads_in_several_sections_on_hopper(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    inputs = draw("float16", (130, 130), 64, (2, 1), batch=5)
+    device = dataclasses.replace(with_small_cache(inputs[0]), multiprocessors=3)
+    with simulated_gpu(monkeypatch, device) as launched:
+        check_dq(inputs, causal=True, config=GROUPS[0])
+        assert stage_values(launched[-1])["heads_per_section"] == 6
+
+
+def test_dq_in_a_fixed_order_without_a_counter(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    with simulated_gpu(monkeypatch, HOPPER, with_counter=False):
+        check_dq(draw("float16", (200, 200), 64, (3, 1)), causal=True, config=GROUPS[0])
+
+
+def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
+    dq_on_hopper(monkeypatch)
+    q, k, v, do = draw("float16", (200, 150), 64)
+    o, lse = reference.forward(q, k, v, causal=True)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    found = []
+    for seed in (None, 1, 2):
+        with monkeypatch.context() as patched, simulated_gpu(patched, HOPPER, seed=seed):
+            dq_on_hopper(patched)
+            config = {"backward_dq": TileConfig(128, 64, 12, 2)}
+            found.append(backward(q, k, v, o, lse, do, causal=True, method="two_pass", config=config)[0])
+    assert all(np.array_equal(found[0].view(np.uint16), other.view(np.uint16)) for other in found)

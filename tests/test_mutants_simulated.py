@@ -17,7 +17,16 @@ pytest.importorskip("cupy")
 import ptxsim  # noqa: E402
 from fake_gpu import backward, forward, packed, place  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
-from test_kernels_simulated import HOPPER, draw, family_of, growing, small_tiles, with_small_cache  # noqa: E402
+from test_kernels_simulated import (  # noqa: E402
+    HOPPER,
+    check_dq,
+    dq_on_hopper,
+    draw,
+    family_of,
+    growing,
+    small_tiles,
+    with_small_cache,
+)
 
 from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.spec import KernelSpec  # noqa: E402
@@ -83,11 +92,20 @@ FULL = Problem(causal=False)
 MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
-SECTIONS = Problem(lengths=(65, 65), batch=3, small_cache=True)
+SECTIONS = Problem(lengths=(65, 65), batch=5, small_cache=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
+HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
+HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
+HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
+# Ragged, and long enough that every buffer is used again: keys of a group of their own, dQ by rows, columns and
+# transposed; and divided between dK and dV.
+HOPPER_ROWS = Problem(lengths=(600, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
+HOPPER_COLUMNS = Problem(head_dim=96, lengths=(310, 150), hopper_tile=TileConfig(64, 128, 12, 2))
+HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileConfig(80, 128, 12, 2))
+HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
@@ -181,12 +199,12 @@ MUTANTS = (
     Mutant(
         "O with another swizzle",
         "forward",
-        "(n % 8 + lane_ / 16) ^ (lane_row & 7);",
-        "(n % 8 + lane_ / 16);",
+        "(n % 8 + lane / 16) ^ (row & 7);",
+        "(n % 8 + lane / 16);",
         "numbers",
         HOPPER_TILES,
     ),
-    Mutant("the counter is not reset", "forward", "params_.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    Mutant("the counter is not reset", "forward", "params.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
     # sm90: the numbers
     Mutant(
         "K and V of another head",
@@ -223,10 +241,317 @@ MUTANTS = (
     Mutant(
         "a group passes over its own keys",
         "forward",
-        "min_of(all - max_of(own.end, 1), kMaxSkipped)",
-        "min_of(all - max_of(own.end - 1, 1), kMaxSkipped)",
+        "min_of(all - max_of(own.end, 1), most_skipped)",
+        "min_of(all - max_of(own.end - 1, 1), most_skipped)",
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
+    ),
+    # sm90: the backward's barriers
+    Mutant(
+        "no wait for Q, backward",
+        "backward",
+        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::start_from",
+        "Base::start_from",
+        "uninitialised",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "no wait for dO",
+        "backward_dkdv",
+        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::start_from",
+        "Base::start_from",
+        "uninitialised",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "next query tile into the stage in use",
+        "backward",
+        "mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);\n            load_queries",
+        "load_queries",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "next lse into the stage in use",
+        "backward",
+        "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);",
+        "",
+        "race",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "dO is never handed back",
+        "backward_dkdv",
+        "pin(dv_);\n            arrive(memory_.empty_dout(stage));\n        }\n        wgmma_wait<0>();",
+        "pin(dv_);\n        }\n        wgmma_wait<0>();",
+        "deadlock",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "no proxy fence behind dS",
+        "backward",
+        "async_proxy_fence();\n        __syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "__syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "proxy",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "no wait for the other group's dS",
+        "backward",
+        "mbarrier_wait(memory_.full_ds(buffer), read_.parity());",
+        "",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "dS rewritten while the other group multiplies it",
+        "backward",
+        "mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);",
+        "",
+        "race",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "dQ added up before it is there",
+        "backward",
+        "wgmma_wait<1>();\n                pin(dq);\n                add_dq(dq);",
+        "add_dq(dq);",
+        "in flight",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "gradients into K while it is read",
+        "backward",
+        "barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : group_), (kWithDq ? 2 : 1) * kGroupThreads);",
+        "",
+        "race",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "divided: no wait for P",
+        "backward",
+        "mbarrier_wait(memory_.full_p(exchanged_.slot()), exchanged_.parity());",
+        "",
+        "race",
+        HOPPER_DIVIDED,
+    ),
+    Mutant(
+        "divided: P rewritten before it is read",
+        "backward_dkdv",
+        "mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);",
+        "",
+        "deadlock",
+        # Only with more stages than buffers: a stage is not filled again before its P is read.
+        Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),
+    ),
+    Mutant(
+        "divided: dV into V while it is read",
+        "backward",
+        "barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);",
+        "",
+        "race",
+        HOPPER_DIVIDED,
+    ),
+    # sm90: the backward's numbers
+    Mutant(
+        "lse in plain order",
+        "backward",
+        "step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;",
+        "step.tile * kBr + lane * 4;",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "rows past the end with an infinite P",
+        "backward_dkdv",
+        "x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;",
+        "x[i] = x[i] * factor;",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant(
+        "tiles without the mask",
+        "backward_dkdv",
+        "group.template step<true>",
+        "group.template step<false>",
+        "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "dS with another swizzle",
+        "backward",
+        "chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);",
+        "chunk = warp_ * 2 + lane_ / 8 % 2;",
+        "numbers",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "dQ of all tiles to the first",
+        "backward",
+        "Base::add_dq(dq, previous_, (kAcross",
+        "Base::add_dq(dq, {previous_.head, 0}, (kAcross",
+        "numbers",
+        HOPPER_ROWS,
+    ),
+    Mutant("dK without the scale", "backward", "(dk_, params_.softmax_scale,", "(dk_, 1.0f,", "numbers", HOPPER_COLUMNS),
+    Mutant(
+        "query heads of another group",
+        "backward",
+        "where.batch, where.head * params.heads_per_group,",
+        "where.batch, where.head,",
+        "numbers",
+        Problem(heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
+    ),
+    Mutant(
+        "K's panels in one place, for dQ",
+        "backward",
+        "(Shape::kDqByRows ? 0 : group) * Shape::kKeyPanelBytes",
+        "0 * Shape::kKeyPanelBytes",
+        "numbers",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "divided: both groups add the same columns", "backward", "kProbability ? 2 : 0;", "0;", "numbers", HOPPER_DIVIDED
+    ),
+    Mutant(
+        "dQ's workspace read as if it were not transposed",
+        "convert_dq",
+        "packed(x[2 * g].item[2 * i + j], x[2 * g + 1].item[2 * i + j])",
+        "packed(x[2 * g].item[2 * j + i], x[2 * g + 1].item[2 * j + i])",
+        "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    # sm90: dQ
+    Mutant(
+        "dQ: no wait for Q",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for dO",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for V",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        multiply_rows",
+        "multiply_rows",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: Q over one that is in use",
+        "backward_dq",
+        "mbarrier_wait(empty, queries_.parity() ^ 1);",
+        "",
+        "race",
+        Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
+    ),
+    Mutant(
+        "dQ: as many stages of V as of K",
+        "backward_dq",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: K handed back before dQ is there",
+        "backward_dq",
+        "wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);\n        release_key();",
+        "release_key();\n        wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: the K of the next scores",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.next().slot()), Shape::kKeyPanelBytes)",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: dP used before it is there",
+        "backward_dq",
+        "wgmma_wait<0>();\n        pin(dp_);",
+        "pin(dp_);",
+        "in flight",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: V of what is passed over is kept",
+        "backward_dq",
+        "values_.parity());\n                release_value();",
+        "values_.parity());\n                values_.advance();",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: the group's other warps still read dO",
+        "backward_dq",
+        "barrier_sync(kOutputBarrier + group_, kGroupThreads);",
+        "",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: dO handed back before dQ has left through it",
+        "backward_dq",
+        "tma_store_wait_read();\n                mbarrier_arrive(memory_.empty_dout",
+        "mbarrier_arrive(memory_.empty_dout",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: no proxy fence before the store",
+        "backward_dq",
+        "async_proxy_fence();\n        __syncwarp();",
+        "__syncwarp();",
+        "proxy",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: rows without a key",
+        "backward_dq",
+        "natural == -common::infinity<float>() ? natural\n",
+        "false ? natural\n",
+        "numbers",
+        HOPPER_MASKED_ROWS,
+    ),
+    Mutant(
+        "dQ: lse past the end",
+        "backward_dq",
+        "const bool valid = at < params_.seqlen_q;",
+        "const bool valid = true;",
+        "bounds",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: delta of one row for both",
+        "backward_dq",
+        "(dp_.value[n][2 * i] + minus_delta_[i])",
+        "(dp_.value[n][2 * i] + minus_delta_[0])",
+        "numbers",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES
+    ),
+    Mutant(
+        "dQ: the panels of K in one place",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.slot()), 0)",
+        "numbers",
+        HOPPER_PANELS,
     ),
     # sm80: the ring of key tiles
     Mutant(
@@ -561,10 +886,17 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     expected = Expectation(q, k, v, do, causal=problem.causal)
     options = {
         "causal": problem.causal,
-        "config": problem.hopper_tile or small_tiles(problem.dtype, problem.head_dim),
-        "family": "sm90" if problem.hopper_tile else family_of(problem.dtype),
+        "config": small_tiles(problem.dtype, problem.head_dim),
+        "family": family_of(problem.dtype),
     }
+    if problem.hopper_tile:  # the family need not have the other kernel of a method
+        options["config"] = {"backward" if operation == "convert_dq" else operation: problem.hopper_tile}
+        options["family"] = "sm90" if operation == "forward" else None
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+        if operation == "backward_dq" and problem.hopper_tile:
+            dq_on_hopper(monkeypatch)
+            check_dq((q, k, v, do), causal=problem.causal, config=problem.hopper_tile)
+            return
         if operation == "forward":
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
             expected.check(o=o, lse=lse)

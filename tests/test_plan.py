@@ -125,6 +125,46 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
         forward_plan(family="sm90", **changes)
 
 
+def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
+    """The dQ kernel of `two_pass` on Hopper."""
+    _, stage, _ = plan_backward(problem(**changes), H100, STRIDES, "two_pass", config).stages
+    return stage
+
+
+def test_dq_on_hopper_is_one_launch_with_a_block_for_each_multiprocessor_or_tile():
+    for batch, causal in itertools.product((1, 50), (False, True)):
+        stage = hopper_dq(batch=batch, causal=causal)
+        tiles = -(-300 // stage.spec.tile.b_r) * 8 * batch
+        assert (stage.spec.operation, stage.spec.family, stage.spec.arch) == ("backward_dq", "sm90", "sm_90a")
+        assert stage.blocks == min(tiles, H100.multiprocessors * stage.spec.tile.blocks_per_sm)
+        assert (record(stage)["num_tiles"], record(stage)["softmax_scale"]) == (tiles // 8 // batch, 0.25)
+
+
+def test_the_record_of_dq_on_hopper_has_tensor_maps():
+    stage = hopper_dq()
+    tile = stage.spec.tile
+    names = stage.spec.params.maps
+    assert names == ("q", "k", "v", "dout", "dq")
+    assert stage.spec.params.pointers == (*names, "lse", "delta", "tile_counter")
+    assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16]
+    assert [m.sizes[1:3] for m in stage.maps] == [(300, 8), (500, 2), (500, 2), (300, 8), (300, 8)]
+    for name, layout in zip(names, stage.maps, strict=True):
+        batch, row, head = STRIDES[name]
+        assert layout.strides == (2 * row, 2 * head, 2 * batch)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dq"))
+def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
+    for strides in ODD_STRIDES.values():
+        stage = plan_backward(problem(), H100, {**STRIDES, name: strides}, "two_pass").stages[1]
+        assert (stage.spec.operation, stage.spec.family, stage.maps) == ("backward_dq", "sm80", ())
+        assert record(stage)[f"{name}_strides"] == strides
+    assert plan_backward(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
+    # What another kernel reads or writes does not matter to it.
+    strides = {**STRIDES, "dk": (8000, -800, 80), "o": (8000, -800, 80)}
+    assert plan_backward(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
+
+
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
     for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
         (stage,) = plan_delta(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
@@ -159,6 +199,46 @@ def test_single_pass_on_tensor_cores_adds_dq_up_in_a_cleared_workspace_and_conve
     assert (delta.name, delta.nbytes) == ("delta", 3 * 8 * 300 * 4)
     assert (dq_accum.name, dq_accum.nbytes) == ("dq_accum", convert.blocks * main.spec.tile.b_r * 64 * 4)
     assert plan.cleared == ("dq_accum",)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it_copies(causal):
+    plan = backward_plan("single_pass", batch=50, causal=causal)
+    delta, main, convert = plan.stages
+    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+    assert [stage.spec.arch for stage in plan.stages] == ["sm_90", "sm_90a", "sm_90a"]
+    tile = main.spec.tile
+    assert main.blocks == -(-500 // tile.b_c) * 2 * 50 > H100.multiprocessors
+    assert main.spec.params.maps == ("q", "k", "v", "dout", "dk", "dv")
+    assert [m.box_rows for m in main.maps] == [tile.b_r, tile.b_c, tile.b_c, tile.b_r, 16, 16]
+    queries, keys = (64, 300, 8, 50), (64, 500, 2, 50)
+    assert [m.sizes for m in main.maps] == [queries, keys, keys, queries, keys, keys]
+    assert main.maps[3].strides == tuple(2 * STRIDES["dout"][axis] for axis in (1, 2, 0))
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dk", "dv"))
+@pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+def test_gradients_that_tma_does_not_take_fall_back_to_sm80(method, strides, name):
+    plan = plan_backward(problem(), H100, {**STRIDES, name: strides}, method)
+    by_keys = next(stage for stage in plan.stages if stage.spec.operation in ("backward", "backward_dkdv"))
+    assert (by_keys.spec.family, by_keys.maps) == ("sm80", ())
+    assert "sm90" not in {stage.spec.family for stage in plan.stages if method == "single_pass"}
+    if method == "single_pass":
+        with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
+            plan_backward(problem(), H100, {**STRIDES, name: strides}, method, family="sm90")
+
+
+@pytest.mark.parametrize("name", ("o", "dq"))
+def test_what_is_read_and_written_without_tma_may_lie_as_it_likes_on_hopper(name):
+    plan = plan_backward(problem(), H100, {**STRIDES, name: ODD_STRIDES["reversed"]}, "single_pass")
+    assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
+
+
+@pytest.mark.parametrize("changes", ({"seqlen_q": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
+def test_problems_that_the_hopper_backward_does_not_know_fall_back_to_sm80(changes):
+    for method in ("single_pass", "two_pass"):
+        assert "sm90" not in {stage.spec.family for stage in backward_plan(method, **changes).stages}
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
@@ -290,6 +370,24 @@ def test_under_a_mask_a_section_has_the_heads_whose_keys_and_values_fit_the_l2_c
         assert section == 4 or section // 4 * per_head <= device.l2_bytes
 
 
+@pytest.mark.parametrize("seqlen", (512, 2048, 4096, 16384))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_under_a_mask_no_section_is_a_short_one(head_dim, seqlen):
+    heads = {"num_heads": 2048 // head_dim, "num_heads_kv": 2048 // head_dim, "batch": 16384 // seqlen}
+    changes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": head_dim, "causal": True, **heads}
+    for family in ("sm80", "sm90"):
+        values = record(forward_plan(family=family, **changes).stages[0])
+        assert values["num_heads"] * values["batch"] % values["heads_per_section"] == 0
+
+
+@pytest.mark.parametrize("groups", (1, 7, 13, 97))
+def test_where_no_size_divides_the_groups_the_last_section_misses_little(groups):
+    device = dataclasses.replace(H100, l2_bytes=5 * 2 * 500 * 64 * 2 * 8 // 5)  # of five heads of 500 keys
+    heads = {"num_heads": groups, "num_heads_kv": groups, "batch": 1, "causal": True}
+    section = record(forward_plan(device, **heads).stages[0])["heads_per_section"]
+    assert section in range(1, 8) and -groups % section <= section / 4
+
+
 @pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=lambda device: device.arch)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2**20, 1), (2**20, 0), (0, 2**20), (1, 2**20)])
 def test_block_arithmetic_stays_in_32_bits(device, seqlen_q, seqlen_k):
@@ -361,7 +459,9 @@ def test_a_record_with_a_missing_or_unknown_value_is_refused(spec):
 
 @pytest.mark.parametrize("dtype", ("float16", "float64"))
 def test_the_record_says_what_the_problem_says(dtype):
-    plans = [forward_plan(dtype=dtype), *(backward_plan(method, dtype=dtype) for method in ("single_pass", "two_pass"))]
+    device = DeviceInfo.named("sm_80")  # where no tensor maps stand for strides
+    plans = [forward_plan(device, dtype=dtype)]
+    plans += [backward_plan(method, device, dtype=dtype) for method in ("single_pass", "two_pass")]
     expected = {
         "scale_log2": 0.25 * math.log2(math.e),
         "softmax_scale": 0.25,
@@ -381,19 +481,21 @@ def test_the_record_says_what_the_problem_says(dtype):
     assert seen >= expected.keys()
 
 
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
 @pytest.mark.parametrize("head_dim", (40, 64, 104, 136, 256))
-def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim):
+def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, family):
     pytest.importorskip("cupy", exc_type=ImportError)
-    plan = backward_plan("single_pass", head_dim=head_dim)
+    plan = plan_backward(problem(head_dim=head_dim), H100, STRIDES, "single_pass", family=family)
     _, main, convert = plan.stages
     per_tile = plan.workspaces[1].nbytes // 4 // convert.blocks
-    check = f"static_assert(fa2::sm80::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
+    check = f"static_assert(fa2::{family}::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
     compile_source(KernelSource(convert.spec, render_kernel(convert.spec).text + check))
     # Only the check matters here, not the kernel, which takes longer to compile.
     head, _, _ = render_kernel(main.spec).text.partition('extern "C" __global__')
+    shape = {"sm80": "Backward<fa2::Spec>", "sm90": "BackwardShape<fa2::Spec, true>"}[family]
     check = (
-        "using Main = fa2::sm80::Backward<fa2::Spec>;\n"
-        f"static_assert(fa2::sm80::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
+        f"using Main = fa2::{family}::{shape};\n"
+        f"static_assert(fa2::{family}::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
     )
     kernel = f'extern "C" __global__ void {main.spec.symbol}() {{}}\n'
     compile_source(KernelSource(main.spec, head + check + kernel))

@@ -92,6 +92,16 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         ("forward", "sm90", TileConfig(64, 128, 8, 2), "blocks_per_sm=1"),
         ("forward", "sm90", TileConfig(192, 160, 16, 2), "registers"),
         ("forward", "sm90", TileConfig(192, 128, 16, 9), "num_stages=9"),
+        ("backward", "sm90", TileConfig(128, 64, 12, 2), "b_c=64"),
+        ("backward", "sm90", TileConfig(128, 128, 8, 2), "num_warps=8"),
+        ("backward", "sm90", TileConfig(80, 128, 12, 2), "b_r=80"),
+        ("backward", "sm90", TileConfig(128, 128, 12, 1), "num_stages=1"),
+        ("backward_dkdv", "sm90", TileConfig(144, 128, 12, 2), "b_r=144"),
+        ("backward_dkdv", "sm90", TileConfig(72, 128, 12, 2), "b_r=72"),
+        ("backward_dq", "sm90", TileConfig(128, 64, 8, 2), "num_warps=8"),
+        ("backward_dq", "sm90", TileConfig(192, 112, 16, 2), "registers"),
+        ("backward_dq", "sm90", TileConfig(128, 192, 12, 4), "registers"),
+        ("backward_dq", "sm90", TileConfig(64, 96, 8, 2), "blocks_per_sm=1"),
         ("forward", "simt", TileConfig(30, 32, 4), "b_r=30"),
         ("forward", "simt", TileConfig(64, 32, 4), "b_r=64"),
         ("backward", "simt", TileConfig(4, 16, 4), "b_c=16"),
@@ -142,7 +152,13 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     # The sm80 forward has a main loop of its own beyond head_dim 128; that of sm90 lays buffers out by what fits.
     cases = [(operation, "sm80", "float16", 64) for operation in OPERATIONS]
     cases += [(operation, "simt", "float32", 32) for operation in OPERATIONS]
-    cases += [("forward", "sm90", "float16", head_dim) for head_dim in (64, 128, 192, 256)]
+    cases += [
+        (operation, "sm90", "float16", head_dim)
+        for operation in ("forward", "backward_dq")
+        for head_dim in (64, 128, 192, 256)
+    ]
+    # By key tiles sm90 has two main loops, too.
+    cases += [(name, "sm90", "float16", head_dim) for name in ("backward", "backward_dkdv") for head_dim in (96, 256)]
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
@@ -296,8 +312,9 @@ def test_the_operation_the_dtype_and_the_device_call_for_the_family():
         assert choose_family("forward", dtype, H100, "sm80").name == "sm80"
         for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
             assert choose_family("forward", dtype, DeviceInfo.named(arch)).name == "sm80"
-        for operation in ("delta", "backward"):
-            assert choose_family(operation, dtype, H100).name == "sm80"
+        for operation in ("backward", "backward_dkdv"):
+            assert choose_family(operation, dtype, H100).name == "sm90"
+        assert choose_family("delta", dtype, H100).name == "sm80"  # one kernel for all
     assert choose_family("forward", "float32", H100).name == choose_family("backward", "float64", OLDER[0]).name == "simt"
 
 
@@ -306,8 +323,8 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
         choose_family("forward", "float16", OLDER[2])
     with pytest.raises(UnsupportedProblemError, match="'simt' for forward with float16"):
         choose_family("forward", "float16", H100, "simt")
-    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for backward .* sm90 \(forward only\)"):
-        choose_family("backward", "float16", H100, "sm90")
+    with pytest.raises(UnsupportedProblemError, match=r"'sm90' for delta with float16"):
+        choose_family("delta", "float16", H100, "sm90")
     with pytest.raises(UnsupportedProblemError, match=r"'sm90' for forward .* on compute capability 9\.0"):
         choose_family("forward", "float16", DeviceInfo.named("sm_100"), "sm90")
     with pytest.raises(ValueError, match="family: expected one of"):

@@ -19,26 +19,10 @@
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
 #include "sm90/forward_shape.cuh"
+#include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
 
 namespace fa2::sm90 {
-
-// A tile that is read where it lies, member by member.
-struct TileInSlot {
-    uint32 address, empty;  // of the slot, of its barrier
-
-    __device__ int32 key_tiles() const { return load_shared(address); }
-    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
-    __device__ int32 first_row() const { return load_shared(address + 8); }
-    __device__ int32 head() const { return load_shared(address + 12); }
-    __device__ int32 batch() const { return load_shared(address + 16); }
-};
-
-// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
-// mask.
-struct GroupKeys {
-    int32 skipped, count, full;
-};
 
 template <class Spec>
 class ForwardConsumer {
@@ -215,13 +199,8 @@ class ForwardConsumer {
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Under a causal mask the tile's last key tiles may be for its lower groups alone.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
-        if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
-        const int32 group_tile = tile.first_row() / kGroupRows + group_;
-        const auto own = common::key_tiles_of<true, kGroupRows, kBc>(group_tile, params_.seqlen_q, params_.seqlen_k);
-        const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), kMaxSkipped);
-        return {skipped, all - skipped, own.full_end};
+        return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
         if constexpr (Spec::kCausal && kMaxSkipped > 0) {
@@ -355,17 +334,7 @@ class ForwardConsumer {
             barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with Q, too
         }
         multiply_output(inverse_sum);
-        const uint32 lane_row = lane_ % 16, lane_address = box + lane_row * kPanelRowBytes;
-        Packed16 packed;
-#pragma unroll
-        for (int n = 0; n < kD / 8; n += 2) {
-            packed.set(0, 0, output_.value[n][0], output_.value[n][1]);
-            packed.set(1, 0, output_.value[n][2], output_.value[n][3]);
-            packed.set(0, 1, output_.value[n + 1][0], output_.value[n + 1][1]);
-            packed.set(1, 1, output_.value[n + 1][2], output_.value[n + 1][3]);
-            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
-            stmatrix_x4(lane_address + n / 8 * panel_bytes + chunk * 16, packed.k16(0));
-        }
+        write_box<Element>(box, panel_bytes, output_, lane_);
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
@@ -376,7 +345,6 @@ class ForwardConsumer {
             mbarrier_arrive(tile.empty);
         }
     }
-    using Packed16 = PackedFragment<Element, 2>;
 
     const Params& params_;
     const Memory memory_;

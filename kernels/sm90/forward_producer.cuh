@@ -18,12 +18,12 @@ class ForwardProducer {
         QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
         publish(tile);
         start(tile);
-        int32 next_index = fetch(blockIdx.x);
+        int32 index = next_index(params_, blockIdx.x);
         while (true) {
-            const QueryTile next = query_tile<Spec>(params_, next_index);
+            const QueryTile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
-            next_index = fetch(next_index);  // under way during this tile
+            index = next_index(params_, index);  // under way during this tile
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 1; block > 0; --block) {
                 load_key(tile, block - 1);
@@ -35,33 +35,14 @@ class ForwardProducer {
             if (is_last) break;
             tile = next;
         }
-        finish();
+        leave_counter(params_);
     }
 
   private:
-    // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are
-    // none. Without a counter the order is fixed.
-    __device__ int32 fetch(int32 previous) const {
-        if (previous < 0) return -1;
-        const int32 index = (params_.tile_counter ? atomicAdd(params_.tile_counter, 1) : previous) + gridDim.x;
-        return index < params_.num_tiles * params_.scheduled_heads * params_.batch ? index : -1;
-    }
-
-    // The last block to come here has seen all others leave the counter: it is zero again for the next launch.
-    __device__ void finish() const {
-        if (!params_.tile_counter) return;
-        __threadfence();
-        if (atomicAdd(params_.tile_counter + 1, 1) == gridDim.x - 1) {
-            params_.tile_counter[0] = 0;
-            params_.tile_counter[1] = 0;
-        }
-    }
-
     __device__ void publish(const QueryTile& tile) {
         const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
-        store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
-        store_shared(address + 16, tile.batch);
+        store_tile(address, tile);
         mbarrier_arrive(memory_.full_tile(slot));
         tiles_.advance();
     }

@@ -1,41 +1,8 @@
-// What the forward's two roles agree on: sizes, the shared-memory map, the barriers, and the order of the tiles.
+// What the forward's two roles agree on: sizes, the shared-memory map and the barriers.
 #pragma once
-#include "common/params.cuh.j2"
-#include "common/schedule.cuh"
-#include "common/tile_range.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
-
-using common::ceil_div;
-using common::max_of;
-using common::min_of;
-using common::round_up;
-
-inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupRows = 64;           // of wgmma
-inline constexpr int kPanelColumns = 64;        // of 16 bits: the 128 bytes that a swizzle spans
-inline constexpr int kPanelRowBytes = 128;
-inline constexpr int kAlignment = 1024;         // of a swizzled panel
-inline constexpr int kMaxSharedBytes = 227 * 1024;
-inline constexpr int kTileSlots = 4;
-
-// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
-// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from
-// `full_key_tiles` on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them
-// without a sum. A tile without key tiles is the end of the work.
-struct alignas(32) QueryTile {
-    int32 key_tiles, full_key_tiles, first_row, head, batch;
-};
-
-template <class Spec>
-__device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
-    if (index < 0) return {0, 0, 0, 0, 0};
-    const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
-    const auto keys =
-        common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch};
-}
 
 template <class Spec>
 struct ForwardShape {
@@ -60,7 +27,7 @@ struct ForwardShape {
 
     // ------------------------------------------------------------------------------------------------------ registers
     // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
-    static constexpr int kAtEntry = min_of(255, 65536 / (32 * Spec::kWarps * Spec::kBlocksPerSm)) / 8 * 8;
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);

@@ -2,6 +2,7 @@
 // stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/math.cuh"
 
 namespace fa2::sm90 {
 
@@ -26,6 +27,37 @@ __device__ __forceinline__ void store_shared(uint32 address, float x) {
 }
 __device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32 address, float (&x)[4]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+// The operands of a k-step, 16 bytes a lane.
+__device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]), "r"(x.reg[1]), "r"(x.reg[2]),
+                 "r"(x.reg[3])
+                 : "memory");
+}
+__device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
+    OperandA x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+// Four neighbouring sums in global memory at once.
+__device__ __forceinline__ void add_global(float* address, const float (&x)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------- mbarriers
@@ -69,6 +101,11 @@ struct RingPosition {
         return turn >= kSlots;
     }
     __device__ void advance() { turn = !kPowerOfTwo && turn + 1 == 2 * kSlots ? 0 : turn + 1; }
+    __device__ RingPosition next() const {
+        RingPosition after = *this;
+        after.advance();
+        return after;
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
@@ -152,6 +189,12 @@ __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel
 // Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32 address, const OperandA& x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
+                 "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
+                 : "memory");
+}
+// The same, each transposed on the way.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32 address, const OperandA& x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
                  "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
                  : "memory");
 }

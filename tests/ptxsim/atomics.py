@@ -11,7 +11,7 @@ from .decode import CACHE_MODIFIERS, Plain, address, plain, space_of
 from .errors import PtxError
 from .load_store import bits_of, load_words, store_words
 from .memory import columns, joined
-from .scalars import NUMPY, WIDTH, bf16_to_f32, f32_to_bf16
+from .scalars import NUMPY, REDUCTIONS, WIDTH, bf16_to_f32, f32_to_bf16
 from .shared_memory import GENERIC_SHARED, WINDOW
 from .syntax import Inst, Operand, Vec
 
@@ -30,12 +30,7 @@ def _decrement(old: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 _OPERATIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+    **REDUCTIONS,
     "exch": lambda old, new: new,
     "inc": _increment,
     "dec": _decrement,

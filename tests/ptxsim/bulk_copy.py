@@ -12,7 +12,7 @@ from .async_copy import commit_group, wait_group
 from .decode import Control, Plain, address, control, plain
 from .errors import PtxError
 from .memory import Buffer
-from .scalars import NUMPY
+from .scalars import NUMPY, REDUCTIONS
 from .shared_memory import GENERIC_PARAM, WINDOW
 from .syntax import Addr, Inst
 from .tensor_map import TensorMap
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = []
 
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 _CHUNK = 16
 _MAP_NBYTES, _MAP_ALIGNMENT = 128, 64
 _SPACES = ("global", "shared::cta", "shared::cluster")
@@ -65,10 +57,10 @@ def _loads(inst: Inst) -> bool:
 def _reduction(inst: Inst) -> Callable | None:
     if inst.parts[0] != "reduce":
         return None
-    name = next((part for part in inst.parts if part in _REDUCTIONS), None)
+    name = next((part for part in inst.parts if part in REDUCTIONS), None)
     if name is None:
         raise PtxError(f"the reduction of {inst.opcode} is not implemented")
-    return _REDUCTIONS[name]
+    return REDUCTIONS[name]
 
 
 def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, what: str) -> None:
@@ -99,7 +91,7 @@ def _write_shared(
 
 
 @control("cp.async.bulk", allow=f"{_COMMON} {_COMPLETION}")
-@control("cp.reduce.async.bulk", allow=f"{_COMMON} {_COMPLETION} {' '.join(_REDUCTIONS)}")
+@control("cp.reduce.async.bulk", allow=f"{_COMMON} {_COMPLETION} {' '.join(REDUCTIONS)}")
 def _copy_bytes(machine: Machine, inst: Inst) -> Control:
     loads, reduce = _loads(inst), _reduction(inst)
     to, of = address(machine, inst.args[0]), address(machine, inst.args[1])
@@ -171,7 +163,7 @@ def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tupl
 
 
 @control("cp.async.bulk.tensor", allow=f"1d 2d 3d 4d 5d tile multicast::cluster {_COMMON} {_COMPLETION}")
-@control("cp.reduce.async.bulk.tensor", allow=f"1d 2d 3d 4d 5d tile {_COMMON} {' '.join(_REDUCTIONS)}")
+@control("cp.reduce.async.bulk.tensor", allow=f"1d 2d 3d 4d 5d tile {_COMMON} {' '.join(REDUCTIONS)}")
 def _copy_tile(machine: Machine, inst: Inst) -> Control:
     loads, reduce = _loads(inst), _reduction(inst)
     if loads and reduce is not None:

@@ -1,4 +1,4 @@
-"""PTX's scalar types: their widths, their NumPy types, bfloat16, and rounding."""
+"""PTX's scalar types: their widths, their NumPy types, bfloat16, rounding, and what they are reduced by."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 __all__ = [
     "INT64",
     "NUMPY",
+    "REDUCTIONS",
     "WIDTH",
     "bf16_to_f32",
     "f32_to_bf16",
@@ -29,6 +30,16 @@ NUMPY |= {f"s{w}": np.dtype(f"i{w // 8}").type for w in (8, 16, 32, 64)}
 NUMPY |= {f"{kind}{w}": np.dtype(f"u{w // 8}").type for kind in "bu" for w in (8, 16, 32, 64)}
 
 INT64 = np.int64
+
+#: By their names in red, redux and cp.reduce.
+REDUCTIONS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 def is_float(ty: str) -> bool:

@@ -9,22 +9,13 @@ import numpy as np
 
 from .decode import Control, Plain, control, plain
 from .errors import PtxError
-from .scalars import INT64
+from .scalars import INT64, REDUCTIONS
 from .syntax import Inst, Pair
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 __all__ = ["when_converged"]
-
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 
 
 def when_converged(machine: Machine, inst: Inst, mask: Any, work: Control, moves_on: bool = True) -> Control:
@@ -136,7 +127,7 @@ def _match(machine: Machine, inst: Inst) -> Control:
 
 @control("redux", allow="sync add min max and or xor")
 def _reduce(machine: Machine, inst: Inst) -> Control:
-    reduce = _REDUCTIONS[inst.parts[1]].reduce
+    reduce = REDUCTIONS[inst.parts[1]].reduce
     if inst.type == "f32":
         raise PtxError("redux of floating-point numbers is not implemented")
     target, value = machine.destination(inst.args[0], inst.type), machine.source(inst.args[1], inst.type)

@@ -1,0 +1,145 @@
+// Beyond head_dim 128 a warp group's registers hold dK or dV of 64 keys, not both: two groups divide the work on a key
+// tile between them.
+//
+//   probability group                                     derivative group
+//   S^T(j) = K Q^T - lse / scale          Q, half empty   dP^T(j) = V dO^T - delta              dO, half empty
+//   P^T(j) = 2^S^T, to the other group
+//                                                         dS^T(j) = P^T o dP^T, to shared memory
+//   its columns of dQ(j - 1) = dS K                       its columns of dQ(j - 1) = dS K
+//   dV += P^T dO                          dO empty        dK += dS^T Q                          Q empty
+//
+// The halves are the same products of the same sizes. P^T crosses in register order, a warp to its counterpart without
+// bank conflicts, as float16 whatever the element type: P is in [0, 1], where that keeps eleven bits.
+//
+// A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV
+// or dK is multiplied. Groups are naturally apart, since one waits for the other's P. (Not yet measured on a GPU.)
+#pragma once
+#include "sm90/backward_group.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape, bool kProbability>
+class BackwardDivided : BackwardGroup<Spec, Shape> {
+    using Base = BackwardGroup<Spec, Shape>;
+    using Memory = typename Base::Memory;
+    using Scores = typename Base::Scores;
+    using Rounded = typename Base::Rounded;
+    using Gradient = typename Base::Gradient;
+    using Exchanged = PackedFragment<float16, Shape::kBr / 8>;
+    using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
+    static constexpr int kBr = Shape::kBr;
+    static constexpr bool kWithDq = Shape::kWithDq;
+    friend Base;
+
+    // Two panels of dQ for the one, the rest for the other, which has the exponentials.
+    static constexpr int kDqPanel = kProbability ? 2 : 0, kDqColumn8 = kDqPanel * (kPanelColumns / 8);
+    static constexpr int kDqWidth = kProbability ? Shape::kD - 2 * kPanelColumns : 2 * kPanelColumns;
+    using Dq = QuadFragment<kDqWidth / 8>;
+
+  public:
+    __device__ BackwardDivided(const Params& params, const Memory& memory)
+        : Base(params, memory),
+          own_operand_(matrix_descriptor(kProbability ? memory.key() : memory.value(), 0)),
+          scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
+          gradient_operand_(
+              matrix_descriptor(kProbability ? memory.dout(0) : memory.query(0), Shape::kQueryPanelBytes)),
+          key_columns_(matrix_descriptor(memory.key() + kDqPanel * Shape::kKeyPanelBytes, Shape::kKeyPanelBytes)),
+          ds_operand_(matrix_descriptor(memory.ds(0), 0)) {}
+
+    __device__ void run() {
+        gradient_.fill(0.0f);
+        if constexpr (kWithDq) Base::start_adding(params_, warp_, kDqColumn8);
+        mbarrier_wait(memory_.full_key(), 0);
+        mbarrier_wait(memory_.full_value(), 0);
+        Base::take_steps(*this);
+        if constexpr (kWithDq) {
+            Dq dq;
+            Base::issue_dq(dq, key_columns_, ds_operand_);
+            wgmma_wait<0>();
+            pin(dq);
+            Base::add_dq(dq, warp_, kDqColumn8, {});
+        }
+        pin(gradient_);
+        barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);  // each reads where the other writes
+        if constexpr (kProbability)
+            Base::store_gradient(gradient_, 1.0f, params_.dv, memory_.value(), 16 * warp_);
+        else
+            Base::store_gradient(gradient_, params_.softmax_scale, params_.dk, memory_.key(), 16 * warp_);
+        if (lane_ == 0) tma_store_wait();
+    }
+
+  private:
+    template <bool kMasked>
+    __device__ __forceinline__ void step(const QueryStep& step) {
+        const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
+        const uint32 full_query = memory_.full_query(stage), full_dout = memory_.full_dout(stage);
+        const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
+        Scores scores;
+        mbarrier_wait(kProbability ? full_query : full_dout, parity);
+        Base::start_from(scores, kProbability ? memory_.lse(stage) : memory_.delta(stage));
+        Base::issue_scores(scores, own_operand_, scores_operand_ + offset);
+        wgmma_wait<0>();
+        pin(scores);
+        arrive(kProbability ? empty_query : empty_dout);
+        if constexpr (kProbability) {
+            Base::template exponentiate<kMasked>(scores, step, own_.first_key);
+            give_p(scores);
+        } else {
+            take_p(scores);
+        }
+        Rounded rounded;
+        rounded.set(scores);
+        if constexpr (kWithDq && !kProbability) Base::store_ds(rounded, 0);
+
+        mbarrier_wait(kProbability ? full_dout : full_query, parity);
+        if constexpr (kWithDq) {
+            if (!is_first_) {
+                Dq dq;
+                Base::issue_dq(dq, key_columns_, ds_operand_);
+                Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
+                wgmma_wait<1>();
+                pin(dq);
+                Base::add_dq(dq, warp_, kDqColumn8, step);
+            }
+        }
+        if (!kWithDq || is_first_) Base::issue_gradient(gradient_, rounded, gradient_operand_ + offset);
+        wgmma_wait<0>();
+        pin(gradient_);
+        arrive(kProbability ? empty_dout : empty_query);
+        stages_.advance();
+        is_first_ = false;
+    }
+
+    __device__ __forceinline__ uint32 lane_of_p(int s) const {
+        return memory_.p(exchanged_.slot()) + ((warp_ * (kBr / 16) + s) * 32 + lane_) * 16;
+    }
+
+    __device__ __forceinline__ void give_p(const Scores& scores) {
+        Exchanged p;
+        p.set(scores);
+        mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);
+#pragma unroll
+        for (int s = 0; s < kBr / 16; ++s) store_shared(lane_of_p(s), p.k16(s));
+        __syncwarp();
+        arrive(memory_.full_p(exchanged_.slot()));
+        exchanged_.advance();
+    }
+
+    __device__ __forceinline__ void take_p(Scores& derivatives) {
+        mbarrier_wait(memory_.full_p(exchanged_.slot()), exchanged_.parity());
+#pragma unroll
+        for (int s = 0; s < kBr / 16; ++s)
+            common::multiply_k16<float16>(derivatives, s, load_shared_operand(lane_of_p(s)));
+        __syncwarp();
+        arrive(memory_.empty_p(exchanged_.slot()));
+        exchanged_.advance();
+    }
+
+    const uint64 own_operand_, scores_operand_, gradient_operand_, key_columns_, ds_operand_;
+    RingPosition<Shape::kStages> stages_;
+    RingPosition<2> exchanged_;
+    bool is_first_ = true;
+    Gradient gradient_;
+};
+
+}  // namespace fa2::sm90

@@ -1,0 +1,65 @@
+// FlashAttention backward by key tiles on wgmma and TMA (Hopper): dK and dV of a key tile, and, for `single_pass`, the
+// tile's share of dQ added to an fp32 workspace.
+//
+//   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
+//   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
+//
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
+// dV are summed in registers in a fixed order. Its warp groups:
+//
+//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta; most registers are given away
+//   1, 2    consumers. Up to head_dim 128 each has 64 of 128 keys (backward_keys.cuh); beyond, dV and dK of 64 keys are
+//           all that the registers of one group each hold (backward_divided.cuh)
+//
+// Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
+//
+//   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] with dQ |
+//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | barriers
+//
+// Barriers, a pair for each stage of Q and dO and each buffer of dS and P: `full` completes when TMA has brought all
+// bytes and the statistic is written (when all writers' warps have written), `empty` when each reading warp has said
+// that it is through.
+//
+// dK and dV leave through the rows of K and V, 16 a warp, by TMA. Columns past head_dim and rows past the sequences
+// arrive as zeros, and are not written where gradients go.
+#pragma once
+#include "sm90/backward_divided.cuh"
+#include "sm90/backward_keys.cuh"
+#include "sm90/backward_producer.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape, int kGroup, bool kDivided>
+struct ConsumerOf {
+    using Type = BackwardKeys<Spec, Shape, kGroup>;
+};
+template <class Spec, class Shape, int kGroup>
+struct ConsumerOf<Spec, Shape, kGroup, true> {
+    using Type = BackwardDivided<Spec, Shape, kGroup == 0>;
+};
+
+template <class Spec, bool kWithDq = false>
+struct BackwardDkdv {
+    using Shape = BackwardShape<Spec, kWithDq>;
+    template <int kGroup>
+    using Consumer = typename ConsumerOf<Spec, Shape, kGroup, Shape::kDivided>::Type;
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const BackwardMemory<Shape> memory(dynamic_smem);
+        if (threadIdx.x == 0) memory.init_barriers();
+        __syncthreads();
+        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
+        if (group == 0) {
+            give_registers_back<Shape::kProducerRegisters>();
+            BackwardProducer<Spec, Shape>(params, memory).run();
+        } else {
+            take_registers<Shape::kConsumerRegisters>();
+            if (group == 1)
+                Consumer<0>(params, memory).run();
+            else
+                Consumer<1>(params, memory).run();
+        }
+    }
+};
+
+}  // namespace fa2::sm90

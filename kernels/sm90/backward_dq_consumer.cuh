@@ -1,0 +1,311 @@
+// The dQ kernel's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to dQ in memory.
+//
+// Products are queued so that the tensor cores have work while the group exponentiates. From the dS of the present key
+// tile to that of the next there are two orders, by kScoresFirst:
+//
+//   issue   S = Q K(next)^T                         issue   dQ += dS(present) K(present)
+//           dQ += dS(present) K(present)                    S = Q K(next)^T
+//   wait    S                                       wait    dQ            -> K's stage is empty
+//                                                   wait    S
+//   issue   dP = dO V(next)^T                       issue   dP = dO V(next)^T
+//           P = 2^(S - lse)                                 P = 2^(S - lse)
+//   wait    dQ            -> K's stage is empty
+//   wait    dP            -> V's stage is empty     wait    dP            -> V's stage is empty
+//           dS = P o (dP - delta)                           dS = P o (dP - delta)
+//
+// The first leaves no gap between dQ and dP, but holds dS while it gathers dP, in registers of their own, and needs a
+// stage of K more: it hands K back late, and wants the next one at once. The second makes do with two stages.
+//
+// S is waited for before dP is issued because a warp can be only a few wgmmas ahead of the tensor cores: the compiler
+// spreads the exponentials among those of dP. Nothing is under way where the loop closes: products that are waited for
+// in the next turn would be serialised.
+//
+// Groups that start together would compute their exponentials together, too, and the tensor cores would wait: each
+// starts when the one above it has its first dS (kStagger). From there on nothing keeps them in step.
+//
+// At the end of a query tile the group is on its own, and its tensor core time goes to the other groups. These are all
+// free of each other: what a group holds up is the producer, and that only by the stages that it has not released. It
+// takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no
+// group can wait for what another one keeps from being loaded.
+#pragma once
+#include "common/mask.cuh"
+#include "common/math.cuh"
+#include "sm90/backward_dq_shape.cuh"
+#include "sm90/store_box.cuh"
+#include "sm90/wgmma.cuh.j2"
+
+namespace fa2::sm90 {
+
+template <class Spec>
+class BackwardDqConsumer {
+    using Shape = BackwardDqShape<Spec>;
+    using Memory = BackwardDqMemory<Shape>;
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
+    static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
+    // Of three groups, the middle one may pass over key tiles whose stages the one that waits for it has not emptied.
+    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !Spec::kCausal);
+    static constexpr int kStartBarrier = 1, kOutputBarrier = kStartBarrier + Shape::kGroups;  // one each for a group
+
+    using Scores = QuadFragment<kBc / 8>;
+    using Gradient = QuadFragment<kD / 8>;
+    using Operand = PackedFragment<Element, kBc / 8>;
+    using Keys = RingPosition<Shape::kStages>;
+
+  public:
+    __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
+        : params_(params),
+          memory_(memory),
+          group_(__shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1),
+          warp_(threadIdx.x / 32 % 4),
+          lane_(threadIdx.x % 32) {}
+
+    __device__ void run() {
+        if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
+        TileInSlot tile = next_tile();
+        while (true) {
+            const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
+            load_rows(tile);
+            skip(keys);
+            int32 block = keys.count - 1;
+            first_step(tile, block, block >= keys.full);
+            if (kStagger && tiles_.turn == 1 && group_ > 0)
+                barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
+            dq_.fill(0.0f);
+            --block;
+            if constexpr (Spec::kCausal) {
+#pragma unroll 1
+                for (; block >= keys.full; --block) step<true>(tile, block);
+            }
+#pragma unroll 1
+            for (; block >= 0; --block) step<false>(tile, block);
+            issue_dq();
+            wait_for_dq<0>();
+            store(tile);
+
+            tile = next_tile();
+            if (tile.key_tiles() == 0) break;
+            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
+            // and would compute every descriptor a lane at a time.
+            keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
+            values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
+            queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
+            tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+        }
+        if (lane_ == 0) tma_store_wait();
+    }
+
+  private:
+    // ---------------------------------------------------------------------------------------------------------- steps
+
+    // A tile's first key tile, up to its dS.
+    __device__ __forceinline__ void first_step(const TileInSlot& tile, int32 block, bool masked) {
+        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        issue_scores_of(keys_);
+        wgmma_wait<0>();
+        pin(scores_);
+        if (block == 0) release_query();
+        mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
+        issue_dp();
+        if (masked) mask(tile, block);
+        exponentiate();
+        finish_ds(block);
+    }
+
+    // From the dS of the present key tile to that of the next, `block`.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block) {
+        if constexpr (Shape::kScoresFirst) {
+            issue_scores_of(keys_.next());
+            issue_dq();
+            wgmma_wait<1>();
+            pin(scores_);
+        } else {
+            issue_dq();
+            issue_scores_of(keys_.next());
+            wait_for_dq<1>();
+            wgmma_wait<0>();
+            pin(scores_);
+        }
+        if (block == 0) release_query();
+        issue_dp();
+        if constexpr (kMasked) mask(tile, block);
+        exponentiate();
+        if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
+        finish_ds(block);
+    }
+
+    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
+        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
+        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+    }
+
+    // P, where S was.
+    __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+        for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                scores_.value[n][e] =
+                    common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
+    }
+
+    __device__ __forceinline__ void finish_ds(int32 block) {
+        wgmma_wait<0>();
+        pin(dp_);
+        release_value();
+        if (Shape::kOwnOutput && block == 0 && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+#pragma unroll
+        for (int n = 0; n < kBc / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                ds_.set(i, n, scores_.value[n][2 * i] * (dp_.value[n][2 * i] + minus_delta_[i]),
+                        scores_.value[n][2 * i + 1] * (dp_.value[n][2 * i + 1] + minus_delta_[i]));
+    }
+
+    // ------------------------------------------------------------------------------------------------------- products
+
+    __device__ __forceinline__ void issue_scores_of(const Keys& at) {
+        mbarrier_wait(memory_.full_key(at.slot()), at.parity());
+        multiply_rows(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
+    }
+    __device__ __forceinline__ void issue_dp() {
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+        multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
+    }
+
+    // x = the group's rows times those of a key tile, over all columns: four k-steps a panel, 32 bytes each.
+    __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
+        const uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
+        const uint64 keys = matrix_descriptor(key_tile, 0);
+        wgmma_fence();
+        wgmma_first_scores(x, rows, keys);
+#pragma unroll
+        for (int s = 1; s < kD / 16; ++s)
+            wgmma_scores(x, rows + (s / 4 * Shape::kQueryPanelBytes + s % 4 * 32) / 16,
+                         keys + (s / 4 * Shape::kKeyPanelBytes + s % 4 * 32) / 16, true);
+        wgmma_commit();
+        pin(x);
+    }
+
+    __device__ __forceinline__ void issue_dq() {
+        const uint64 k = matrix_descriptor(memory_.key(keys_.slot()), Shape::kKeyPanelBytes);
+        pin(dq_);
+        pin(ds_);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(dq_, ds_.k16(s), k + s * (16 * kPanelRowBytes / 16));
+        wgmma_commit();
+        pin(dq_);
+    }
+    template <int kPending>
+    __device__ __forceinline__ void wait_for_dq() {
+        wgmma_wait<kPending>();
+        pin(dq_);
+        pin(ds_);
+        release_key();
+    }
+
+    // ---------------------------------------------------------------------------------------------------- the outside
+
+    __device__ __forceinline__ TileInSlot next_tile() {
+        const uint32 slot = tiles_.slot();
+        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
+        tiles_.advance();
+        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
+    }
+
+    __device__ __forceinline__ void skip(const GroupKeys& keys) {
+        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+#pragma unroll 1
+            for (int32 i = 0; i < keys.skipped; ++i) {
+                mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
+                release_key();
+                mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+                release_value();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release_query() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
+    }
+    __device__ __forceinline__ void release_key() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
+        keys_.advance();
+    }
+    __device__ __forceinline__ void release_value() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
+        values_.advance();
+    }
+
+    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+
+    // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+    __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
+        const int32 row = first_row(tile);
+        const int64 head = static_cast<int64>(tile.batch()) * params_.num_heads + tile.head();
+        const float *lse = params_.lse + head * params_.seqlen_q, *delta = params_.delta + head * params_.seqlen_q;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 at = row + Scores::row(i, lane_);
+            const bool valid = at < params_.seqlen_q;
+            const float natural = valid ? lse[at] : -common::infinity<float>();
+            minus_lse_[i] = natural == -common::infinity<float>() ? natural
+                                                                  : natural * static_cast<float>(-common::kLog2e);
+            minus_delta_[i] = valid ? -delta[at] : 0.0f;
+        }
+    }
+
+    // dQ of this warp's 16 rows, by a box per panel in shared memory, which the warp alone stores while it goes on.
+    // With that it is through with the tile's slot, too.
+    __device__ __forceinline__ void store(const TileInSlot& tile) {
+        uint32 box, panel_bytes;
+        if constexpr (Shape::kOwnOutput) {
+            panel_bytes = 16 * kPanelRowBytes;
+            box = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * panel_bytes;
+            if (lane_ == 0) tma_store_wait_read();
+            __syncwarp();
+        } else {
+            panel_bytes = Shape::kQueryPanelBytes;
+            box = memory_.dout(queries_.slot()) + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
+            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with dO, too
+        }
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
+        write_box<Element>(box, panel_bytes, dq_, lane_);
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_ == 0) {
+#pragma unroll
+            for (int panel = 0; panel < Shape::kPanels; ++panel)
+                tma_store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, first_row(tile), tile.head(),
+                          tile.batch());
+            tma_store_commit();
+            mbarrier_arrive(tile.empty);
+            if constexpr (!Shape::kOwnOutput) {
+                tma_store_wait_read();
+                mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+            }
+        }
+        queries_.advance();
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const int32 group_, warp_, lane_;
+    RingPosition<Shape::kQueryBuffers> queries_;  // of dO, too
+    Keys keys_;                                   // the present key tile's
+    RingPosition<Shape::kValueStages> values_;    // the next one's
+    RingPosition<kTileSlots> tiles_;
+    float minus_lse_[2], minus_delta_[2];  // lse in base 2
+    Scores scores_, dp_;
+    Operand ds_;
+    Gradient dq_;
+};
+
+}  // namespace fa2::sm90

@@ -1,0 +1,212 @@
+// What the multiplying warp groups of the backward have in common, whether a group computes dK and dV of 64 keys
+// (backward_keys.cuh) or one of them (backward_divided.cuh).
+//
+// Scores are taken transposed, keys by queries: an accumulator of S^T or dP^T, rounded, is the left operand of the
+// second product without leaving its registers. Statistics, which belong to queries, then belong to columns, and a
+// product starts from them.
+//
+// dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
+#pragma once
+#include "common/mask.cuh"
+#include "sm90/backward_shape.cuh"
+#include "sm90/wgmma_backward.cuh.j2"
+
+namespace fa2::sm90 {
+
+// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
+template <int kPanelBytes>
+__device__ __forceinline__ constexpr uint64 along_columns(int s) {
+    return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
+}
+// k-steps of 16 rows.
+__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
+
+template <class Spec, class Shape>
+class BackwardGroup {
+  protected:
+    using Memory = BackwardMemory<Shape>;
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
+    static constexpr int kStoreBarrier = 1, kStartBarrier = 3;  // the first has one for each group
+
+    using Scores = QuadFragment<kBr / 8>;
+    using Rounded = PackedFragment<Element, kBr / 8>;
+    using Gradient = QuadFragment<kD / 8>;
+    using Workspace = DqWorkspace<kBr, kD>;
+
+    __device__ BackwardGroup(const Params& params, const Memory& memory)
+        : params_(params),
+          memory_(memory),
+          warp_(__shfl_sync(common::kFullWarp, threadIdx.x / 32 % 4, 0)),
+          lane_(threadIdx.x % 32),
+          own_(key_tile<Spec>(params)) {}
+
+    // All steps of the block: under a mask, tiles that it cuts come first.
+    template <class Group>
+    static __device__ __forceinline__ void take_steps(Group& group) {
+        const KeyTile& own = group.own_;
+        const int32 end = own.first_query_head + group.params_.heads_per_group;
+#pragma unroll 1
+        for (int32 head = own.first_query_head; head < end; ++head) {
+            int32 tile = own.tiles.begin;
+#pragma unroll 1
+            for (; tile < own.tiles.full_begin; ++tile) group.template step<true>({head, tile});
+#pragma unroll 1
+            for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
+        }
+    }
+
+    // Every column of x is its query's statistic.
+    __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
+#pragma unroll
+        for (int n = 0; n < kBr / 8; n += 2) {
+            float y[4];
+            load_shared(statistic + lane_ % 4 * 16 + n * 32, y);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                x.value[n][e] = y[e % 2];
+                x.value[n + 1][e] = y[2 + e % 2];
+            }
+        }
+    }
+
+    // x += (64 rows of K or V) (Q or dO)^T.
+    __device__ __forceinline__ static void issue_scores(Scores& x, uint64 keys, uint64 queries) {
+        pin(x);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kD / 16; ++s)
+            wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
+                         queries + along_columns<Shape::kQueryPanelBytes>(s));
+        wgmma_commit();
+        pin(x);
+    }
+
+    // x += p (dO or Q).
+    __device__ __forceinline__ static void issue_gradient(Gradient& x, Rounded& p, uint64 queries) {
+        pin(x);
+        pin(p);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBr / 16; ++s) wgmma_gradient(x, p.k16(s), queries + along_rows(s));
+        wgmma_commit();
+        pin(x);
+    }
+
+    // P^T from what the product has left. 2^-inf is zero: so are rows without a visible key, and what the mask covers.
+    template <bool kMasked>
+    __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
+        if constexpr (kMasked) {
+            const common::Mask<Spec::kCausal> mask{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
+            common::mask_transposed(x, mask, step.tile * kBr, first_key + 16 * warp_, lane_,
+                                    -common::infinity<float>());
+        }
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
+    }
+
+    // This warp's 16 keys of dS, in the panel of the group's 64.
+    __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
+        const uint32 buffer = written_.slot(), panel = memory_.ds(buffer) + panel_index * Shape::kDsPanelBytes;
+        mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
+        const uint32 row = lane_ % 8 + lane_ / 16 * 8, chunk = (warp_ * 2 + lane_ / 8 % 2) ^ (lane_ % 8);
+        const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
+#pragma unroll
+        for (int s = 0; s < kBr / 16; ++s) stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
+        async_proxy_fence();
+        __syncwarp();
+        arrive(memory_.full_ds(buffer));
+        written_.advance();
+    }
+
+    // dQ of the step whose dS was written before the last, when all of that is there: of what `keys` (of K, summing
+    // over rows) and `ds` say.
+    template <int kN8>
+    __device__ __forceinline__ void issue_dq(QuadFragment<kN8>& dq, uint64 keys, uint64 ds) const {
+        const uint32 buffer = read_.slot();
+        mbarrier_wait(memory_.full_ds(buffer), read_.parity());
+        ds += buffer * (Shape::kDsBytes / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) {
+            const uint64 k = keys + along_rows(s), d = ds + along_columns<Shape::kDsPanelBytes>(s);
+            const uint64 a = Shape::kDqTransposed ? k : d, b = Shape::kDqTransposed ? d : k;
+            if (s == 0)
+                wgmma_first_dq(dq, a, b);
+            else
+                wgmma_dq(dq, a, b);
+        }
+        wgmma_commit();
+        pin(dq);
+    }
+
+    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
+    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
+    template <int kN8>
+    __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
+                                           const QueryStep& next) {
+        arrive(memory_.empty_ds(read_.slot()));
+        read_.advance();
+        // Where K is transposed, a panel of it may be wider than its columns.
+        constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
+        if (kAllRows || row16 < Workspace::kRows / 16) {
+#pragma unroll
+            for (int n = 0; n < kN8; ++n)
+                if (column8 + n < Workspace::kColumns / 8)
+                    add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
+        }
+        const int32 tiles = next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1;  // past those nobody here sees
+        workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;
+    }
+
+    // Warps speak with one lane, when all have done what it says.
+    __device__ __forceinline__ void arrive(uint32 barrier) const {
+        if (lane_ == 0) mbarrier_arrive(barrier);
+    }
+
+    // Where this lane adds dQ of the first step. The record has a workspace where there is dQ only, so that its type is
+    // left open.
+    template <class Record>
+    __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
+        const int64 head = static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head;
+        workspace_ = params.dq_accum + (head * own_.tiles.end + own_.tiles.begin) * Workspace::kTileElements +
+                     Workspace::offset(row16, column8, lane_);
+    }
+
+    // 16 rows of a gradient leave by way of rows of K or V, of which this warp takes those from `row` on.
+    __device__ __forceinline__ void store_gradient(const Gradient& x, float scale, const TensorMap& map, uint32 smem,
+                                                   int32 row) const {
+        const uint32 box = smem + row * kPanelRowBytes, lane_row = lane_ % 16;
+        PackedFragment<Element, 2> packed;
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += 2) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    packed.set(i, j, x.value[n + j][2 * i] * scale, x.value[n + j][2 * i + 1] * scale);
+            const uint32 chunk = (n % 8 + lane_ / 16) ^ (lane_row & 7);
+            stmatrix_x4(box + n / 8 * Shape::kKeyPanelBytes + lane_row * kPanelRowBytes + chunk * 16, packed.k16(0));
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_ == 0) {
+#pragma unroll
+            for (int panel = 0; panel < Shape::kPanels; ++panel)
+                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
+                          own_.head, own_.batch);
+            tma_store_commit();
+        }
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const int32 warp_, lane_;
+    const KeyTile own_;
+    RingPosition<2> written_, read_;  // of dS
+    float* workspace_ = nullptr;      // of the step whose dQ is next
+};
+
+}  // namespace fa2::sm90

@@ -1,0 +1,148 @@
+// A warp group that computes dK and dV of its 64 keys; two of them share a key tile. Which wait of wgmma comes where:
+//
+//   issue   S^T(j) = K Q^T - lse / scale
+//   wait    S^T
+//   issue   dP^T(j) = V dO^T - delta           P^T(j) = 2^S^T, rounded
+//   issue   dV += P^T dO
+//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded, and to shared memory
+//   issue   dQ(j - 1) = dS K, of the query tile before
+//   wait    dV                                 dO is empty
+//   issue   dK += dS^T Q
+//   wait    dQ                                 dS(j - 1) is empty; dQ is added to the workspace
+//   wait    dK                                 Q is empty
+//
+// Measured on an H100, with a prototype of this loop: a warp can issue only a few wgmmas ahead. S^T is waited for before
+// dP^T is issued, because the compiler then spreads these issues between the exponentials; issuing dV before the wait
+// for dP^T keeps all exponentials there. That dQ lags a tile behind leaves the groups free to run apart, one
+// exponentiating while another multiplies; they start a product apart. No product is in flight across the back edge of a
+// loop: the compiler would serialise them.
+#pragma once
+#include "sm90/backward_group.cuh"
+
+namespace fa2::sm90 {
+
+// The group is a parameter: a copy of the code for each has fixed operands, which is worth 1 to 4 %.
+template <class Spec, class Shape, int kGroup>
+class BackwardKeys : BackwardGroup<Spec, Shape> {
+    using Base = BackwardGroup<Spec, Shape>;
+    using Memory = typename Base::Memory;
+    using Scores = typename Base::Scores;
+    using Rounded = typename Base::Rounded;
+    using Gradient = typename Base::Gradient;
+    using Base::arrive, Base::lane_, Base::memory_, Base::own_, Base::params_, Base::warp_;
+    static constexpr int kBr = Shape::kBr, kD = Shape::kD;
+    static constexpr bool kWithDq = Shape::kWithDq;
+    friend Base;
+
+    // dQ of a group: 64 rows (of a query tile; of columns, where transposed) by so many columns.
+    static constexpr int kDqWidth = Shape::kDqTransposed ? kBr : min_of(kD, kPanelColumns);
+    using Dq = QuadFragment<kDqWidth / 8>;
+    // What makes a descriptor of Q, dO or K sum over rows.
+    static constexpr uint64 kQueryRows = static_cast<uint64>(Shape::kQueryPanelBytes / 16) << 16;
+
+  public:
+    __device__ BackwardKeys(const Params& params, const Memory& memory)
+        : Base(params, memory),
+          key_operand_(matrix_descriptor(memory.key() + kGroup * kGroupRows * kPanelRowBytes, 0)),
+          value_operand_(matrix_descriptor(memory.value() + kGroup * kGroupRows * kPanelRowBytes, 0)),
+          query_operand_(matrix_descriptor(memory.query(0), 0)),
+          dout_operand_(matrix_descriptor(memory.dout(0), 0)),
+          key_columns_(matrix_descriptor(memory.key() + (Shape::kDqByRows ? 0 : kGroup) * Shape::kKeyPanelBytes,
+                                         Shape::kKeyPanelBytes)),
+          ds_operand_(
+              matrix_descriptor(memory.ds(0) + (Shape::kDqByRows ? kGroup : 0) * kGroupRows * kPanelRowBytes, 0)) {}
+
+    __device__ __forceinline__ void run() {
+        dk_.fill(0.0f);
+        dv_.fill(0.0f);
+        if constexpr (kWithDq) Base::start_adding(params_, dq_row16(), kDqColumn8);
+        mbarrier_wait(memory_.full_key(), 0);
+        Base::take_steps(*this);
+        if constexpr (kWithDq) {
+            Dq dq;
+            Base::issue_dq(dq, key_columns_, ds_operand_);
+            wgmma_wait<0>();
+            pin(dq);
+            add_dq(dq, {});
+        }
+        pin(dk_);
+        pin(dv_);
+        // With dQ every group reads all of K.
+        barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : kGroup), (kWithDq ? 2 : 1) * kGroupThreads);
+        const int32 row = kGroup * kGroupRows + 16 * warp_;
+        Base::store_gradient(dv_, 1.0f, params_.dv, memory_.value(), row);
+        Base::store_gradient(dk_, params_.softmax_scale, params_.dk, memory_.key(), row);
+        if (lane_ == 0) tma_store_wait();
+    }
+
+  private:
+    template <bool kMasked>
+    __device__ __forceinline__ void step(const QueryStep& step) {
+        const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
+        Scores scores, derivatives;
+        Rounded p, ds;
+
+        mbarrier_wait(memory_.full_query(stage), parity);
+        Base::start_from(scores, memory_.lse(stage));
+        if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
+        Base::issue_scores(scores, key_operand_, query_operand_ + offset);
+        if (is_first_) mbarrier_wait(memory_.full_value(), 0);
+        mbarrier_wait(memory_.full_dout(stage), parity);
+        Base::start_from(derivatives, memory_.delta(stage));
+        wgmma_wait<0>();
+        pin(scores);
+        Base::issue_scores(derivatives, value_operand_, dout_operand_ + offset);
+        if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
+        Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
+        p.set(scores);
+        Base::issue_gradient(dv_, p, dout_operand_ + offset + kQueryRows);
+        wgmma_wait<1>();
+        pin(derivatives);
+#pragma unroll
+        for (int n = 0; n < kBr / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) derivatives.value[n][e] *= scores.value[n][e];
+        ds.set(derivatives);
+
+        Dq dq;
+        if constexpr (kWithDq) {
+            Base::store_ds(ds, kGroup);
+            if (!is_first_) {
+                Base::issue_dq(dq, key_columns_, ds_operand_);
+                wgmma_wait<1>();
+                pin(dv_);
+                arrive(memory_.empty_dout(stage));
+                Base::issue_gradient(dk_, ds, query_operand_ + offset + kQueryRows);
+                wgmma_wait<1>();
+                pin(dq);
+                add_dq(dq, step);
+            }
+        }
+        if (!kWithDq || is_first_) {
+            Base::issue_gradient(dk_, ds, query_operand_ + offset + kQueryRows);
+            wgmma_wait<1>();
+            pin(dv_);
+            arrive(memory_.empty_dout(stage));
+        }
+        wgmma_wait<0>();
+        pin(dk_);
+        arrive(memory_.empty_query(stage));
+        stages_.advance();
+        is_first_ = false;
+    }
+
+    __device__ __forceinline__ void add_dq(const Dq& dq, const QueryStep& next) {
+        Base::add_dq(dq, dq_row16(), kDqColumn8, next);
+    }
+    // By rows, or the columns of a panel each, which transposed are rows, too.
+    static constexpr bool kDqAcross = !Shape::kDqByRows && !Shape::kDqTransposed;
+    static constexpr int kDqColumn8 = kDqAcross ? kGroup * 8 : 0;
+    __device__ __forceinline__ int32 dq_row16() const { return (kDqAcross ? 0 : kGroup * 4) + warp_; }
+
+    const uint64 key_operand_, value_operand_, query_operand_, dout_operand_, key_columns_, ds_operand_;
+    RingPosition<Shape::kStages> stages_;
+    bool is_first_ = true;
+    Gradient dk_, dv_;
+};
+
+}  // namespace fa2::sm90

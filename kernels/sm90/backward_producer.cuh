@@ -1,0 +1,119 @@
+// The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after
+// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta.
+//
+//   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
+//
+// A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
+// zero. In shared memory a lane's numbers of 16 queries, which are those of columns 2t, 2t + 1, 2t + 8 and 2t + 9
+// (t = lane % 4), lie together.
+#pragma once
+#include "sm90/backward_shape.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape>
+class BackwardProducer {
+    using Memory = BackwardMemory<Shape>;
+    static constexpr int kBr = Shape::kBr;
+
+  public:
+    __device__ BackwardProducer(const Params& params, const Memory& memory)
+        : params_(params), memory_(memory), own_(key_tile<Spec>(params)) {}
+
+    __device__ void run() {
+        const int32 warp = threadIdx.x / 32;
+        if (warp == 0 && threadIdx.x == 0) load_tiles();
+        if (warp == 1) prepare<true>();
+        if (warp == 2) prepare<false>();
+    }
+
+  private:
+    __device__ QueryStep first_step() const { return {own_.first_query_head, own_.tiles.begin}; }
+    __device__ bool is_valid(const QueryStep& step) const {
+        return step.head < own_.first_query_head + params_.heads_per_group;
+    }
+    __device__ void advance(QueryStep& step) const {
+        if (++step.tile < own_.tiles.end) return;
+        step.tile = own_.tiles.begin;
+        ++step.head;
+    }
+
+    __device__ void load_tiles() const {
+        QueryStep step = first_step();
+        RingPosition<Shape::kStages> ring;
+        load_keys(params_.k, memory_.key(), memory_.full_key());
+        load_queries(params_.q, memory_.query(0), memory_.full_query(0), step);
+        load_keys(params_.v, memory_.value(), memory_.full_value());
+        load_queries(params_.dout, memory_.dout(0), memory_.full_dout(0), step);
+#pragma unroll 1
+        for (advance(step); is_valid(step); advance(step)) {
+            ring.advance();
+            const uint32 stage = ring.slot();
+            mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);
+            load_queries(params_.q, memory_.query(stage), memory_.full_query(stage), step);
+            mbarrier_wait(memory_.empty_dout(stage), ring.parity() ^ 1);
+            load_queries(params_.dout, memory_.dout(stage), memory_.full_dout(stage), step);
+        }
+    }
+
+    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full) const {
+        mbarrier_arrive_expect(full, Shape::kKeyBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, own_.first_key, own_.head,
+                     own_.batch);
+    }
+
+    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& step) const {
+        mbarrier_arrive_expect(full, Shape::kQueryBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
+                     step.head, own_.batch);
+    }
+
+    // The numbers of the next tile are on the way from memory while the warp waits for the buffer.
+    template <bool kLse>
+    __device__ void prepare() const {
+        const int32 lane = threadIdx.x % 32;
+        const float factor = kLse ? -1.0f / params_.softmax_scale : -1.0f;
+        QueryStep step = first_step();
+        RingPosition<Shape::kStages> ring;
+        float x[4];
+        load_rows<kLse>(step, lane, x);
+#pragma unroll 1
+        while (true) {
+            const uint32 stage = ring.slot();
+            mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
+            if (lane < kBr / 4) store_shared((kLse ? memory_.lse(stage) : memory_.delta(stage)) + lane * 16, x);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
+            advance(step);
+            if (!is_valid(step)) break;
+            load_rows<kLse>(step, lane, x);
+            ring.advance();
+        }
+    }
+
+    template <bool kLse>
+    __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
+        const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
+        const float* rows = (kLse ? params_.lse : params_.delta) + head * params_.seqlen_q;
+        const int32 first = step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int32 row = first + i / 2 * 8 + i % 2;
+            x[i] = kLse ? -common::infinity<float>() : 0.0f;
+            if (lane < kBr / 4 && row < params_.seqlen_q) x[i] = rows[row];
+        }
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const KeyTile own_;
+};
+
+}  // namespace fa2::sm90

@@ -1,0 +1,111 @@
+// What the roles of the backward by key tiles agree on: sizes, the shared-memory map, the barriers, the order of steps.
+#pragma once
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+#include "sm90/dq_workspace.cuh"
+#include "sm90/layout.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, bool kDq>
+struct BackwardShape {
+    static constexpr bool kWithDq = kDq;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
+    // Up to here a group's registers hold dK and dV of 64 keys; beyond, one of them.
+    static constexpr bool kDivided = kD > 128;
+    static constexpr int kGroups = 2;  // that multiply
+    static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
+    static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
+    // dQ is shared by columns, or by rows where there are too few columns.
+    static constexpr bool kDqByRows = kD <= kPanelColumns;
+    static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
+    static_assert(!kDq || kBr == kGroupRows || (kDqByRows ? kBr == 2 * kGroupRows : kDqTransposed && !kDivided));
+
+    // -------------------------------------------------------------------------------------------------- shared memory
+    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
+    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
+    static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // of 64 keys
+    static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
+    static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
+    static constexpr int kStatisticBytes = kBr * 4;
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 8);
+    static constexpr int kSharedBytes = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
+                                        2 * (kDsBytes + kPBytes) + kBarrierBytes;
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+
+    // ------------------------------------------------------------------------------------------------------ registers
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static_assert(kProducerRegisters + kGroups * kConsumerRegisters <= 3 * registers_at_entry(Spec::kWarps));
+};
+
+// A query tile of one of the heads that share the block's keys.
+struct QueryStep {
+    int32 head, tile;
+};
+
+// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. No key is without a query
+// that sees it, so there is at least one step.
+struct KeyTile {
+    int32 first_key, head, batch, first_query_head;
+    common::QueryTileRange tiles;
+};
+
+template <class Spec>
+__device__ __forceinline__ KeyTile key_tile(const Params& params) {
+    const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
+    return {where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
+            common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k)};
+}
+
+// Where everything is.
+template <class Shape>
+struct BackwardMemory {
+    uint32 base;
+
+    __device__ explicit BackwardMemory(const char* dynamic_smem)
+        : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
+
+    __device__ uint32 key() const { return base; }
+    __device__ uint32 value() const { return key() + Shape::kKeyBytes; }
+    __device__ uint32 query(uint32 stage) const { return value() + Shape::kKeyBytes + stage * Shape::kQueryBytes; }
+    __device__ uint32 dout(uint32 stage) const { return query(Shape::kStages) + stage * Shape::kQueryBytes; }
+    __device__ uint32 ds(uint32 buffer) const { return dout(Shape::kStages) + buffer * Shape::kDsBytes; }
+    __device__ uint32 p(uint32 buffer) const { return ds(2) + buffer * Shape::kPBytes; }
+    __device__ uint32 lse(uint32 stage) const { return p(2) + stage * Shape::kStatisticBytes; }
+    __device__ uint32 delta(uint32 stage) const { return lse(Shape::kStages) + stage * Shape::kStatisticBytes; }
+    __device__ uint32 barrier(uint32 index) const { return delta(Shape::kStages) + 8 * index; }
+    // Full: what is named is there. Empty: all warps that read it are through with it.
+    __device__ uint32 full_key() const { return barrier(0); }
+    __device__ uint32 full_value() const { return barrier(1); }
+    __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
+    __device__ uint32 empty_query(uint32 stage) const { return barrier(2 + Shape::kStages + stage); }
+    __device__ uint32 full_dout(uint32 stage) const { return barrier(2 + 2 * Shape::kStages + stage); }
+    __device__ uint32 empty_dout(uint32 stage) const { return barrier(2 + 3 * Shape::kStages + stage); }
+    __device__ uint32 full_ds(uint32 buffer) const { return barrier(2 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 empty_ds(uint32 buffer) const { return barrier(4 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 full_p(uint32 buffer) const { return barrier(6 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
+
+    __device__ void init_barriers() const {
+        constexpr uint32 kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
+        mbarrier_init(full_key(), 1);
+        mbarrier_init(full_value(), 1);
+        for (uint32 i = 0; i < Shape::kStages; ++i) {
+            mbarrier_init(full_query(i), 2);  // of the tile, and of the statistic
+            mbarrier_init(full_dout(i), 2);
+            mbarrier_init(empty_query(i), kConsumerWarps);
+            mbarrier_init(empty_dout(i), kConsumerWarps);
+        }
+        for (uint32 i = 0; i < 2; ++i) {
+            mbarrier_init(full_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
+            mbarrier_init(empty_ds(i), kConsumerWarps);
+            mbarrier_init(full_p(i), kWarpsOfGroup);
+            mbarrier_init(empty_p(i), kWarpsOfGroup);
+        }
+        mbarrier_init_fence();
+    }
+};
+
+}  // namespace fa2::sm90

@@ -1,0 +1,84 @@
+// dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
+//
+// A thread takes 8 columns by 2 rows or, transposed, 16 columns by 2 rows: what eight columns (rows) of accumulators
+// lie in are 4 (8) lanes of one 16 x 8 tile of the workspace, and in dQ whole 16-byte chunks.
+#pragma once
+#include "common/params.cuh.j2"
+#include "sm90/dq_workspace.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec>
+struct ConvertDq {
+    using Element = typename Spec::Element;
+    static constexpr int kBr = Spec::kBr, kD = round_up(Spec::kHeadDim, 16);
+    using Workspace = DqWorkspace<kBr, kD>;
+    using Four = Vector<float, 4>;
+    using Chunk = Vector<uint32, 4>;
+
+    __device__ static void run(const Params& params) {
+        const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
+        const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
+        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
+        const ConvertDq block{params, workspace, dq, tile * kBr};
+        if constexpr (Workspace::kTransposed)
+            block.convert_transposed();
+        else
+            block.convert();
+    }
+
+    __device__ void convert() const {
+        constexpr int kChunks = Spec::kHeadDim / 8;
+        for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
+            const int32 column8 = index % kChunks, g = index / kChunks % 8, row16 = index / (kChunks * 8);
+            Four x[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) x[t] = load(row16, column8, 4 * g + t);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Chunk chunk;
+#pragma unroll
+                for (int t = 0; t < 4; ++t) chunk.item[t] = packed(x[t].item[2 * i], x[t].item[2 * i + 1]);
+                store(16 * row16 + g + 8 * i, column8 * 8, chunk);
+            }
+        }
+    }
+
+    __device__ void convert_transposed() const {
+        for (int32 index = threadIdx.x; index < kBr / 2 * (kD / 16); index += blockDim.x) {
+            const int32 t = index % 4, column16 = index / 4 % (kD / 16), row8 = index / 4 / (kD / 16);
+            Four x[8];
+#pragma unroll
+            for (int g = 0; g < 8; ++g) x[g] = load(column16, row8, 4 * g + t);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (16 * column16 + 8 * i >= Spec::kHeadDim) continue;
+                    Chunk chunk;
+#pragma unroll
+                    for (int g = 0; g < 4; ++g)
+                        chunk.item[g] = packed(x[2 * g].item[2 * i + j], x[2 * g + 1].item[2 * i + j]);
+                    store(8 * row8 + 2 * t + j, 16 * column16 + 8 * i, chunk);
+                }
+        }
+    }
+
+    __device__ Four load(int32 row16, int32 column8, int32 lane) const {
+        return *reinterpret_cast<const Four*>(workspace + Workspace::offset(row16, column8, lane));
+    }
+    __device__ uint32 packed(float lo, float hi) const {
+        return common::pack<Element>(params.softmax_scale * lo, params.softmax_scale * hi);
+    }
+    __device__ void store(int32 row, int32 column, const Chunk& chunk) const {
+        if (first_row + row >= params.seqlen_q) return;
+        *reinterpret_cast<Chunk*>(dq + (first_row + row) * params.dq_strides.row + column) = chunk;
+    }
+
+    const Params& params;
+    const float* workspace;
+    Element* dq;
+    int32 first_row;
+};
+
+}  // namespace fa2::sm90

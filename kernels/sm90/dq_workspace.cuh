@@ -1,0 +1,21 @@
+// The fp32 workspace in which `single_pass` adds up dQ: [head][query tile][16 rows][8 columns][32 lanes][4], the order
+// in which wgmma leaves accumulators in registers. A lane then adds four in one instruction, and a warp whole lines.
+// Where query tiles are no multiple of 64, dQ is computed transposed, and rows are dQ's columns.
+#pragma once
+#include "sm90/layout.cuh"
+
+namespace fa2::sm90 {
+
+template <int kBr, int kD>
+struct DqWorkspace {
+    static constexpr bool kTransposed = kBr % kGroupRows != 0;
+    static constexpr int kRows = kTransposed ? kD : kBr, kColumns = kTransposed ? kBr : kD;
+    static constexpr int kTileElements = kBr * kD;
+
+    // Of the four accumulators of `lane` in 16 rows by 8 columns of a query tile.
+    __device__ static int32 offset(int32 row16, int32 column8, int32 lane) {
+        return (row16 * (kColumns / 8) + column8) * 128 + lane * 4;
+    }
+};
+
+}  // namespace fa2::sm90

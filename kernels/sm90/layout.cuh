@@ -1,0 +1,22 @@
+// The measures of wgmma and of the shared-memory panels that TMA writes and wgmma reads.
+#pragma once
+#include "sm90/ptx.cuh"
+
+namespace fa2::sm90 {
+
+using common::ceil_div;
+using common::max_of;
+using common::min_of;
+using common::round_up;
+
+inline constexpr int kGroupThreads = 128;
+inline constexpr int kGroupRows = 64;           // of wgmma
+inline constexpr int kPanelColumns = 64;        // of 16 bits: the 128 bytes that a swizzle spans
+inline constexpr int kPanelRowBytes = 128;
+inline constexpr int kAlignment = 1024;         // of a swizzled panel
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+// Registers that all threads start with when `warps` warps share the multiprocessor's.
+__host__ __device__ constexpr int registers_at_entry(int warps) { return min_of(255, 65536 / (32 * warps)) / 8 * 8; }
+
+}  // namespace fa2::sm90

@@ -1,0 +1,82 @@
+// What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp
+// group sees of them.
+#pragma once
+#include "common/params.cuh.j2"
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+#include "sm90/layout.cuh"
+
+namespace fa2::sm90 {
+
+inline constexpr int kTileSlots = 4;
+
+// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
+// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from
+// `full_key_tiles` on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them
+// without a sum. A tile without key tiles is the end of the work.
+struct alignas(32) QueryTile {
+    int32 key_tiles, full_key_tiles, first_row, head, batch;
+};
+
+template <class Spec>
+__device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
+    if (index < 0) return {0, 0, 0, 0, 0};
+    const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
+    const auto keys =
+        common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch};
+}
+
+// A tile that is read where it lies, member by member.
+struct TileInSlot {
+    uint32 address, empty;  // of the slot, of its barrier
+
+    __device__ int32 key_tiles() const { return load_shared(address); }
+    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
+    __device__ int32 first_row() const { return load_shared(address + 8); }
+    __device__ int32 head() const { return load_shared(address + 12); }
+    __device__ int32 batch() const { return load_shared(address + 16); }
+};
+__device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile) {
+    store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
+    store_shared(address + 16, tile.batch);
+}
+
+// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
+// mask.
+struct GroupKeys {
+    int32 skipped, count, full;
+};
+
+// Under a causal mask the tile's last key tiles may be for its lower groups alone; a group passes over at most
+// `most_skipped` of them.
+template <class Spec>
+__device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
+                                                   int32 most_skipped) {
+    if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
+    const int32 group_tile = tile.first_row() / kGroupRows + group;
+    const auto own =
+        common::key_tiles_of<true, kGroupRows, Spec::kBc>(group_tile, params.seqlen_q, params.seqlen_k);
+    const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), most_skipped);
+    return {skipped, all - skipped, own.full_end};
+}
+
+// Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
+// Without a counter the order is fixed.
+__device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
+    if (previous < 0) return -1;
+    const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
+    return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
+}
+
+// The last block to come here has seen all others leave the counter: it is zero again for the next launch.
+__device__ __forceinline__ void leave_counter(const Params& params) {
+    if (!params.tile_counter) return;
+    __threadfence();
+    if (atomicAdd(params.tile_counter + 1, 1) == gridDim.x - 1) {
+        params.tile_counter[0] = 0;
+        params.tile_counter[1] = 0;
+    }
+}
+
+}  // namespace fa2::sm90
