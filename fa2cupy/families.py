@@ -71,12 +71,13 @@ class Family:
 _ALL = (*OPERATIONS, "delta", "convert_dq")
 _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
+_FEATURES = ("window",)
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
-    Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a"),
-    Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8),
-    Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1),
+    Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
+    Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8, features=_FEATURES),
+    Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1, features=_FEATURES),
 )
 
 

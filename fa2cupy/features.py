@@ -142,9 +142,9 @@ class Features:
         """The constants that a kernel is compiled with."""
         return tuple(KERNEL_NEEDS[name].flag for name in self.needs)
 
-    def record(self, seqlen_q: int, seqlen_k: int) -> dict[str, int | float]:
-        """The numbers that travel in the record. No limit of the window is one that these lengths do not reach."""
-        left, right = self.window
+    def record(self, seqlen_q: int, seqlen_k: int, band: tuple[int | None, int | None]) -> dict[str, int | float]:
+        """The numbers that travel in the record. No limit of the band is one that these lengths do not reach."""
+        left, right = band
         available = {
             "window_left": seqlen_k if left is None else min(left, seqlen_k),
             "window_right": seqlen_q if right is None else min(right, seqlen_q),

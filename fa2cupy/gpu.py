@@ -18,10 +18,12 @@ from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import Family, choose_family, choose_method
-from .feature_checks import extra_gradients, feature_arrays
+from .feature_checks import extra_gradients
+from .features import ARRAY_FEATURES
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
+from .score_strides import score_strides
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -36,10 +38,13 @@ _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("
 
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=None):
     """`fa2cupy.forward` on CuPy arrays."""
-    if features:
-        _check_features("forward", _FORWARD, (q, k, v), (causal, softmax_scale, layout, family), features)
     o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
-    return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (causal, softmax_scale, layout, config, family))
+    options = (causal, softmax_scale, layout, config, family)
+    if not features:
+        return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
+    names, arrays, settings = _split(features)
+    arguments = _FORWARD.with_inputs(names)
+    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings))
 
 
 def delta(o, do, layout, out):
@@ -52,32 +57,23 @@ def backward(
     dlse=None, return_dbias=False, return_dsink=False, features=None,
 ):  # fmt: skip
     """`fa2cupy.backward` on CuPy arrays."""
-    if features or dlse is not None or return_dbias is not False or return_dsink is not False:
-        extra_gradients(features or {}, return_dbias, return_dsink)
-        arrays = (q, k, v, o, lse, do, given_delta)
-        _check_features("backward", _BACKWARD, arrays, (causal, softmax_scale, layout, family), features or {}, dlse)
-    dq, dk, dv = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
-    arrays = (q, k, v, o, lse, do, given_delta, dq, dk, dv)
+    inputs = (q, k, v, o, lse, do, given_delta)
     options = (causal, softmax_scale, method, deterministic, layout, config, family)
-    return _call(_prepare_backward, _BACKWARD, arrays, options)
+    if not features and dlse is None and return_dbias is False and return_dsink is False:
+        results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
+        return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
+    more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
+    names, arrays, settings = _split({**(features or {}), "dlse": dlse})
+    arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
+    results = unpack_out(out, arguments.results)
+    return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more))
 
 
-def _check_features(
-    operation: str, arguments: Arguments, arrays: tuple, options: tuple, features: Mapping[str, object], dlse=None
-) -> None:
-    """Raises unless the features are at values that change nothing: the kernels have none yet. Looks at no element."""
-    given = {name: array for name, array in {**feature_arrays(features), "dlse": dlse}.items() if array is not None}
-    every = Arguments((*arguments.inputs, *given), (*arguments.optional, *given), ())
-    arrays = (*arrays, *given.values())
-    every.check_backend(arrays)
-    causal, softmax_scale, layout, family = options
-    problem = AttentionProblem.from_arrays(
-        *arrays[:3], causal=causal, softmax_scale=softmax_scale, layout=layout, **features
-    )
-    if operation == "backward":
-        problem.check_backward_inputs(*arrays[3:7], dlse)
-    _, device = _device(arrays, every)
-    choose_family(operation, problem.dtype, device, family, (*problem.needs, *(("dlse",) if dlse is not None else ())))
+def _split(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple]:
+    """The arrays among the keywords of features, by name, and the other keywords."""
+    arrays = {name: x for name, x in features.items() if x is not None and name in (*ARRAY_FEATURES, "dlse")}
+    settings = tuple((name, x) for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse"))
+    return tuple(arrays), tuple(arrays.values()), settings
 
 
 def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> tuple:
@@ -99,7 +95,7 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
     key = tuple(signature)
     try:
         call = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: a dict of tiles, or a mistake that the checks will name
+    except TypeError:  # an option that cannot be hashed: a dict of tiles, a list, or a mistake that the checks will name
         return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
     if call is None:
         call = _prepare_checked(prepare, arguments, arrays, options)
@@ -112,64 +108,80 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
 
 def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
     arguments.check_backend(arrays)
-    return prepare(arrays, options)
+    return prepare(arguments, arrays, options)
 
 
-def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
-    q, k, v, o, lse = arrays
-    causal, softmax_scale, layout, config, family = options
-    problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
-    ordinal, device = _device(arrays, _FORWARD)
+def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
+    q, k, v, *given, o, lse = arrays
+    causal, softmax_scale, layout, config, family, names, settings = options
+    features = dict(settings) | dict(zip(names, given, strict=True))
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    ordinal, device = _device(arrays, arguments)
     outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
     row = choose_family("forward", problem.dtype, device, family, problem.needs)
     if not _direct(row, problem, (q, k, v, o), (lse,)):
 
         def run(copies):
-            return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
+            own = dict(settings) | dict(zip(names, copies[3:], strict=True))
+            return forward(*copies[:3], causal, problem.softmax_scale, layout, None, config, family, own)
 
-        return AdaptedCall(run, row, problem, _FORWARD, arrays)
+        return AdaptedCall(run, row, problem, arguments, arrays)
     family = _without_tma(row, family)
-    plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, family)
-    return KernelCall(plan, ordinal, _FORWARD, outputs, arrays)
+    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | _score_strides(features)
+    plan = plan_forward(problem, device, strides, config, family)
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
+def _prepare_delta(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
     o, do, out = arrays
     (layout,) = options
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
-    ordinal, device = _device(arrays, _DELTA)
+    ordinal, device = _device(arrays, arguments)
     outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     check_outputs(outputs, (out,))
     row = choose_family("delta", problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
-        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, arrays)
+        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, arguments, arrays)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
-    return KernelCall(plan, ordinal, _DELTA, outputs, arrays)
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
-    q, k, v, o, lse, do, given_delta, dq, dk, dv = arrays
-    causal, softmax_scale, method, deterministic, layout, config, family = options
-    problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
-    problem.check_backward_inputs(o, lse, do, given_delta)
-    ordinal, device = _device(arrays, _BACKWARD)
+def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
+    causal, softmax_scale, method, deterministic, layout, config, family, names, settings, more = options
+    q, k, v, o, lse, do, given_delta, *rest = arrays
+    given, results = rest[: len(names)], rest[len(names) :]
+    features = dict(settings) | dict(zip(names, given, strict=True))
+    dlse = features.pop("dlse", None)
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    problem.check_backward_inputs(o, lse, do, given_delta, dlse)
+    ordinal, device = _device(arrays, arguments)
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
-    check_outputs(outputs, (dq, dk, dv))
-    row = choose_family("backward", problem.dtype, device, family, problem.needs)
+    outputs += tuple((name, features[name[1:]].shape, features[name[1:]].dtype) for name in more)
+    check_outputs(outputs, tuple(results))
+    needs = (*problem.needs, *(("dlse",) if dlse is not None else ()), *more)
+    row = choose_family("backward", problem.dtype, device, family, needs)
     method = choose_method(row.name, method, deterministic)
-    if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
+    dq, dk, dv = results[:3]
+    if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse)):
 
         def run(copies):
+            own = dict(settings) | dict(zip(names, copies[7:], strict=True))
             return backward(
-                *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config, family
-            )
+                *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config,
+                family, own.pop("dlse", None), "dbias" in more, "dsink" in more, own,
+            )  # fmt: skip
 
-        return AdaptedCall(run, row, problem, _BACKWARD, arrays)
-    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
+        return AdaptedCall(run, row, problem, arguments, arrays)
+    strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
+    strides |= _score_strides(features)
     family = _without_tma(row, family)
     plan = plan_backward(problem, device, strides, method, config, family, with_delta=given_delta is None)
-    return KernelCall(plan, ordinal, _BACKWARD, outputs, arrays)
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
 def _without_tma(row: Family, family: str | None) -> str | None:
@@ -197,6 +209,11 @@ def _strides(problem: AttentionProblem, outputs: Outputs, **tensors) -> dict[str
         name: problem.kernel_strides(shapes[name]) if array is None else problem.kernel_strides(array.shape, array.strides)
         for name, array in tensors.items()
     }
+
+
+def _score_strides(features: Mapping[str, object]) -> dict[str, tuple[int, int, int, int]]:
+    given = {name: features[name] for name in ARRAY_FEATURES if features.get(name) is not None}
+    return {name: score_strides(name, array) for name, array in given.items() if not name.startswith("cu_")}
 
 
 def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistics: tuple) -> bool:

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .features import KERNEL_NEEDS
+
 __all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
 
 #: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
@@ -22,9 +24,11 @@ _KINDS = {
     "input_accum": ("const Accum* {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
+    "score_strides": ("ScoreStrides {name}", "qqqq"),
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
 }
+_STRIDES = ("strides", "score_strides")
 _MAPS = ("input_map", "output_map")
 _FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum")
 
@@ -81,7 +85,7 @@ class ParamLayout:
         flat: list[object] = []
         for field in self._constants:
             value = values[field.name]
-            flat.extend(value) if field.kind == "strides" else flat.append(value)
+            flat.extend(value) if field.kind in _STRIDES else flat.append(value)
         return self._packer.pack(*flat) + self._padding
 
 
@@ -158,12 +162,29 @@ _RECORDS = {
 }
 
 
+#: The kinds of what features add: of arrays, which come with strides over scores, and of numbers.
+_FEATURE_ARRAYS: dict[str, str] = {}
+_FEATURE_VALUES = {
+    "window_left": "int",
+    "window_right": "int",
+}
+
+
 @functools.lru_cache(maxsize=None)
-def param_layout(operation: str, family: str, dtype: str) -> ParamLayout:
-    """The record that kernels of this operation, family and dtype take."""
+def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
+    """The record that kernels of this operation, family and dtype take, with what features add to each of its parts."""
     pointers, strides, reals, ints = _RECORDS.get((operation, family)) or _RECORDS[operation]
-    fields = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    arrays = [name for feature in features for name in KERNEL_NEEDS[feature].arrays]
+    values = [Field(name, _FEATURE_VALUES[name]) for feature in features for name in KERNEL_NEEDS[feature].values]
+    front = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    counters = [field for field in front if field.kind == "counter"]
+    fields = [field for field in front if field.kind != "counter"]
+    fields += [Field(name, _FEATURE_ARRAYS[name]) for name in arrays]
+    fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
+    fields += [Field(f"{name}_strides", "score_strides") for name in arrays]
     fields += [Field(name, "real") for name in reals]
+    fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]
+    fields += [field for field in values if field.kind == "int"]
     return ParamLayout(tuple(fields), double=dtype == "float64")

@@ -35,7 +35,7 @@ class _Planner:
         self.problem = problem
         self.device = device
         self.strides = strides
-        needs = () if operation in ("delta", "convert_dq") else problem.needs
+        needs = self._features(operation)
         row = choose_family(operation, problem.dtype, device, family, needs)
         reason = self._why_not_sm90(operation) if row.name == "sm90" else None
         if reason and family:
@@ -44,6 +44,9 @@ class _Planner:
             row = choose_family(operation, problem.dtype, device, "sm80", needs)
         self.family = row.name
         self.arch_suffix = row.arch_suffix
+
+    def _features(self, operation: str) -> tuple[str, ...]:
+        return () if operation in ("delta", "convert_dq") else self.problem.needs
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
@@ -77,7 +80,9 @@ class _Planner:
         tiled = operation not in ("delta", "convert_dq")
         family = "common" if operation == "delta" else self.family
         arch = self.device.arch + self.arch_suffix
-        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, problem.causal and tiled, tile)
+        features = self._features(operation)
+        causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
         available = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
@@ -87,6 +92,7 @@ class _Planner:
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
             "batch": problem.batch,
+            **problem.feature_values,
             **values,
         }
         constants = spec.params.pack_constants(

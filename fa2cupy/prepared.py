@@ -11,13 +11,15 @@ from cupy.cuda import runtime
 
 from .arguments import OverlapCheck, array_backend, output_name
 from .families import Family
+from .features import ARRAY_FEATURES
 from .launch import bind_plan
 from .plan import Plan
 from .problem import AttentionProblem
 
 __all__ = ["AdaptedCall", "Arguments", "KernelCall", "Outputs", "takes_rows"]
 
-_STATISTICS = ("lse", "delta")  # one number a row, instead of head_dim columns
+_STATISTICS = ("lse", "delta", "dlse")  # one number a row, instead of head_dim columns
+_WITHOUT_COLUMNS = (*_STATISTICS, "dbias", "dsink")
 
 
 class Arguments(NamedTuple):
@@ -31,6 +33,10 @@ class Arguments(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """As messages call them."""
         return (*self.inputs, *map(output_name, self.results))
+
+    def with_inputs(self, names: tuple[str, ...]) -> Arguments:
+        """The same with further arrays that it reads, after the others."""
+        return self._replace(inputs=(*self.inputs, *names), optional=(*self.optional, *names))
 
     def check_backend(self, arrays: tuple) -> None:
         """All are CuPy arrays."""
@@ -145,6 +151,8 @@ class AdaptedCall:
             return None
         if name in _STATISTICS:
             return cupy.ascontiguousarray(array)
+        if name in ARRAY_FEATURES:
+            return array
         if self.padded != self.head_dim:
             padded = cupy.zeros((*array.shape[:-1], self.padded), array.dtype)
             padded[..., : self.head_dim] = array
@@ -152,7 +160,7 @@ class AdaptedCall:
         return array if takes_rows(self.family, array) else array.copy(order="C")
 
     def _deliver(self, name: str, result, given):
-        if name not in _STATISTICS:
+        if name not in _WITHOUT_COLUMNS:
             result = result[..., : self.head_dim]
         if given is None:
             return cupy.ascontiguousarray(result)

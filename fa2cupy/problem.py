@@ -188,6 +188,11 @@ class AttentionProblem:
         return left, 0 if self.causal else right
 
     @property
+    def feature_values(self) -> dict[str, int | float]:
+        """What features add to the numbers of a kernel's record."""
+        return self.features.record(self.seqlen_q, self.seqlen_k, self.band)
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """What kernels must have besides plain attention: names that `Family.features` lists."""
         return (*self.features.needs, *(("head_dim_v",) if self.head_dim_v else ()))

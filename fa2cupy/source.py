@@ -67,6 +67,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "element": DTYPES[spec.dtype][0],
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
+        "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,
         "num_warps": spec.tile.num_warps,

@@ -113,17 +113,20 @@ def packed(x: np.ndarray) -> FakeArray:
     return wide[:, :, ::2]
 
 
-def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None):
+def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None, **features):
     """`gpu.forward` by keyword."""
-    return gpu.forward(q, k, v, causal, scale, layout, out, config, family)
+    return gpu.forward(q, k, v, causal, scale, layout, out, config, family, features)
 
 
 def backward(
     q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd",
-    out=None, config=None, family=None,
+    out=None, config=None, family=None, dlse=None, return_dbias=False, return_dsink=False, **features,
 ):
     """`gpu.backward` by keyword."""
-    return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)
+    return gpu.backward(
+        q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family, dlse,
+        return_dbias, return_dsink, features,
+    )  # fmt: skip
 
 
 class Launch:
@@ -286,10 +289,10 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     real = "d" if spec.dtype == "float64" else "f"
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
-        code = {"strides": "qqq", "real": real, "int": "i"}[field.kind]
+        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i"}[field.kind]
         values = struct.unpack_from(f"={code}", data, offset)
         offset += struct.calcsize(f"={code}")
-        yield field.name, values if field.kind == "strides" else values[0]
+        yield field.name, values if field.kind.endswith("strides") else values[0]
 
 
 class _Memory:

@@ -242,7 +242,7 @@ def test_every_feature_has_its_row_and_its_numbers():
     )  # fmt: skip
     assert everything.needs == tuple(KERNEL_NEEDS)
     assert everything.flags == tuple(need.flag for need in KERNEL_NEEDS.values())
-    assert everything.record(100, 200) == {
+    assert everything.record(100, 200, everything.window) == {
         "window_left": 3, "window_right": 100, "softcap": 2.0, "dropout_threshold": 2**31, "dropout_scale": 2.0,
         "seed_low": 7, "seed_high": 2**8, "max_seqlen_q": 8, "max_seqlen_k": 9,
     }  # fmt: skip
@@ -251,13 +251,19 @@ def test_every_feature_has_its_row_and_its_numbers():
 
 def test_neutral_values_need_nothing():
     assert NO_FEATURES.needs == ()
-    assert NO_FEATURES.record(5, 6) == {}
+    assert NO_FEATURES.record(5, 6, (None, None)) == {}
     assert features_of(window=(None, None), softcap=None, dropout_p=0, seed=5, bias=None, sink=None) == NO_FEATURES
 
 
 def test_lengths_are_not_part_of_what_is_compiled():
     assert features_of(window=(10**12, 0)).flags == features_of(window=(1, 1)).flags == ("kWindow",)
-    assert features_of(window=(10**12, 0)).record(37, 53) == {"window_left": 53, "window_right": 0}
+    assert features_of().record(37, 53, (10**12, 0)) == {}
+    assert features_of(window=(1, 1)).record(37, 53, (10**12, 0)) == {"window_left": 53, "window_right": 0}
+
+
+def test_causal_is_the_right_limit_of_a_window():
+    problem = AttentionProblem.from_arrays(*inputs_of("float32")[:3], causal=True, window=(3, 9))
+    assert problem.feature_values == {"window_left": 3, "window_right": 0}
 
 
 @pytest.fixture
@@ -273,8 +279,14 @@ GPU_ROWS = ("window", "softcap", "alibi", "bias", "mask", "padding", "sink", "dr
 GPU_FEATURES = {name: options_of(name, "float16", SIZES) for name in GPU_ROWS}
 
 
+@pytest.fixture
+def without_features(monkeypatch):
+    """Families that have none."""
+    monkeypatch.setattr(families, "FAMILIES", tuple(dataclasses.replace(row, features=()) for row in families.FAMILIES))
+
+
 @pytest.mark.parametrize("name", GPU_FEATURES)
-def test_kernels_refuse_a_feature_that_they_do_not_have(launched, name):
+def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_features, name):
     from fake_gpu import place
 
     from fa2cupy import gpu
@@ -284,7 +296,7 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, name):
     q, k, v, do = (place(array) for array in inputs_of("float16"))
     o, lse = gpu.forward(q, k, v, False, None, "bshd", None, None, None)
     launched.clear()
-    match = rf"^{need}: a kernel family for (forward|backward) with float16 .*: there is sm90 .*; sm80.*; NumPy arrays"
+    match = rf"^{need}: a kernel family for (forward|backward) with float16 .*: there is sm90.*; sm80.*; NumPy arrays"
     with pytest.raises(UnsupportedProblemError, match=match):
         gpu.forward(q, k, v, False, None, "bshd", None, None, None, options)
     tail = (False, None, None, None, False, "bshd", None, None, None)
@@ -299,7 +311,7 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, name):
     assert not launched
 
 
-def test_kernels_refuse_packed_sequences_and_other_columns(launched, monkeypatch):
+def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_features, monkeypatch):
     from fake_gpu import gapped, place
 
     from fa2cupy import gpu

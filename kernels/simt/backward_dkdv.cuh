@@ -35,7 +35,7 @@ struct BackwardDkdv {
         Real* board = boards + warp * Warp::kBoardElements;
         const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows k, v, dk, dv;
         Warp::load_rows(k, params.k + params.k_strides.offset(where.batch, 0, where.head), params.k_strides.row, first_key,
@@ -45,8 +45,8 @@ struct BackwardDkdv {
         Warp::clear(dk);
         Warp::clear(dv);
 
-        const auto tiles =
-            common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                           common::window_of<Spec>(params));
         for (int32 member = 0; member < params.heads_per_group; ++member) {
             const int32 head = where.head * params.heads_per_group + member;
             const Real* q = params.q + params.q_strides.offset(where.batch, 0, head);
@@ -72,7 +72,7 @@ struct BackwardDkdv {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
                     p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
-                if (tile < tiles.full_begin) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+                if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
                     ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);

@@ -37,7 +37,7 @@ struct BackwardDq {
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows q, dout, dq;
         Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
@@ -53,7 +53,8 @@ struct BackwardDq {
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
             __syncthreads();
             Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
@@ -68,7 +69,7 @@ struct BackwardDq {
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j)
                 p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
-            if (tile >= tiles.full_end) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+            if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
 

@@ -34,7 +34,7 @@ struct Forward {
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows q, o;
         Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
@@ -43,7 +43,8 @@ struct Forward {
         common::OnlineSoftmax<Real, 1, Scores::kLanesPerRow, common::exp2_accurate> softmax;
         softmax.reset();
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
             __syncthreads();
             Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
@@ -54,7 +55,7 @@ struct Forward {
             Warp::dot(scores, q, k_tile, board, lane);
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
-            if (tile >= tiles.full_end)
+            if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
                 common::mask_scores(scores, mask, first_row, tile * kBc, lane, -common::infinity<Real>());
             Real rescale[1];
             softmax.update(scores, rescale);

@@ -77,13 +77,13 @@ struct BackwardDkdv {
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
-    common::QueryTileRange tiles;
+    common::QueryTileRange<Spec::kWindow> tiles;
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
         const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
-        const auto tiles =
-            common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                           common::window_of<Spec>(params));
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
@@ -171,8 +171,8 @@ struct BackwardDkdv {
                     for (int e = 0; e < 4; ++e)
                         x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
             }
-            if (step.tile < tiles.full_begin) {
-                const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+            if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
+                const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,

@@ -50,8 +50,9 @@ struct BackwardDq {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
                         tiles.end, thread};
@@ -107,7 +108,7 @@ struct BackwardDq {
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
-                if (tile >= tiles.full_end)
+                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
                     common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
             }
             multiply<Element, kD / 16>(

@@ -49,8 +49,9 @@ struct ForwardRows {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
         const Ring ring{smem + QTile::kBytes, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
@@ -81,7 +82,7 @@ struct ForwardRows {
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
             PackedFragment<Element, kBc / 8> p[kM16];
-            const bool masked = tile >= tiles.full_end;
+            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
             const bool try_reference = !masked && tile != tiles.end - 1;
 #pragma unroll

@@ -98,8 +98,9 @@ struct ForwardSplit {
         const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys,
                         params.k + params.k_strides.offset(where.batch, 0, head_kv),
@@ -136,7 +137,7 @@ struct ForwardSplit {
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
             Packed p[kM16];
-            const bool masked = tile >= tiles.full_end;
+            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
             if (!masked && tile != tiles.end - 1) {
                 float share[kM16][2];

@@ -41,10 +41,10 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: under a mask, tiles that it cuts come first.
+    // All steps of the block: tiles that a right limit cuts come first, tiles that a left limit cuts last.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
-        const KeyTile& own = group.own_;
+        const KeyTile<Spec>& own = group.own_;
         const int32 end = own.first_query_head + group.params_.heads_per_group;
 #pragma unroll 1
         for (int32 head = own.first_query_head; head < end; ++head) {
@@ -52,7 +52,11 @@ class BackwardGroup {
 #pragma unroll 1
             for (; tile < own.tiles.full_begin; ++tile) group.template step<true>({head, tile});
 #pragma unroll 1
-            for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
+            for (; tile < own.tiles.full_end; ++tile) group.template step<false>({head, tile});
+            if constexpr (common::kLeftLimit<Spec>) {
+#pragma unroll 1
+                for (; tile < own.tiles.end; ++tile) group.template step<true>({head, tile});
+            }
         }
     }
 
@@ -97,8 +101,7 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if constexpr (kMasked) {
-            const common::Mask<Spec::kCausal> mask{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-            common::mask_transposed(x, mask, step.tile * kBr, first_key + 16 * warp_, lane_,
+            common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
                                     -common::infinity<float>());
         }
 #pragma unroll
@@ -157,7 +160,8 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        const int32 tiles = next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1;  // past those nobody here sees
+        // Past those that nobody here sees.
+        const int32 tiles = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
         workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;
     }
 
@@ -171,8 +175,13 @@ class BackwardGroup {
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
         const int64 head = static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head;
-        workspace_ = params.dq_accum + (head * own_.tiles.end + own_.tiles.begin) * Workspace::kTileElements +
+        workspace_ = params.dq_accum + (head * query_tiles() + own_.tiles.begin) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
+    }
+
+    // Of a head, whether they are seen here or not.
+    __device__ __forceinline__ int32 query_tiles() const {
+        return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
     // 16 rows of a gradient leave by way of rows of K or V, of which this warp takes those from `row` on.
@@ -204,7 +213,7 @@ class BackwardGroup {
     const Params& params_;
     const Memory memory_;
     const int32 warp_, lane_;
-    const KeyTile own_;
+    const KeyTile<Spec> own_;
     RingPosition<2> written_, read_;  // of dS
     float* workspace_ = nullptr;      // of the step whose dQ is next
 };

@@ -113,7 +113,7 @@ class BackwardProducer {
 
     const Params& params_;
     const Memory memory_;
-    const KeyTile own_;
+    const KeyTile<Spec> own_;
 };
 
 }  // namespace fa2::sm90

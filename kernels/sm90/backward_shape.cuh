@@ -45,18 +45,23 @@ struct QueryStep {
     int32 head, tile;
 };
 
-// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. No key is without a query
-// that sees it, so there is at least one step.
+// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. There is at least one
+// step: without a left limit no key is without a query that sees it, and with one such keys have one that is masked.
+template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
-    common::QueryTileRange tiles;
+    common::QueryTileRange<Spec::kWindow> tiles;
 };
 
 template <class Spec>
-__device__ __forceinline__ KeyTile key_tile(const Params& params) {
+__device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
-    return {where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
-            common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k)};
+    KeyTile<Spec> tile = {
+        where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
+        common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                    common::window_of<Spec>(params))};
+    if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
+    return tile;
 }
 
 // Where everything is.

@@ -29,6 +29,7 @@ class ForwardConsumer {
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
@@ -62,24 +63,29 @@ class ForwardConsumer {
         p.set(scores_);
         output_.fill(0.0f);
         while (true) {
-            int32 block = keys.count - 2;
-            if constexpr (Spec::kCausal) {
+            int32 block = keys.end - 2;
+            if constexpr (kRightLimit) {
 #pragma unroll 1
-                for (; block >= keys.full; --block) masked_step(tile, block, p);
+                for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
             }
             if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block >= 1; block -= 2) {
+                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
                     step(p, other_p, false);
-                    step(other_p, p, block == 1);
+                    step(other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
                 }
-                if (block == 0) {
-                    step(p, other_p, true);
+                if (block == (kLeftLimit ? keys.full_begin : 0)) {
+                    step(p, other_p, block == (kLeftLimit ? keys.begin : 0));
                     p = other_p;
+                    --block;
                 }
             } else {
 #pragma unroll 1
-                for (; block >= 0; --block) step(p, p, block == 0);
+                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block) step(p, p, block == (kLeftLimit ? keys.begin : 0));
+            }
+            if constexpr (kLeftLimit) {
+#pragma unroll 1
+                for (; block >= (kLeftLimit ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -147,9 +153,10 @@ class ForwardConsumer {
     }
 
     // The same for a key tile that needs it. These are few, and take the plain way.
-    __device__ __forceinline__ void masked_step(const TileInSlot& tile, int32 block, Probabilities& p) {
+    __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                                Probabilities& p) {
         issue_both(p);
-        if (block == 0) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         mask(tile, block);
         float rescale[2];
         softmax_.update_raw(scores_, params_.scale_log2, rescale);
@@ -180,9 +187,9 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
-        const int32 block = keys.count - 1;
-        if (block == 0) release_query();
-        if (block >= keys.full) mask(tile, block);
+        const int32 block = keys.end - 1;
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
+        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0))) mask(tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, params_.scale_log2, rescale);
@@ -193,8 +200,7 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
@@ -203,7 +209,7 @@ class ForwardConsumer {
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
-        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+        if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) {
                 mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
@@ -212,7 +218,7 @@ class ForwardConsumer {
         }
     }
     __device__ __forceinline__ void skip_values(const GroupKeys& keys) {
-        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+        if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) {
                 mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());

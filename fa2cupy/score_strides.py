@@ -1,0 +1,21 @@
+"""How arrays of features lie over the scores: strides of (batch, head, query, key), 0 where an array repeats."""
+
+from __future__ import annotations
+
+__all__ = ["score_strides"]
+
+#: The axes of scores that arrays have which are not broadcast from the right, by rank.
+_AXES = {
+    "alibi_slopes": {1: (1,), 2: (0, 1)},
+    "key_padding_mask": {1: (3,), 2: (0, 3)},
+    "sink": {1: (1,)},
+}
+
+
+def score_strides(name: str, array) -> tuple[int, int, int, int]:
+    """Element strides over the scores of an array of a feature that fits the problem."""
+    axes = _AXES[name][array.ndim] if name in _AXES else range(4 - array.ndim, 4)
+    strides = [0, 0, 0, 0]
+    for axis, length, stride in zip(axes, array.shape, array.strides, strict=True):
+        strides[axis] = 0 if length == 1 else stride // array.itemsize
+    return tuple(strides)

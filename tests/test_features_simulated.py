@@ -1,0 +1,90 @@
+"""Features in the kernels of every family, executed without a GPU: forward and both backward methods against the
+reference. What holds for every launch is in README.md of this folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_gpu import backward, forward, place  # noqa: E402
+from simulator import simulated_gpu  # noqa: E402
+
+from fa2cupy import TileConfig  # noqa: E402
+from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
+
+pytestmark = pytest.mark.simulated
+
+METHODS = ("single_pass", "two_pass")
+SMALL = TileConfig(32, 32, 2, 2)
+#: (family, dtype, head_dim) and a tile for each kernel; the Hopper backward above 128 columns is another one.
+FAMILIES = {
+    "simt": ("float32", 24, TileConfig(8, 8, 2)),
+    "simt double": ("float64", 24, TileConfig(8, 8, 2)),
+    "sm80": ("float16", 40, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
+    "sm80 wide": ("bfloat16", 160, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
+    "sm90": ("float16", 64, {"forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 64, 12, 2)}),
+    "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
+    "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
+}
+#: (seqlen_q, seqlen_k): ragged, several tiles, more keys than queries and the other way round.
+LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
+
+
+def config_of(name: str) -> object:
+    tiles = FAMILIES[name][2]
+    return {"forward": SMALL, "backward_dq": SMALL, **tiles} if name.startswith("sm80") else tiles
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, monkeypatch):
+    """A key of the table, and the stages that were launched."""
+    with simulated_gpu(monkeypatch) as launched:
+        yield request.param, launched
+
+
+def draw(name: str, lengths: tuple[int, int], **sizes) -> tuple:
+    dtype, head_dim, _ = FAMILIES[name]
+    sizes = {"num_heads": 2, "num_heads_kv": 1, **sizes}
+    inputs = make_inputs(dtype, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, **sizes)
+    return tuple(place(x) for x in inputs)
+
+
+def check(family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, **options) -> None:
+    """All results of a call, and that its kernels are of the family, with the feature where it matters."""
+    name, launched = family
+    q, k, v, do = inputs
+    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    expected = Expectation(q, k, v, do, **options)
+    o, lse = forward(q, k, v, **own, **options)
+    expected.check(o=o, lse=lse)
+    for method in methods:
+        gradients = backward(q, k, v, o, lse, do, method=method, **own, **options)
+        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    specs = [stage.spec for stage in launched if stage.spec.operation not in ("delta", "convert_dq")]
+    assert {spec.family for spec in specs} == {name.split()[0]}
+    assert used is None or all(used in spec.features for spec in specs)
+
+
+def lengths_of(name: str) -> tuple:
+    return LENGTHS[name.split()[0]]
+
+
+class TestWindow:
+    @pytest.mark.parametrize("window", [(0, 0), (9, 4), (40, 70), (None, 3), (70, None)], ids=str)
+    @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+    def test_against_the_reference(self, family, causal, window):
+        for lengths in lengths_of(family[0]):
+            check(family, draw(family[0], lengths), causal=causal, window=window, used="window")
+
+    def test_keys_outside_the_band_are_not_loaded(self, family):
+        name = family[0]
+        rows = 40 if name.startswith("simt") else 300
+        q, k, v, do = draw(name, (rows, rows), num_heads=1)
+        own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None, "window": (3, 2)}
+        o, lse = forward(q, k, v, **own)
+        k[:, -1], v[:, -1] = np.nan, np.nan
+        poisoned, _ = forward(q, k, v, **own)
+        # NaN reaches the last tiles alone, whose products it is part of.
+        assert np.array_equal(poisoned[:, : rows // 4], o[:, : rows // 4])
