@@ -71,7 +71,9 @@ class Family:
 _ALL = (*OPERATIONS, "delta", "convert_dq")
 _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
-_FEATURES = ("window",)
+_FEATURES = (
+    "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
+)  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (

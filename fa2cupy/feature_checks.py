@@ -55,6 +55,7 @@ def check_features(problem: AttentionProblem, q, options: Mapping[str, object]) 
         seed=seed,
         **packed,
         arrays=tuple(arrays),
+        wide_bias="bias" in arrays and arrays["bias"].dtype.name != problem.dtype,
     )
     shape = problem.with_features(features).score_shape
     batch, heads, _, seqlen_k = shape

@@ -35,6 +35,7 @@ block-sparse map is a row with two arrays, the offsets and the numbers of the ti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
@@ -76,22 +77,26 @@ class KernelNeeds(NamedTuple):
         Pointers of the record. Those that are broadcast over scores come with four strides, 0 where they repeat.
     values : tuple of str
         Numbers of the record, as `Features.record` gives them.
+    per_call : tuple of str
+        64-bit numbers that are new in each call, and travel with the pointers.
     """
 
     flag: str
     arrays: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    per_call: tuple[str, ...] = ()
 
 
 KERNEL_NEEDS = {
     "window": KernelNeeds("kWindow", (), ("window_left", "window_right")),
-    "softcap": KernelNeeds("kSoftcap", (), ("softcap",)),
+    "softcap": KernelNeeds("kSoftcap", (), ("scale_over_softcap", "softcap_log2")),
     "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",)),
     "bias": KernelNeeds("kBias", ("bias",)),
+    "wide_bias": KernelNeeds("kWideBias"),
     "mask": KernelNeeds("kMask", ("mask",)),
     "key_padding_mask": KernelNeeds("kKeyPadding", ("key_padding_mask",)),
     "sink": KernelNeeds("kSink", ("sink",)),
-    "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale", "seed_low", "seed_high")),
+    "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",)),
     "cu_seqlens": KernelNeeds("kVarlen", ("cu_seqlens_q", "cu_seqlens_k"), ("max_seqlen_q", "max_seqlen_k")),
 }
 
@@ -114,6 +119,8 @@ class Features:
         No packed sequence is longer.
     arrays : tuple of str
         Which of `ARRAY_FEATURES` the call has.
+    wide_bias : bool
+        The bias has the dtype of lse, where that is not q's.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -124,12 +131,14 @@ class Features:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     arrays: tuple[str, ...] = ()
+    wide_bias: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Keys of `KERNEL_NEEDS`: what a kernel must have. A feature at its neutral value needs nothing."""
         used = {
             **dict.fromkeys(self.arrays, True),
+            "wide_bias": self.wide_bias,
             "window": self.window != (None, None),
             "softcap": self.softcap is not None,
             "dropout_p": self.dropout_p > 0,
@@ -142,17 +151,19 @@ class Features:
         """The constants that a kernel is compiled with."""
         return tuple(KERNEL_NEEDS[name].flag for name in self.needs)
 
-    def record(self, seqlen_q: int, seqlen_k: int, band: tuple[int | None, int | None]) -> dict[str, int | float]:
+    def record(
+        self, seqlen_q: int, seqlen_k: int, band: tuple[int | None, int | None], softmax_scale: float
+    ) -> dict[str, int | float]:
         """The numbers that travel in the record. No limit of the band is one that these lengths do not reach."""
         left, right = band
+        softcap = self.softcap or math.inf
         available = {
             "window_left": seqlen_k if left is None else min(left, seqlen_k),
             "window_right": seqlen_q if right is None else min(right, seqlen_q),
-            "softcap": self.softcap,
+            "scale_over_softcap": softmax_scale / softcap,
+            "softcap_log2": softcap * math.log2(math.e),
             "dropout_threshold": dropout_threshold(self.dropout_p),
             "dropout_scale": dropout_scale(self.dropout_p),
-            "seed_low": self.seed % 2**32,
-            "seed_high": self.seed // 2**32,
             "max_seqlen_q": self.max_seqlen_q,
             "max_seqlen_k": self.max_seqlen_k,
         }

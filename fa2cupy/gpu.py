@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from numbers import Integral
 
 import cupy
 import numpy as np
@@ -42,9 +43,9 @@ def forward(q, k, v, causal, softmax_scale, layout, out, config, family, feature
     options = (causal, softmax_scale, layout, config, family)
     if not features:
         return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
-    names, arrays, settings = _split(features)
+    names, arrays, settings, seed = _split(features)
     arguments = _FORWARD.with_inputs(names)
-    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings))
+    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed)
 
 
 def delta(o, do, layout, out):
@@ -63,20 +64,27 @@ def backward(
         results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
         return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
     more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
-    names, arrays, settings = _split({**(features or {}), "dlse": dlse})
+    names, arrays, settings, seed = _split({**(features or {}), "dlse": dlse})
     arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
     results = unpack_out(out, arguments.results)
-    return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more))
+    return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more), seed)
 
 
-def _split(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple]:
-    """The arrays among the keywords of features, by name, and the other keywords."""
+def _split(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple, int | None]:
+    """The arrays among the keywords of features, by name, the other keywords, and a seed that is legal.
+
+    A call is not prepared anew for each seed: that is handed over like an address.
+    """
     arrays = {name: x for name, x in features.items() if x is not None and name in (*ARRAY_FEATURES, "dlse")}
-    settings = tuple((name, x) for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse"))
-    return tuple(arrays), tuple(arrays.values()), settings
+    settings = {name: x for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse")}
+    seed = settings.get("seed")
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        return tuple(arrays), tuple(arrays.values()), tuple(settings.items()), None  # which the checks will name
+    settings["seed"] = 0
+    return (*arrays, "seed"), (*arrays.values(), None), tuple(settings.items()), int(seed)
 
 
-def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> tuple:
+def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None) -> tuple:
     addresses = []
     signature = [prepare, options]
     try:
@@ -92,6 +100,8 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
     except AttributeError:
         arguments.check_backend(arrays)  # says which is no CuPy array
         raise
+    if seed is not None:
+        addresses[arguments.inputs.index("seed")] = seed
     key = tuple(signature)
     try:
         call = _prepared.get(key)
@@ -114,7 +124,7 @@ def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, opt
 def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
     q, k, v, *given, o, lse = arrays
     causal, softmax_scale, layout, config, family, names, settings = options
-    features = dict(settings) | dict(zip(names, given, strict=True))
+    features = dict(settings) | {name: x for name, x in zip(names, given, strict=True) if x is not None}
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
@@ -153,7 +163,7 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     causal, softmax_scale, method, deterministic, layout, config, family, names, settings, more = options
     q, k, v, o, lse, do, given_delta, *rest = arrays
     given, results = rest[: len(names)], rest[len(names) :]
-    features = dict(settings) | dict(zip(names, given, strict=True))
+    features = dict(settings) | {name: x for name, x in zip(names, given, strict=True) if x is not None}
     dlse = features.pop("dlse", None)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features

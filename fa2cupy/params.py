@@ -22,15 +22,18 @@ _KINDS = {
     "input": ("const Element* {name}", "Q"),
     "output": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
+    "input_bool": ("const bool* {name}", "Q"),
+    "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
     "score_strides": ("ScoreStrides {name}", "qqqq"),
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
+    "word": ("uint32 {name}", "I"),
 }
 _STRIDES = ("strides", "score_strides")
 _MAPS = ("input_map", "output_map")
-_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum")
+_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_bool", "per_call")
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,20 @@ _RECORDS = {
 
 
 #: The kinds of what features add: of arrays, which come with strides over scores, and of numbers.
-_FEATURE_ARRAYS: dict[str, str] = {}
+_FEATURE_ARRAYS = {
+    "alibi_slopes": "input_accum",
+    "bias": "input",
+    "mask": "input_bool",
+    "key_padding_mask": "input_bool",
+    "sink": "input_accum",
+}
 _FEATURE_VALUES = {
     "window_left": "int",
     "window_right": "int",
+    "scale_over_softcap": "real",
+    "softcap_log2": "real",
+    "dropout_threshold": "word",
+    "dropout_scale": "real",
 }
 
 
@@ -179,12 +192,14 @@ def param_layout(operation: str, family: str, dtype: str, features: tuple[str, .
     front = [Field(*pointer.split(":")) for pointer in pointers.split()]
     counters = [field for field in front if field.kind == "counter"]
     fields = [field for field in front if field.kind != "counter"]
-    fields += [Field(name, _FEATURE_ARRAYS[name]) for name in arrays]
+    kinds = _FEATURE_ARRAYS | ({"bias": "input_accum"} if "wide_bias" in features else {})
+    fields += [Field(name, kinds[name]) for name in arrays]
+    fields += [Field(name, "per_call") for feature in features for name in KERNEL_NEEDS[feature].per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     fields += [Field(f"{name}_strides", "score_strides") for name in arrays]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]
-    fields += [field for field in values if field.kind == "int"]
+    fields += [field for field in values if field.kind != "real"]
     return ParamLayout(tuple(fields), double=dtype == "float64")

@@ -46,7 +46,10 @@ class _Planner:
         self.arch_suffix = row.arch_suffix
 
     def _features(self, operation: str) -> tuple[str, ...]:
-        return () if operation in ("delta", "convert_dq") else self.problem.needs
+        """What the operation's kernel must have. A sink is in lse, and concerns the backward no more."""
+        if operation in ("delta", "convert_dq"):
+            return ()
+        return tuple(name for name in self.problem.needs if name != "sink" or operation == "forward")
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem

@@ -143,6 +143,8 @@ class AdaptedCall:
         inputs, names = self.arguments.inputs, self.arguments.results
         with cupy.cuda.Device(arrays[0].data.device_id):
             copies = [self._copy(*pair) for pair in zip(inputs, arrays[: len(inputs)], strict=True)]
+            if "seed" in inputs:
+                copies[inputs.index("seed")] = addresses[inputs.index("seed")]
             delivered = zip(names, self.run(copies), arrays[len(inputs) :], strict=True)
             return tuple([self._deliver(*triple) for triple in delivered])
 

@@ -190,7 +190,7 @@ class AttentionProblem:
     @property
     def feature_values(self) -> dict[str, int | float]:
         """What features add to the numbers of a kernel's record."""
-        return self.features.record(self.seqlen_q, self.seqlen_k, self.band)
+        return self.features.record(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fa2cupy import gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
+from fa2cupy.features import ARRAY_FEATURES
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout
@@ -148,7 +149,11 @@ class Launch:
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
         self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
         layout = self.spec.params
-        self.pointers = {name: addresses[name] for name in layout.pointers if name != TILE_COUNTER}
+        self._kinds = kinds = {field.name: field.kind for field in layout.fields}
+        self.pointers = {
+            name: addresses[name] for name in layout.pointers if kinds[name] not in ("counter", "per_call")
+        }
+        self._per_call = {name: addresses[name] for name in layout.pointers if kinds[name] == "per_call"}
         self.maps = dict(zip(layout.maps, stage.maps, strict=True))
         self.values = stage_values(stage)
         for name, tensor in self.maps.items():
@@ -164,7 +169,7 @@ class Launch:
         self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
     ) -> bytes:
         """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
-        front = {name: addresses.get(name, 0) for name in self.spec.params.pointers}
+        front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
         front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
         return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
 
@@ -179,6 +184,13 @@ class Launch:
         if name in ("k", "v", "dk", "dv"):
             heads, rows = heads // self.values["heads_per_group"], self.values["seqlen_k"]
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
+        if name in ARRAY_FEATURES:
+            wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
+            dtype = {"input": dtype, "input_accum": wide, "input_bool": np.dtype(bool)}[self._kinds[name]]
+            strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
+            sizes = (self.batch, heads, rows, self.values["seqlen_k"])
+            shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
+            return memory_at(self.pointers[name], shape, strides, dtype)
         if dtype.itemsize == 2:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
@@ -289,7 +301,7 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     real = "d" if spec.dtype == "float64" else "f"
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
-        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i"}[field.kind]
+        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i", "word": "I"}[field.kind]
         values = struct.unpack_from(f"={code}", data, offset)
         offset += struct.calcsize(f"={code}")
         yield field.name, values if field.kind.endswith("strides") else values[0]

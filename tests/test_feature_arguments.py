@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -234,31 +235,31 @@ def features_of(**options) -> Features:
 
 def test_every_feature_has_its_row_and_its_numbers():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
-    assert names == set(KERNEL_NEEDS)
+    assert {*names, "wide_bias"} == set(KERNEL_NEEDS)
     assert {array for need in KERNEL_NEEDS.values() for array in need.arrays} == set(ARRAY_FEATURES)
     everything = dataclasses.replace(
         NO_FEATURES, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
-        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_FEATURES,
+        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_FEATURES, wide_bias=True,
     )  # fmt: skip
     assert everything.needs == tuple(KERNEL_NEEDS)
     assert everything.flags == tuple(need.flag for need in KERNEL_NEEDS.values())
-    assert everything.record(100, 200, everything.window) == {
-        "window_left": 3, "window_right": 100, "softcap": 2.0, "dropout_threshold": 2**31, "dropout_scale": 2.0,
-        "seed_low": 7, "seed_high": 2**8, "max_seqlen_q": 8, "max_seqlen_k": 9,
+    assert everything.record(100, 200, everything.window, 0.25) == {
+        "window_left": 3, "window_right": 100, "scale_over_softcap": 0.125, "softcap_log2": 2 / math.log(2),
+        "dropout_threshold": 2**31, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
     }  # fmt: skip
     assert len(everything.flags) == len(set(everything.flags))
 
 
 def test_neutral_values_need_nothing():
     assert NO_FEATURES.needs == ()
-    assert NO_FEATURES.record(5, 6, (None, None)) == {}
+    assert NO_FEATURES.record(5, 6, (None, None), 1.0) == {}
     assert features_of(window=(None, None), softcap=None, dropout_p=0, seed=5, bias=None, sink=None) == NO_FEATURES
 
 
 def test_lengths_are_not_part_of_what_is_compiled():
     assert features_of(window=(10**12, 0)).flags == features_of(window=(1, 1)).flags == ("kWindow",)
-    assert features_of().record(37, 53, (10**12, 0)) == {}
-    assert features_of(window=(1, 1)).record(37, 53, (10**12, 0)) == {"window_left": 53, "window_right": 0}
+    assert features_of().record(37, 53, (10**12, 0), 1.0) == {}
+    assert features_of(window=(1, 1)).record(37, 53, (10**12, 0), 1.0) == {"window_left": 53, "window_right": 0}
 
 
 def test_causal_is_the_right_limit_of_a_window():

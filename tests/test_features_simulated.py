@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("cupy")
 
 from fake_gpu import backward, forward, place  # noqa: E402
+from feature_cases import options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
 from fa2cupy import TileConfig  # noqa: E402
@@ -88,3 +89,39 @@ class TestWindow:
         poisoned, _ = forward(q, k, v, **own)
         # NaN reaches the last tiles alone, whose products it is part of.
         assert np.array_equal(poisoned[:, : rows // 4], o[:, : rows // 4])
+
+
+#: Each as `feature_cases.options_of` calls it.
+SCORES = (
+    "softcap", "alibi", "alibi by batch", "bias", "bias of heads", "bias of keys", "bias of one row",
+    "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
+)  # fmt: skip
+
+
+def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batch: int = 1) -> dict:
+    """The keywords of several rows, their arrays on the device."""
+    sizes = {"batch": batch, "num_heads": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    given = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+    return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+
+
+class TestScores:
+    @pytest.mark.parametrize("row", SCORES)
+    def test_each_feature(self, family, row):
+        lengths = lengths_of(family[0])[0]
+        check(family, draw(family[0], lengths), causal=True, **options_for(family[0], (row,), lengths))
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            ("softcap", "dropout"),
+            ("softcap", "bias of heads", "mask of rows", "sink"),
+            ("alibi by batch", "padding", "dropout", "window"),
+            ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
+        ],
+        ids="+".join,
+    )
+    def test_several(self, family, rows):
+        lengths = lengths_of(family[0])[1]
+        inputs = draw(family[0], lengths, batch=2)
+        check(family, inputs, **options_for(family[0], rows, lengths, batch=2))

@@ -21,6 +21,11 @@ struct Mask {
         if constexpr (kWindow) return key - diagonal - window.right;
         return kCausal ? key - diagonal : 0;
     }
+    __device__ bool hides(int32 query, int32 key) const {
+        if (key >= end_key(query)) return true;
+        if constexpr (kWindow) return key < first_key(query);
+        return false;
+    }
     // Under a left limit.
     __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
     __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }

@@ -11,6 +11,7 @@
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -69,13 +70,27 @@ struct BackwardDkdv {
                 Scores p, ds;
                 Warp::dot(p, k, q_tile, board, lane);
                 Warp::dot(ds, v, do_tile, board, lane);
+                if constexpr (common::kTakesWeights<Spec>) {
+                    Scores weights = p;
+                    const bool masked = tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end);
+                    common::take_weights<true, Spec>(weights, p, masked, params, where.batch, head, tile * kBr,
+                                                     first_key, lane,
+                                                     [&](int, int j) { return lse_tile[Scores::col(j, lane)]; });
 #pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
-                if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+                    for (int j = 0; j < Scores::kCols; ++j) {
+                        const Real delta = delta_tile[Scores::col(j, lane)];
+                        ds.value[j] = common::weighted<Spec>(
+                            weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
+                    }
+                } else {
 #pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
+                    for (int j = 0; j < Scores::kCols; ++j)
+                        p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
+                    if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+#pragma unroll
+                    for (int j = 0; j < Scores::kCols; ++j)
+                        ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
+                }
 
                 Warp::post(p, board, lane);
                 Warp::accumulate(dv, board, do_tile, lane);
@@ -85,7 +100,7 @@ struct BackwardDkdv {
         }
         Warp::store_rows(dk, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, where.head),
                          params.dk_strides.row, first_key, params.seqlen_k, lane);
-        Warp::store_rows(dv, Real(1), params.dv + params.dv_strides.offset(where.batch, 0, where.head),
+        Warp::store_rows(dv, common::kept_scale<Spec>(params), params.dv + params.dv_strides.offset(where.batch, 0, where.head),
                          params.dv_strides.row, first_key, params.seqlen_k, lane);
     }
 };

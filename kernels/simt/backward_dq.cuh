@@ -10,6 +10,7 @@
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -66,12 +67,23 @@ struct BackwardDq {
             Scores p, ds;
             Warp::dot(p, q, k_tile, board, lane);
             Warp::dot(ds, dout, v_tile, board, lane);
+            if constexpr (common::kTakesWeights<Spec>) {
+                Scores weights = p;
+                const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+                common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
+                                                  tile * kBc, lane, [&](int, int) { return lse_log2; });
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j)
-                p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
-            if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+                for (int j = 0; j < Scores::kCols; ++j)
+                    ds.value[j] = common::weighted<Spec>(
+                        weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
+            } else {
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
+                for (int j = 0; j < Scores::kCols; ++j)
+                    p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
+                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+#pragma unroll
+                for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
+            }
 
             if constexpr (kWithDkdv) {
                 Warp::post(p, board, lane);
@@ -84,7 +96,7 @@ struct BackwardDq {
                 __syncthreads();
                 add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);
-                add_tile(dv_tile, Real(1), params.dv + params.dv_strides.offset(where.batch, 0, head_kv),
+                add_tile(dv_tile, common::kept_scale<Spec>(params), params.dv + params.dv_strides.offset(where.batch, 0, head_kv),
                          params.dv_strides.row, tile * kBc, params.seqlen_k);
             }
         }

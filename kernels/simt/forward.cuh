@@ -11,6 +11,7 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -53,8 +54,10 @@ struct Forward {
 
             Scores scores;
             Warp::dot(scores, q, k_tile, board, lane);
+            common::modify_scores<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
+            if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
+                for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
             if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
                 common::mask_scores(scores, mask, first_row, tile * kBc, lane, -common::infinity<Real>());
             Real rescale[1];
@@ -65,12 +68,13 @@ struct Forward {
 #pragma unroll
                 for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
             }
+            common::drop<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
             Warp::post(scores, board, lane);
             Warp::accumulate(o, board, v_tile, lane);
         }
 
         Real inverse_sum[1], lse[1];
-        softmax.finish(inverse_sum, lse);
+        common::finish_rows<Spec>(softmax, params, where.head, inverse_sum, lse);
 #pragma unroll
         for (int r = 0; r < Warp::kRows; ++r) {
             const Real factor = Warp::of_row(inverse_sum[0], r);

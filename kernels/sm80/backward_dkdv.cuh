@@ -24,6 +24,7 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
@@ -135,6 +136,27 @@ struct BackwardDkdv {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
 
+    // x, derivatives, times the weights of k-step s.
+    __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
+        if constexpr (Spec::kDropout) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float minus_delta[2];
+                load_shared(row_stats + (2 * s + h) * 32, minus_delta);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint32 pair = weights.reg[2 * h + i];
+                    float(&y)[4] = x.value[2 * s + h];
+                    y[2 * i] = common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
+                    y[2 * i + 1] =
+                        common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
+                }
+            }
+        } else {
+            common::multiply_k16<float16>(x, s, weights);
+        }
+    }
+
     // The role's half of an iteration: 'own' is K or V, 'right' the query-side tile of the first product, 'second' that
     // of the second.
     template <bool kProbability>
@@ -150,7 +172,7 @@ struct BackwardDkdv {
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && !Spec::kDropout) load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -160,23 +182,34 @@ struct BackwardDkdv {
             x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
+        PackedFragment<Element, kBr / 8> packed[kM16];
         if constexpr (kProbability) {
-#pragma unroll
-            for (int n = 0; n < kBr / 8; ++n) {
-                float lse[2];
-                load_shared(row_stats + n * 32, lse);
+            if constexpr (common::kTakesWeights<Spec>) {
+                const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
+                    common::take_weights<true, Spec>(
+                        x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
+                        where.tile * kBc + pair * kPairKeys + 16 * m, lane,
+                        [&](int, int j) { return load_shared(row_stats + j / 2 * 32 + j % 2 * 4); });
+            } else {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
-            }
-            if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
-                const auto mask = common::mask_of<Spec>(params);
+                for (int n = 0; n < kBr / 8; ++n) {
+                    float lse[2];
+                    load_shared(row_stats + n * 32, lse);
 #pragma unroll
-                for (int m = 0; m < kM16; ++m)
-                    common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
-                                            lane, 0.0f);
+                    for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
+                }
+                if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
+                    const auto mask = common::mask_of<Spec>(params);
+#pragma unroll
+                    for (int m = 0; m < kM16; ++m)
+                        common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
+                                                lane, 0.0f);
+                }
             }
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
@@ -191,13 +224,12 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s)
-                    common::multiply_k16<float16>(x[m], s, load_shared_operand(exchange_address(m, s)));
+                for (int s = 0; s < kBr / 16; ++s) weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
         }
 
-        PackedFragment<Element, kBr / 8> packed[kM16];
+        if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
+            for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
             const uint32 ds = smem + kDs + parity * ScoreTile::kBytes;
 #pragma unroll
@@ -303,13 +335,14 @@ struct BackwardDkdv {
     // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
-        if constexpr (!kProbability)
+        if constexpr (!kProbability || Spec::kDropout)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) gradient[m].value[n][e] *= params.softmax_scale;
+                    for (int e = 0; e < 4; ++e)
+                        gradient[m].value[n][e] *= kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
         const auto where = common::tile_of_block<false>(params.schedule(), computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);

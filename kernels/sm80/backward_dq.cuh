@@ -11,6 +11,7 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -96,20 +97,28 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = minus_delta[m][e / 2];
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = Spec::kDropout ? 0.0f : minus_delta[m][e / 2];
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
+                if constexpr (common::kTakesWeights<Spec>) {
+                    const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+                    common::Unused unused;
+                    common::take_weights<false, Spec>(p[m], unused, masked, params, where.batch, where.head,
+                                                      first_row + warp_row + 16 * m, tile * kBc, lane,
+                                                      [&](int i, int) { return lse[m][i]; });
+                } else {
 #pragma unroll
-                for (int n = 0; n < kBc / 8; ++n)
+                    for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
-                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                    common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                        for (int e = 0; e < 4; ++e)
+                            p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
+                    if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
+                        common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                }
             }
             multiply<Element, kD / 16>(
                 ds, [&](int m, int kk) { return ldmatrix_x4<false>(do_address.at(m, kk)); },
@@ -121,7 +130,9 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] *= p[m].value[n][e];
+                    for (int e = 0; e < 4; ++e)
+                        ds[m].value[n][e] =
+                            common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -13,6 +13,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -87,11 +88,16 @@ struct ForwardRows {
             const bool try_reference = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                if (try_reference && softmax[m].try_reference(scores[m], params.scale_log2, p[m])) continue;
+                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
+                                            tile * kBc, lane);
+                if (try_reference &&
+                    softmax[m].try_reference(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m]))
+                    continue;
+                if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-                for (int n = 0; n < kBc / 8; ++n)
+                    for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
                 if (masked)
                     common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
                                         -common::infinity<float>());
@@ -104,6 +110,9 @@ struct ForwardRows {
                 p[m].set(scores[m]);
             }
 
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+                common::drop<Spec>(p[m], params, where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane);
             multiply<Element, kBc / 16>(
                 output, [&](int m, int kk) { return p[m].k16(kk); },
                 [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
@@ -117,7 +126,7 @@ struct ForwardRows {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];
-            softmax[m].finish(inverse_sum, row_lse);
+            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse);
 #pragma unroll
             for (int n = 0; n < kD / 8; ++n)
 #pragma unroll

@@ -13,6 +13,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -63,6 +64,14 @@ struct ForwardSplit {
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
             for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
+    }
+
+    __device__ void drop(Packed (&p)[kM16], const Params& params, const common::TileCoordinates& where, int32 first_row,
+                         int32 first_key) const {
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+            common::drop<Spec>(p[m], params, where.batch, where.head, first_row + pair * kPairRows + 16 * m, first_key,
+                               lane);
     }
 
     // O += P V over one half of the tile's keys; V's lane addresses start at that half.
@@ -136,6 +145,11 @@ struct ForwardSplit {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
+            const int32 first_key = tile * kBc + half * kHalfKeys;
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + pair_row + 16 * m,
+                                            first_key, lane);
             Packed p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
@@ -143,7 +157,10 @@ struct ForwardSplit {
                 float share[kM16][2];
                 bool fits = true;
 #pragma unroll
-                for (int m = 0; m < kM16; ++m) fits &= softmax[m].attempt(scores[m], params.scale_log2, p[m], share[m]);
+                for (int m = 0; m < kM16; ++m)
+                    fits &= softmax[m].attempt(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m],
+                                               share[m]);
+                drop(p, params, where, first_row, first_key);
                 write_p(p);
                 kept = barrier_all(barrier(), 64, fits);
                 if (kept)
@@ -154,10 +171,11 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
+                    if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-                    for (int n = 0; n < kHalfKeys / 8; ++n)
+                        for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
                     if (masked)
                         common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
                                             lane, -common::infinity<float>());
@@ -174,6 +192,7 @@ struct ForwardSplit {
                         for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                     p[m].set(scores[m]);
                 }
+                drop(p, params, where, first_row, first_key);
                 write_p(p);
                 barrier_sync(barrier(), 64);
             }
@@ -204,7 +223,7 @@ struct ForwardSplit {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];
-            softmax[m].finish(total[m], inverse_sum, row_lse);
+            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse, total[m]);
 #pragma unroll
             for (int n = 0; n < kHalfCols / 8; ++n)
 #pragma unroll

@@ -30,6 +30,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
+#include "common/score_mod.cuh"
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
@@ -114,8 +115,7 @@ class BackwardDqConsumer {
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
         issue_dp();
-        if (masked) mask(tile, block);
-        exponentiate();
+        exponentiate(tile, block, masked);
         finish_ds(keys, block);
     }
 
@@ -136,8 +136,7 @@ class BackwardDqConsumer {
         }
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         issue_dp();
-        if constexpr (kMasked) mask(tile, block);
-        exponentiate();
+        exponentiate(tile, block, kMasked);
         if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
         finish_ds(keys, block);
     }
@@ -146,8 +145,16 @@ class BackwardDqConsumer {
         common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
-    // P, where S was.
-    __device__ __forceinline__ void exponentiate() {
+    // P, or what weighs dP, where S was.
+    __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
+        if constexpr (common::kTakesWeights<Spec>) {
+            common::Unused unused;
+            common::take_weights<false, Spec>(scores_, unused, masked, params_, tile.batch(), tile.head(),
+                                              first_row(tile), block * kBc, lane_,
+                                              [&](int i, int) { return -minus_lse_[i]; });
+            return;
+        }
+        if (masked) mask(tile, block);
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
@@ -165,8 +172,12 @@ class BackwardDqConsumer {
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                ds_.set(i, n, scores_.value[n][2 * i] * (dp_.value[n][2 * i] + minus_delta_[i]),
-                        scores_.value[n][2 * i + 1] * (dp_.value[n][2 * i + 1] + minus_delta_[i]));
+                ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
+    }
+    __device__ __forceinline__ float derivative(int n, int i, int column) const {
+        const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
+        if constexpr (Spec::kDropout) return common::weighted<Spec>(p, dp, minus_delta_[i], params_);
+        return p * (dp + minus_delta_[i]);
     }
 
     // ------------------------------------------------------------------------------------------------------- products

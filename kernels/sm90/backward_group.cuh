@@ -8,6 +8,7 @@
 // dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
 #pragma once
 #include "common/mask.cuh"
+#include "common/score_mod.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/wgmma_backward.cuh.j2"
 
@@ -41,7 +42,8 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: tiles that a right limit cuts come first, tiles that a left limit cuts last.
+    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each step
+    // looks whether it needs the mask: one more copy of the code would be serialised.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
@@ -50,14 +52,19 @@ class BackwardGroup {
         for (int32 head = own.first_query_head; head < end; ++head) {
             int32 tile = own.tiles.begin;
 #pragma unroll 1
-            for (; tile < own.tiles.full_begin; ++tile) group.template step<true>({head, tile});
+            for (; tile < (common::kLeftLimit<Spec> ? own.tiles.end : own.tiles.full_begin); ++tile)
+                group.template step<true>({head, tile});
+            if constexpr (!common::kLeftLimit<Spec>) {
 #pragma unroll 1
-            for (; tile < own.tiles.full_end; ++tile) group.template step<false>({head, tile});
-            if constexpr (common::kLeftLimit<Spec>) {
-#pragma unroll 1
-                for (; tile < own.tiles.end; ++tile) group.template step<true>({head, tile});
+                for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
             }
         }
+    }
+
+    template <bool kMasked>
+    __device__ __forceinline__ bool needs_mask(const QueryStep& step) const {
+        return kMasked && (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin ||
+                           step.tile >= own_.tiles.full_end);
     }
 
     // Every column of x is its query's statistic.
@@ -72,6 +79,24 @@ class BackwardGroup {
                 x.value[n + 1][e] = y[2 + e % 2];
             }
         }
+    }
+
+    // A query's statistic, for the column j of this lane.
+    __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
+        return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
+    }
+    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
+        if constexpr (common::kTakesWeights<Spec>)
+            x.fill(0.0f);
+        else
+            start_from(x, statistic);
+    }
+    __device__ __forceinline__ void start_derivatives(Scores& x, uint32 statistic) const {
+        if constexpr (Spec::kDropout)
+            x.fill(0.0f);
+        else
+            start_from(x, statistic);
     }
 
     // x += (64 rows of K or V) (Q or dO)^T.
@@ -100,7 +125,7 @@ class BackwardGroup {
     // P^T from what the product has left. 2^-inf is zero: so are rows without a visible key, and what the mask covers.
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
-        if constexpr (kMasked) {
+        if (needs_mask<kMasked>(step)) {
             common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
                                     -common::infinity<float>());
         }
@@ -108,6 +133,15 @@ class BackwardGroup {
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
+    }
+
+    // P^T for dV, rounded, and what weighs dP^T, where the product was.
+    template <bool kMasked>
+    __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
+                                           uint32 statistic) const {
+        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
+                                         first_key + 16 * warp_, lane_,
+                                         [&](int, int j) { return -statistic_of(statistic, j); });
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.

@@ -3,10 +3,13 @@
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
 //
+// Where features change scores, products start from zero, and the first is -lse in base 2.
+//
 // A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
 // zero. In shared memory a lane's numbers of 16 queries, which are those of columns 2t, 2t + 1, 2t + 8 and 2t + 9
 // (t = lane % 4), lie together.
 #pragma once
+#include "common/score_mod.cuh"
 #include "sm90/backward_shape.cuh"
 
 namespace fa2::sm90 {
@@ -76,7 +79,8 @@ class BackwardProducer {
     template <bool kLse>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
-        const float factor = kLse ? -1.0f / params_.softmax_scale : -1.0f;
+        constexpr float kMinusLog2e = -common::kLog2e;
+        const float factor = !kLse ? -1.0f : common::kTakesWeights<Spec> ? kMinusLog2e : -1.0f / params_.softmax_scale;
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];

@@ -1,0 +1,241 @@
+// What features do to scores and to P, between the products, in the order of fa2cupy/features.py. Without any of them
+// nothing here is used, and main loops are as they were.
+//
+//   raw score x -> scale x -> cap tanh(. / cap) -> - slope |distance| -> + bias -> -inf where a mask hides      `at`
+//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta)        times the derivative of the cap
+//
+// A function of the user's own would take the place of the cap in `at`, which gives its derivative, too.
+#pragma once
+#include "common/dropout.cuh"
+#include "common/mask.cuh"
+
+namespace fa2::common {
+
+// Whether scores are more than products times the scale: then `at` scales them, too, to base 2.
+template <class Spec>
+inline constexpr bool kModifiesScores =
+    Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask || Spec::kKeyPadding;
+// Whether the backward goes through `take_weights`: products then start from zero, not from statistics.
+template <class Spec>
+inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
+
+template <class Spec, class Record>
+class ScoreMod {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
+    static constexpr Real kBase2 = kLog2e;
+
+  public:
+    struct Modified {
+        Real score, slope;
+    };
+
+    __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head)
+        : params_(params), batch_(batch), head_(head) {
+        if constexpr (Spec::kAlibi)
+            slope_ = -kBase2 * params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
+    }
+
+    // From a product of q and k to a score in base 2, and the derivative of all but the scale.
+    __device__ __forceinline__ Modified at(Real raw, int32 query, int32 key) const {
+        Modified x{raw, Real(1)};
+        if constexpr (Spec::kSoftcap) {
+            const Real tanh = kFast ? tanh_approx(raw * params_.scale_over_softcap)
+                                    : tanh_accurate(raw * params_.scale_over_softcap);
+            x = {params_.softcap_log2 * tanh, 1 - tanh * tanh};
+        } else {
+            x.score *= params_.scale_log2;
+        }
+        if constexpr (Spec::kAlibi) {
+            const int32 distance = query + params_.seqlen_k - params_.seqlen_q - key;
+            x.score += slope_ * static_cast<Real>(distance < 0 ? -distance : distance);
+        }
+        if constexpr (Spec::kBias || Spec::kMask || Spec::kKeyPadding) {
+            // Rows and keys past the end take the last one's: what comes of them is not used.
+            const int32 row = min_of(query, params_.seqlen_q - 1), column = min_of(key, params_.seqlen_k - 1);
+            if constexpr (Spec::kBias)
+                x.score += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
+            if constexpr (Spec::kMask)
+                if (!params_.mask[params_.mask_strides.offset(batch_, head_, row, column)]) x.score = -infinity<Real>();
+            if constexpr (Spec::kKeyPadding)
+                if (!params_.key_padding_mask[params_.key_padding_mask_strides.offset(batch_, 0, 0, column)])
+                    x.score = -infinity<Real>();
+        }
+        return x;
+    }
+
+    __device__ __forceinline__ Dropout dropout() const {
+        return {params_.seed, params_.dropout_threshold, head_, batch_};
+    }
+
+  private:
+    const Record& params_;
+    const int32 batch_, head_;
+    Real slope_;
+};
+
+template <class Spec, class Record>
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head) {
+    return {params, batch, head};
+}
+
+// ------------------------------------------------------------------------------------------------------------ forward
+
+// Turns products into scores in base 2. first_query, first_key: position of the fragment's tile.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
+                                              int32 first_query, int32 first_key, int32 lane) {
+    if constexpr (kModifiesScores<Spec>) {
+        const auto mod = score_mod<Spec>(params, batch, head);
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                scores(i, j) = mod.at(scores(i, j), first_query + Fragment::row(i, lane),
+                                      first_key + Fragment::col(j, lane)).score;
+    }
+}
+
+// Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
+template <class Spec, class Element, int kN8, class Record>
+__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, int32 batch, int32 head,
+                                     int32 first_query, int32 first_key, int32 lane) {
+    if constexpr (Spec::kDropout) {
+        using Fragment = QuadFragment<kN8>;
+        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+#pragma unroll
+        for (int s = 0; s < kN8 / 2; ++s)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const uint32 kept = dropout.kept_of_four(first_query + Fragment::row(0, lane),
+                                                         first_key + Fragment::col(4 * s + e, lane));
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    if (!(kept >> w & 1)) p.word[2 * s + w % 2][w / 2] &= e == 0 ? 0xffff0000u : 0x0000ffffu;
+            }
+    }
+}
+// The same before rounding, an element at a time.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void drop(Fragment& p, const Record& params, int32 batch, int32 head, int32 first_query,
+                                     int32 first_key, int32 lane) {
+    if constexpr (Spec::kDropout) {
+        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
+    }
+}
+
+// The factor of what dropout keeps.
+template <class Spec, class Record>
+__device__ __forceinline__ auto kept_scale(const Record& params) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    if constexpr (Spec::kDropout)
+        return params.dropout_scale;
+    else
+        return Real(1);
+}
+
+// What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
+// row where one warp does not have it.
+template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head,
+                                            Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
+    if constexpr (Spec::kSink)
+        softmax.finish(total..., params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e), inverse, lse);
+    else
+        softmax.finish(total..., inverse, lse);
+    if constexpr (Spec::kDropout)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) inverse[i] *= params.dropout_scale;
+}
+
+// ----------------------------------------------------------------------------------------------------------- backward
+
+// From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative,
+// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base 2.
+// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse>
+__device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
+                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
+                                             Lse lse) {
+    using Fragment = QuadFragment<kN8>;
+    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto mask = mask_of<Spec>(params);
+#pragma unroll
+    for (int s = 0; s < kN8 / 2; ++s) {
+        float even[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int32 row0 = Fragment::row(0, lane), column0 = Fragment::col(4 * s + e, lane);
+            const int32 query0 = first_query + (kTransposed ? column0 : row0);
+            const int32 key0 = first_key + (kTransposed ? row0 : column0);
+            uint32 kept = 0xf;
+            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(query0, key0);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
+                const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
+                const int32 query = query0 + 8 * a, key = key0 + 8 * b;
+                const auto modified = mod.at(x(i, j), query, key);
+                const bool hidden = masked && mask.hides(query, key);
+                const float probability = hidden ? 0.0f : exp2_approx(modified.score - lse(i, j));
+                const bool keep = kept >> w & 1;
+                const float weight = probability * modified.slope;
+                x(i, j) = keep ? weight : -weight;
+                const float own = keep ? probability : 0.0f;
+                if (e == 0)
+                    even[a][b] = own;
+                else
+                    p.set(i, n8, even[a][b], own);
+            }
+        }
+    }
+}
+// The same for fragments of which each element is on its own.
+template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
+__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params, int32 batch,
+                                             int32 head, int32 first_query, int32 first_key, int32 lane, Lse lse) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto mask = mask_of<Spec>(params);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
+            const int32 query = first_query + (kTransposed ? column : row);
+            const int32 key = first_key + (kTransposed ? row : column);
+            const auto modified = mod.at(x(i, j), query, key);
+            const bool hidden = masked && mask.hides(query, key);
+            const Real probability = hidden ? Real(0) : exp2_accurate(modified.score - lse(i, j));
+            bool keep = true;
+            if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
+            const Real weight = probability * modified.slope;
+            x(i, j) = keep ? weight : -weight;
+            p(i, j) = keep ? probability : Real(0);
+        }
+}
+
+// For kernels without dV.
+struct Unused {
+    template <class Real>
+    __device__ void set(int, int, Real, Real) {}
+};
+
+// The gradient of a product from its weight, dP (which has started from -delta without dropout, from zero with it) and
+// -delta.
+template <class Spec, class Real, class Record>
+__device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
+    if constexpr (Spec::kDropout) {
+        const Real kept = fma(params.dropout_scale, dp, minus_delta);
+        return sign_bit(weight) ? -weight * minus_delta : weight * kept;
+    } else {
+        return weight * dp;
+    }
+}
+
+}  // namespace fa2::common
