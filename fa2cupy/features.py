@@ -93,10 +93,12 @@ KERNEL_NEEDS = {
     "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",)),
     "bias": KernelNeeds("kBias", ("bias",)),
     "wide_bias": KernelNeeds("kWideBias"),
+    "dbias": KernelNeeds("kDbias", ("dbias_accum",)),
     "mask": KernelNeeds("kMask", ("mask",)),
     "key_padding_mask": KernelNeeds("kKeyPadding", ("key_padding_mask",)),
     "sink": KernelNeeds("kSink", ("sink",)),
     "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",)),
+    "dlse": KernelNeeds("kDlse", ("dlse",)),
     "cu_seqlens": KernelNeeds("kVarlen", ("cu_seqlens_q", "cu_seqlens_k"), ("max_seqlen_q", "max_seqlen_k")),
 }
 

@@ -7,6 +7,7 @@ lookup, the allocation of its results and a launch per kernel.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from numbers import Integral
@@ -24,7 +25,7 @@ from .features import ARRAY_FEATURES
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
-from .score_strides import score_strides
+from .score_strides import contiguous_score_strides, score_strides
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -34,6 +35,8 @@ _lock = threading.Lock()
 
 _FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
 _DELTA = Arguments(("o", "do"), (), ("delta",))
+_DBIAS_SUM = "dbias_accum"
+_SOURCES = {"dbias": "bias", _DBIAS_SUM: "bias", "dsink": "sink"}
 _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv"))
 
 
@@ -63,11 +66,20 @@ def backward(
     if not features and dlse is None and return_dbias is False and return_dsink is False:
         results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
         return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
+    if _alike(given_delta, dlse):
+        with cupy.cuda.Device(given_delta.data.device_id):
+            inputs, dlse = (*inputs[:6], given_delta - dlse), None
     more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
     names, arrays, settings, seed = _split({**(features or {}), "dlse": dlse})
     arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
     results = unpack_out(out, arguments.results)
     return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more), seed)
+
+
+def _alike(given_delta, dlse) -> bool:
+    """Whether both are there and fit each other, so that one can be subtracted from the other."""
+    both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
+    return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
 
 
 def _split(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple, int | None]:
@@ -171,34 +183,58 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     problem.check_backward_inputs(o, lse, do, given_delta, dlse)
     ordinal, device = _device(arrays, arguments)
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
-    outputs += tuple((name, features[name[1:]].shape, features[name[1:]].dtype) for name in more)
+    wide = np.dtype(problem.accumulator_dtype)
+    like = {name: features[_SOURCES[name]] for name in more}
+    outputs += tuple((n, a.shape, wide if n == _DBIAS_SUM else a.dtype) for n, a in like.items())
     check_outputs(outputs, tuple(results))
-    needs = (*problem.needs, *(("dlse",) if dlse is not None else ()), *more)
-    row = choose_family("backward", problem.dtype, device, family, needs)
+    given_names = tuple("dbias" if name == _DBIAS_SUM else name for name in more)
+    extra = (*(("dlse",) if dlse is not None else ()), *given_names)
+    row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
     method = choose_method(row.name, method, deterministic)
+    if "dbias" in given_names:
+        method = _method_of_dbias(row, method, deterministic, problem, features["bias"])
     dq, dk, dv = results[:3]
-    if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse)):
+    dsink = results[3 + more.index("dsink")] if "dsink" in more else None
+    if "dbias" in more or not _direct(
+        row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse, dsink)
+    ):
+        # dbias is summed in the accumulators' dtype, and rounded where it is delivered.
+        inner = tuple(_DBIAS_SUM if name == "dbias" else name for name in more)
+        scale = problem.softmax_scale
+        inner_options = (causal, scale, method, deterministic, layout, config, family, names, settings, inner)
+        inner_arguments = arguments._replace(results=(*_BACKWARD.results, *inner))
 
         def run(copies):
-            own = dict(settings) | dict(zip(names, copies[7:], strict=True))
-            return backward(
-                *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config,
-                family, own.pop("dlse", None), "dbias" in more, "dsink" in more, own,
-            )  # fmt: skip
+            seed = copies[7 + names.index("seed")] if "seed" in names else None
+            own = tuple(None if name == "seed" else x for name, x in zip(arguments.inputs, copies, strict=True))
+            none = (None,) * len(inner_arguments.results)
+            return _call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed)
 
         return AdaptedCall(run, row, problem, arguments, arrays)
     strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
     strides |= _score_strides(features)
-    family = _without_tma(row, family)
-    plan = plan_backward(problem, device, strides, method, config, family, with_delta=given_delta is None)
+    if _DBIAS_SUM in more:
+        strides[_DBIAS_SUM] = contiguous_score_strides(features["bias"].shape)
+    plan = plan_backward(
+        problem, device, strides, method, config, _without_tma(row, family), with_delta=given_delta is None, more=extra
+    )
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
+
+
+def _method_of_dbias(row: Family, method: str, deterministic: bool, problem: AttentionProblem, bias) -> str:
+    """dbias is added up by kernels that own query tiles. Where elements share a sum, that is atomic."""
+    if deterministic and bias.size < math.prod(problem.score_shape):
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
+        )
+    return method if row.name == "simt" else "two_pass"
 
 
 def _without_tma(row: Family, family: str | None) -> str | None:
     """The caller's family, or the one to insist on where tensor maps cannot be made."""
-    if row.name != "sm90" or tma.is_available():
+    if row.name == "simt" or tma.is_available():
         return family
-    if family:
+    if family == "sm90":
         raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
     return "sm80"
 

@@ -112,6 +112,7 @@ _RECORDS = {
         _LENGTHS + _SCHEDULE,
     ),
     "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
+    "dsink": ("lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")),
     "backward_dq": (
         f"{_BACKWARD_INPUTS} dq:output",
         ("q", "k", "v", "dout", "dq"),
@@ -172,7 +173,10 @@ _FEATURE_ARRAYS = {
     "mask": "input_bool",
     "key_padding_mask": "input_bool",
     "sink": "input_accum",
+    "dbias_accum": "output_accum",
+    "dlse": "input_accum",
 }
+_LIKE_LSE = ("dlse",)  # arrays that lie like lse and need no strides
 _FEATURE_VALUES = {
     "window_left": "int",
     "window_right": "int",
@@ -197,7 +201,7 @@ def param_layout(operation: str, family: str, dtype: str, features: tuple[str, .
     fields += [Field(name, "per_call") for feature in features for name in KERNEL_NEEDS[feature].per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
-    fields += [Field(f"{name}_strides", "score_strides") for name in arrays]
+    fields += [Field(f"{name}_strides", "score_strides") for name in arrays if name not in _LIKE_LSE]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -9,17 +10,24 @@ from . import tma
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import choose_family, choose_tile
+from .features import KERNEL_NEEDS
 from .params import TILE_COUNTER, param_layout
 from .problem import AttentionProblem
 from .spec import KernelSpec
 from .stages import Plan, Stage, Workspace
-from .tiles import TileConfig, padded_head_dim
+from .tiles import OPERATIONS, TileConfig, padded_head_dim
 
 __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
 
 _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
+_DSINK_WARPS = 8
+#: Kernels by query tiles, which add to dbias on the way: what simt has of both methods.
+_WITH_DBIAS = (
+    *itertools.product(("backward_dq",), ("float16", "bfloat16", "float32", "float64")),
+    *itertools.product(("backward",), ("float32", "float64")),
+)
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
 #: Element strides of the batch, row and head axes.
@@ -30,9 +38,16 @@ class _Planner:
     """Shared state of the planning of one call."""
 
     def __init__(
-        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides], family: str | None
+        self,
+        operation: str,
+        problem: AttentionProblem,
+        device: DeviceInfo,
+        strides: Mapping[str, Strides],
+        family: str | None,
+        more: tuple[str, ...] = (),
     ):
         self.problem = problem
+        self.more = more
         self.device = device
         self.strides = strides
         needs = self._features(operation)
@@ -46,10 +61,15 @@ class _Planner:
         self.arch_suffix = row.arch_suffix
 
     def _features(self, operation: str) -> tuple[str, ...]:
-        """What the operation's kernel must have. A sink is in lse, and concerns the backward no more."""
-        if operation in ("delta", "convert_dq"):
-            return ()
-        return tuple(name for name in self.problem.needs if name != "sink" or operation == "forward")
+        """What the operation's kernel must have. A sink is in lse, and concerns the backward's products no more."""
+        has_all = operation in OPERATIONS
+        used = {
+            **dict.fromkeys(self.problem.needs, has_all),
+            "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
+            "dlse": "dlse" in self.more and operation == "delta",
+            "dbias": "dbias" in self.more and (operation, self.problem.dtype) in _WITH_DBIAS,
+        }
+        return tuple(name for name in (*KERNEL_NEEDS, "head_dim_v") if used.get(name))
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
@@ -80,8 +100,8 @@ class _Planner:
         self, operation: str, tile: TileConfig, blocks: int, maps: tuple[tma.TensorLayout, ...] = (), **values: object
     ) -> Stage:
         problem = self.problem
-        tiled = operation not in ("delta", "convert_dq")
-        family = "common" if operation == "delta" else self.family
+        tiled = operation in OPERATIONS
+        family = "common" if operation in ("delta", "dsink") else self.family
         arch = self.device.arch + self.arch_suffix
         features = self._features(operation)
         causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
@@ -181,27 +201,35 @@ def plan_backward(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     with_delta: bool = True,
+    more: tuple[str, ...] = (),
 ) -> Plan:
-    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
+    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv.
+
+    `more` names what there is besides: ``"dlse"`` to take in, ``"dbias"`` and ``"dsink"`` to give.
+    """
 
     def planner_of(operation: str) -> _Planner:
-        return _Planner(operation, problem, device, strides, family)
+        return _Planner(operation, problem, device, strides, family, more)
 
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
-        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None)))
+        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None, more)))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
+    if "dsink" in more:
+        planner = _Planner("dsink", problem, device, strides, None, more)
+        stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
+    cleared = ("dbias_accum",) if "dbias" in more else ()
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
         stages.append(by_keys.by_key_tiles("backward_dkdv", by_keys.tile("backward_dkdv", config)))
-        return _plan(*stages, workspaces=workspaces)
+        return _plan(*stages, workspaces=workspaces, cleared=cleared)
     planner = planner_of("backward")
     tile = planner.tile("backward", config)
     if planner.family == "simt":
         stages.append(planner.by_query_tiles("backward", tile))
-        return _plan(*stages, workspaces=workspaces, cleared=("dk", "dv"))
+        return _plan(*stages, workspaces=workspaces, cleared=("dk", "dv", *cleared))
     stages.append(planner.by_key_tiles("backward", tile))
     num_tiles = -(-problem.seqlen_q // tile.b_r)
     heads = problem.batch * problem.num_heads
@@ -209,7 +237,7 @@ def plan_backward(
     workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
     stages.append(planner.stage("convert_dq", convert, heads * num_tiles, num_tiles=num_tiles))
-    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum",))
+    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
 
 
 def _delta_stage(planner: _Planner) -> Stage:

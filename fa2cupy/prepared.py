@@ -146,7 +146,8 @@ class AdaptedCall:
             if "seed" in inputs:
                 copies[inputs.index("seed")] = addresses[inputs.index("seed")]
             delivered = zip(names, self.run(copies), arrays[len(inputs) :], strict=True)
-            return tuple([self._deliver(*triple) for triple in delivered])
+            dtypes = {f"d{name}": array.dtype for name, array in zip(inputs, arrays, strict=False) if array is not None}
+            return tuple([self._deliver(*triple, dtypes) for triple in delivered])
 
     def _copy(self, name: str, array):
         if array is None:
@@ -161,9 +162,11 @@ class AdaptedCall:
             return padded
         return array if takes_rows(self.family, array) else array.copy(order="C")
 
-    def _deliver(self, name: str, result, given):
+    def _deliver(self, name: str, result, given, dtypes: dict[str, np.dtype]):
         if name not in _WITHOUT_COLUMNS:
             result = result[..., : self.head_dim]
+        if name == "dbias" and given is None:
+            return result.astype(dtypes[name])
         if given is None:
             return cupy.ascontiguousarray(result)
         given[...] = result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["score_strides"]
+import math
+
+__all__ = ["contiguous_score_strides", "score_strides"]
 
 #: The axes of scores that arrays have which are not broadcast from the right, by rank.
 _AXES = {
@@ -19,3 +21,9 @@ def score_strides(name: str, array) -> tuple[int, int, int, int]:
     for axis, length, stride in zip(axes, array.shape, array.strides, strict=True):
         strides[axis] = 0 if length == 1 else stride // array.itemsize
     return tuple(strides)
+
+
+def contiguous_score_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The same of an array in C order whose last axes are the scores' last."""
+    full = (1,) * (4 - len(shape)) + shape
+    return tuple(0 if full[axis] == 1 else math.prod(full[axis + 1 :]) for axis in range(4))

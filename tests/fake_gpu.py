@@ -160,9 +160,10 @@ class Launch:
             assert self.pointers[name] % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in tensor.strides), name
             row, head, batch = (stride // 2 for stride in tensor.strides)
             self.values[f"{name}_strides"] = (batch, row, head)
-        per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
+        per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
         self.batch = self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes
+        self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
 
     def record(
@@ -178,17 +179,17 @@ class Launch:
         if name == "dq_accum":
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
         heads, rows = self.values["num_heads"], self.values["seqlen_q"]
-        if name in ("lse", "delta"):
-            dtype = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
-            return memory_at(self.pointers[name], (self.batch, heads, rows), None, dtype)
+        if name == "dsink":
+            return memory_at(self.pointers[name], (heads,), None, self._wide)
+        if name in ("lse", "delta", "dlse"):
+            return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         if name in ("k", "v", "dk", "dv"):
             heads, rows = heads // self.values["heads_per_group"], self.values["seqlen_k"]
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        if name in ARRAY_FEATURES:
-            wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
-            dtype = {"input": dtype, "input_accum": wide, "input_bool": np.dtype(bool)}[self._kinds[name]]
+        if name in (*ARRAY_FEATURES, "dbias_accum"):
+            dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
             strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
-            sizes = (self.batch, heads, rows, self.values["seqlen_k"])
+            sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
             shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
             return memory_at(self.pointers[name], shape, strides, dtype)
         if dtype.itemsize == 2:

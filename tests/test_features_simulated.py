@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("cupy")
 
 from fake_gpu import backward, forward, place  # noqa: E402
-from feature_cases import options_of  # noqa: E402
+from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
 from fa2cupy import TileConfig  # noqa: E402
+from fa2cupy.tiles import OPERATIONS  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.simulated
@@ -52,19 +53,27 @@ def draw(name: str, lengths: tuple[int, int], **sizes) -> tuple:
     return tuple(place(x) for x in inputs)
 
 
-def check(family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, **options) -> None:
+def check(
+    family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, dlse=None, others=(), **options
+) -> None:
     """All results of a call, and that its kernels are of the family, with the feature where it matters."""
     name, launched = family
     q, k, v, do = inputs
     own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
-    expected = Expectation(q, k, v, do, **options)
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
     o, lse = forward(q, k, v, **own, **options)
     expected.check(o=o, lse=lse)
+    more = {f"return_d{key}": True for key in ("bias", "sink") if key in options}
+    names = ("dq", "dk", "dv", *(key.removeprefix("return_") for key in more))
+    if "bias" in options and name.startswith("sm90"):
+        own["family"] = None
+        others = ("sm80",)  # whose kernel by query tiles adds up dbias
+        own["config"] = {**own["config"], "backward_dq": SMALL}
     for method in methods:
-        gradients = backward(q, k, v, o, lse, do, method=method, **own, **options)
-        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-    specs = [stage.spec for stage in launched if stage.spec.operation not in ("delta", "convert_dq")]
-    assert {spec.family for spec in specs} == {name.split()[0]}
+        gradients = backward(q, k, v, o, lse, do, method=method, dlse=dlse, **more, **own, **options)
+        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+    specs = [stage.spec for stage in launched if stage.spec.operation in OPERATIONS]
+    assert {spec.family for spec in specs} == {name.split()[0], *others}
     assert used is None or all(used in spec.features for spec in specs)
 
 
@@ -105,11 +114,26 @@ def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batc
     return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
 
 
+def dlse_like(inputs: tuple) -> np.ndarray:
+    batch, rows, heads, _ = inputs[0].shape
+    return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
+
+
 class TestScores:
     @pytest.mark.parametrize("row", SCORES)
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
-        check(family, draw(family[0], lengths), causal=True, **options_for(family[0], (row,), lengths))
+        inputs = draw(family[0], lengths)
+        # A bias that is the same for all keys has the gradient 0 without one for lse.
+        dlse = dlse_like(inputs) if row == "bias of queries" else None
+        check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
+
+    @pytest.mark.parametrize("rows", [(), ("sink", "softcap")], ids=("plain", "sink"))
+    def test_a_gradient_for_lse(self, family, rows):
+        lengths = lengths_of(family[0])[0]
+        inputs = draw(family[0], lengths, batch=2)
+        options = options_for(family[0], rows, lengths)
+        check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
 
     @pytest.mark.parametrize(
         "rows",

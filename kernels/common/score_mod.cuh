@@ -184,7 +184,7 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
                 const bool hidden = masked && mask.hides(query, key);
                 const float probability = hidden ? 0.0f : exp2_approx(modified.score - lse(i, j));
                 const bool keep = kept >> w & 1;
-                const float weight = probability * modified.slope;
+                const float weight = Spec::kDbias ? probability : probability * modified.slope;
                 x(i, j) = keep ? weight : -weight;
                 const float own = keep ? probability : 0.0f;
                 if (e == 0)
@@ -214,9 +214,26 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real probability = hidden ? Real(0) : exp2_accurate(modified.score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
-            const Real weight = probability * modified.slope;
+            const Real weight = Spec::kDbias ? probability : probability * modified.slope;
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
+        }
+}
+
+// Adds the gradient of scores to that of the bias, and makes that of the products of it. Where the bias repeats, several
+// elements are added to one.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products, const Record& params, int32 batch,
+                                          int32 head, int32 first_query, int32 first_key, int32 lane) {
+    const auto mod = score_mod<Spec>(params, batch, head);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
+            if (query < params.seqlen_q && key < params.seqlen_k)
+                atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
+            ds(i, j) *= mod.at(products(i, j), query, key).slope;
         }
 }
 

@@ -69,6 +69,7 @@ struct BackwardDq {
             Warp::dot(ds, dout, v_tile, board, lane);
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
+                const Scores products = p;
                 const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                 common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
                                                   tile * kBc, lane, [&](int, int) { return lse_log2; });
@@ -76,6 +77,8 @@ struct BackwardDq {
                 for (int j = 0; j < Scores::kCols; ++j)
                     ds.value[j] = common::weighted<Spec>(
                         weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
+                if constexpr (Spec::kDbias)
+                    common::add_dbias<Spec>(ds, products, params, where.batch, where.head, first_row, tile * kBc, lane);
             } else {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)

@@ -102,6 +102,10 @@ struct BackwardDq {
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
+            Scores products[Spec::kDbias ? kM16 : 1];
+            if constexpr (Spec::kDbias)
+#pragma unroll
+                for (int m = 0; m < kM16; ++m) products[m] = p[m];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 if constexpr (common::kTakesWeights<Spec>) {
@@ -133,6 +137,9 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
+                if constexpr (Spec::kDbias)
+                    common::add_dbias<Spec>(ds[m], products[m], params, where.batch, where.head,
+                                            first_row + warp_row + 16 * m, tile * kBc, lane);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(
