@@ -73,7 +73,7 @@ _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 _FEATURES = (
     "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
-    "dlse", "dsink",
+    "dlse", "dsink", "head_dim_v",
 )  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.

@@ -266,6 +266,7 @@ def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistic
     """Whether the kernels take all arrays as they are (None stands for one that will be allocated)."""
     return (
         problem.head_dim % family.head_dim_step == 0
+        and problem.head_dim_v is None
         and all(a is None or takes_rows(family, a) for a in tensors)
         and all(a is None or a.size == 0 or a.flags.c_contiguous for a in statistics)
     )

@@ -69,7 +69,7 @@ class _Planner:
             "dlse": "dlse" in self.more and operation == "delta",
             "dbias": "dbias" in self.more and (operation, self.problem.dtype) in _WITH_DBIAS,
         }
-        return tuple(name for name in (*KERNEL_NEEDS, "head_dim_v") if used.get(name))
+        return tuple(name for name in KERNEL_NEEDS if used.get(name))
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem

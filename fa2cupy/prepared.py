@@ -133,8 +133,11 @@ class AdaptedCall:
     def __init__(self, run: Callable, family: Family, problem: AttentionProblem, arguments: Arguments, arrays: tuple):
         self.run = run
         self.family = family
+        # Zeros in further columns change no product, so that kernels may have one head_dim for all.
+        self.columns = {name: problem.head_dim_v or problem.head_dim for name in ("v", "o", "do", "dv")}
         self.head_dim = problem.head_dim
-        self.padded = -(-problem.head_dim // family.head_dim_step) * family.head_dim_step
+        widest = max(self.head_dim, *self.columns.values())
+        self.padded = -(-widest // family.head_dim_step) * family.head_dim_step
         self.arguments = arguments
         self.check_overlap = _overlap_check(arguments, arrays)
 
@@ -156,15 +159,15 @@ class AdaptedCall:
             return cupy.ascontiguousarray(array)
         if name in ARRAY_FEATURES:
             return array
-        if self.padded != self.head_dim:
+        if self.padded != array.shape[-1]:
             padded = cupy.zeros((*array.shape[:-1], self.padded), array.dtype)
-            padded[..., : self.head_dim] = array
+            padded[..., : array.shape[-1]] = array
             return padded
         return array if takes_rows(self.family, array) else array.copy(order="C")
 
     def _deliver(self, name: str, result, given, dtypes: dict[str, np.dtype]):
         if name not in _WITHOUT_COLUMNS:
-            result = result[..., : self.head_dim]
+            result = result[..., : self.columns.get(name, self.head_dim)]
         if name == "dbias" and given is None:
             return result.astype(dtypes[name])
         if given is None:

@@ -149,3 +149,13 @@ class TestScores:
         lengths = lengths_of(family[0])[1]
         inputs = draw(family[0], lengths, batch=2)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=2))
+
+
+@pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("name", ("simt", "sm80"))
+def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dims):
+    sizes = {"seqlen_q": 20, "seqlen_k": 27, "num_heads": 2, "num_heads_kv": 1, "layout": layout}
+    inputs = make_inputs(FAMILIES[name][0], head_dim=head_dims[0], head_dim_v=head_dims[1], **sizes)
+    with simulated_gpu(monkeypatch) as launched:
+        check((name, launched), tuple(map(place, inputs)), layout=layout, causal=True)
