@@ -80,9 +80,9 @@ _FEATURES = (
 FAMILIES = (
     Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
     Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8,
-           features=(*_FEATURES, "dbias")),
+           features=(*_FEATURES, "dbias", "cu_seqlens")),
     Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1,
-           features=(*_FEATURES, "dbias")),
+           features=(*_FEATURES, "dbias", "cu_seqlens")),
 )
 
 

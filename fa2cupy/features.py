@@ -41,7 +41,7 @@ from typing import NamedTuple, TypedDict
 
 from .philox import dropout_scale, dropout_threshold
 
-__all__ = ["ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "FeatureOptions", "Features", "KernelNeeds"]
+__all__ = ["ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "OFFSETS", "FeatureOptions", "Features", "KernelNeeds"]
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -64,6 +64,9 @@ class FeatureOptions(TypedDict, total=False):
 
 #: Keywords that are arrays.
 ARRAY_FEATURES = ("alibi_slopes", "bias", "mask", "key_padding_mask", "sink", "cu_seqlens_q", "cu_seqlens_k")
+
+#: Those of them that say where packed sequences start.
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 class KernelNeeds(NamedTuple):
@@ -99,7 +102,11 @@ KERNEL_NEEDS = {
     "sink": KernelNeeds("kSink", ("sink",)),
     "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",)),
     "dlse": KernelNeeds("kDlse", ("dlse",)),
-    "cu_seqlens": KernelNeeds("kVarlen", ("cu_seqlens_q", "cu_seqlens_k"), ("max_seqlen_q", "max_seqlen_k")),
+    "cu_seqlens": KernelNeeds(
+        "kVarlen",
+        ("cu_seqlens_q", "cu_seqlens_k"),
+        ("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"),
+    ),
 }
 
 
@@ -168,6 +175,9 @@ class Features:
             "dropout_scale": dropout_scale(self.dropout_p),
             "max_seqlen_q": self.max_seqlen_q,
             "max_seqlen_k": self.max_seqlen_k,
+            "total_q": seqlen_q,
+            "total_k": seqlen_k,
+            "num_sequences": self.num_sequences,
         }
         return {name: available[name] for need in self.needs for name in KERNEL_NEEDS[need].values}
 

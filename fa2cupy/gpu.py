@@ -21,7 +21,7 @@ from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import Family, choose_family, choose_method
 from .feature_checks import extra_gradients
-from .features import ARRAY_FEATURES
+from .features import ARRAY_FEATURES, OFFSETS
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
@@ -144,7 +144,8 @@ def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Cal
     outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
     row = choose_family("forward", problem.dtype, device, family, problem.needs)
-    if not _direct(row, problem, (q, k, v, o), (lse,)):
+    offsets = tuple(features.get(name) for name in OFFSETS)
+    if not _direct(row, problem, (q, k, v, o), (lse, *offsets)):
 
         def run(copies):
             own = dict(settings) | dict(zip(names, copies[3:], strict=True))
@@ -194,9 +195,10 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     if "dbias" in given_names:
         method = _method_of_dbias(row, method, deterministic, problem, features["bias"])
     dq, dk, dv = results[:3]
+    offsets = tuple(features.get(name) for name in OFFSETS)
     dsink = results[3 + more.index("dsink")] if "dsink" in more else None
     if "dbias" in more or not _direct(
-        row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse, dsink)
+        row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse, dsink, *offsets)
     ):
         # dbias is summed in the accumulators' dtype, and rounded where it is delivered.
         inner = tuple(_DBIAS_SUM if name == "dbias" else name for name in more)
@@ -259,7 +261,7 @@ def _strides(problem: AttentionProblem, outputs: Outputs, **tensors) -> dict[str
 
 def _score_strides(features: Mapping[str, object]) -> dict[str, tuple[int, int, int, int]]:
     given = {name: features[name] for name in ARRAY_FEATURES if features.get(name) is not None}
-    return {name: score_strides(name, array) for name, array in given.items() if not name.startswith("cu_")}
+    return {name: score_strides(name, array) for name, array in given.items() if name not in OFFSETS}
 
 
 def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistics: tuple) -> bool:

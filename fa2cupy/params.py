@@ -22,6 +22,7 @@ _KINDS = {
     "input": ("const Element* {name}", "Q"),
     "output": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
+    "input_int": ("const int32* {name}", "Q"),
     "input_bool": ("const bool* {name}", "Q"),
     "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
@@ -33,7 +34,7 @@ _KINDS = {
 }
 _STRIDES = ("strides", "score_strides")
 _MAPS = ("input_map", "output_map")
-_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_bool", "per_call")
+_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "input_bool", "per_call")
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,10 @@ _FEATURE_ARRAYS = {
     "sink": "input_accum",
     "dbias_accum": "output_accum",
     "dlse": "input_accum",
+    "cu_seqlens_q": "input_int",
+    "cu_seqlens_k": "input_int",
 }
-_LIKE_LSE = ("dlse",)  # arrays that lie like lse and need no strides
+_CONTIGUOUS = ("dlse", "cu_seqlens_q", "cu_seqlens_k")  # arrays that need no strides
 _FEATURE_VALUES = {
     "window_left": "int",
     "window_right": "int",
@@ -184,6 +187,7 @@ _FEATURE_VALUES = {
     "softcap_log2": "real",
     "dropout_threshold": "word",
     "dropout_scale": "real",
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),
 }
 
 
@@ -201,7 +205,7 @@ def param_layout(operation: str, family: str, dtype: str, features: tuple[str, .
     fields += [Field(name, "per_call") for feature in features for name in KERNEL_NEEDS[feature].per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
-    fields += [Field(f"{name}_strides", "score_strides") for name in arrays if name not in _LIKE_LSE]
+    fields += [Field(f"{name}_strides", "score_strides") for name in arrays if name not in _CONTIGUOUS]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from . import tma
 from .device import DeviceInfo
@@ -65,6 +66,7 @@ class _Planner:
         has_all = operation in OPERATIONS
         used = {
             **dict.fromkeys(self.problem.needs, has_all),
+            "cu_seqlens": "cu_seqlens" in self.problem.needs and (has_all or operation == "convert_dq"),
             "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
             "dlse": "dlse" in self.more and operation == "delta",
             "dbias": "dbias" in self.more and (operation, self.problem.dtype) in _WITH_DBIAS,
@@ -114,7 +116,7 @@ class _Planner:
             "heads_per_group": problem.heads_per_group,
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
-            "batch": problem.batch,
+            "batch": problem.score_shape[0] if tiled else problem.batch,
             **problem.feature_values,
             **values,
         }
@@ -126,14 +128,14 @@ class _Planner:
     def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
-        num_tiles = -(-problem.seqlen_q // tile.b_r)
+        num_tiles = -(-problem.score_shape[2] // tile.b_r)
         section = self._groups_per_section(self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
-        num_tiles = -(-problem.seqlen_k // tile.b_c)
+        num_tiles = -(-problem.score_shape[3] // tile.b_c)
         rows = problem.seqlen_q * problem.heads_per_group
         accumulators = rows * problem.head_dim * 4 if operation == "backward" else 0
         section = self._groups_per_section(self._bytes_of(rows), accumulators)
@@ -143,7 +145,7 @@ class _Planner:
         self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
     ) -> Stage:
         layout = param_layout(operation, self.family, self.problem.dtype)
-        all_heads = heads * self.problem.batch
+        all_heads = heads * self.problem.score_shape[0]
         blocks = num_tiles * all_heads
         if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
@@ -185,7 +187,10 @@ def plan_forward(
 ) -> Plan:
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
     planner = _Planner("forward", problem, device, strides, family)
-    return _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
+    plan = _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
+    if problem.features.num_sequences is None:
+        return plan
+    return replace(plan, cleared=("o",), hidden=("lse",))  # rows may be of no sequence
 
 
 def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
@@ -220,6 +225,8 @@ def plan_backward(
         planner = _Planner("dsink", problem, device, strides, None, more)
         stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
     cleared = ("dbias_accum",) if "dbias" in more else ()
+    packed = problem.features.num_sequences is not None  # rows may be of no sequence
+    cleared += ("dq", "dk", "dv") if packed else ()
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
@@ -229,14 +236,17 @@ def plan_backward(
     tile = planner.tile("backward", config)
     if planner.family == "simt":
         stages.append(planner.by_query_tiles("backward", tile))
-        return _plan(*stages, workspaces=workspaces, cleared=("dk", "dv", *cleared))
+        return _plan(*stages, workspaces=workspaces, cleared=tuple(dict.fromkeys(("dk", "dv", *cleared))))
     stages.append(planner.by_key_tiles("backward", tile))
-    num_tiles = -(-problem.seqlen_q // tile.b_r)
-    heads = problem.batch * problem.num_heads
+    batch, heads, longest, _ = problem.score_shape
+    num_tiles = -(-longest // tile.b_r)
+    tiles_of_head = batch * num_tiles
+    if problem.features.num_sequences is not None:  # each starts with a tile of its own
+        tiles_of_head = problem.seqlen_q // tile.b_r + batch
     columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns * 4))
+    workspaces.append(Workspace("dq_accum", heads * tiles_of_head * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
-    stages.append(planner.stage("convert_dq", convert, heads * num_tiles, num_tiles=num_tiles))
+    stages.append(planner.stage("convert_dq", convert, batch * heads * num_tiles, num_tiles=num_tiles))
     return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
 
 

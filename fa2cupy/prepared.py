@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from .arguments import OverlapCheck, array_backend, output_name
 from .families import Family
-from .features import ARRAY_FEATURES
+from .features import ARRAY_FEATURES, OFFSETS
 from .launch import bind_plan
 from .plan import Plan
 from .problem import AttentionProblem
@@ -90,6 +90,7 @@ class KernelCall:
         self.check_overlap = _overlap_check(arguments, arrays) if len(self.allocated) < len(outputs) else None
         self.workspace_bytes = [max(w.nbytes, 1) for w in plan.workspaces]
         self.cleared = [buffers.index(name) for name in plan.cleared]
+        self.hidden = [buffers.index(name) for name in plan.hidden]
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(plan, tuple(buffers))
 
@@ -113,6 +114,8 @@ class KernelCall:
             addresses.append(memory.ptr)
         for position in self.cleared:
             self._clear(buffers[position], position - len(arrays))
+        for position in self.hidden:
+            buffers[position].fill(-np.inf)
         stream = cupy.cuda.get_current_stream().ptr
         for stage in self.stages:
             stage(addresses, stream)
@@ -155,7 +158,7 @@ class AdaptedCall:
     def _copy(self, name: str, array):
         if array is None:
             return None
-        if name in _STATISTICS:
+        if name in (*_STATISTICS, *OFFSETS):
             return cupy.ascontiguousarray(array)
         if name in ARRAY_FEATURES:
             return array

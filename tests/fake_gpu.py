@@ -17,7 +17,7 @@ import numpy as np
 
 from fa2cupy import gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
-from fa2cupy.features import ARRAY_FEATURES
+from fa2cupy.features import ARRAY_FEATURES, OFFSETS
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout
@@ -147,7 +147,7 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
-        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        self.stage, self.spec, self.cleared = stage, stage.spec, (*plan.cleared, *plan.hidden)
         layout = self.spec.params
         self._kinds = kinds = {field.name: field.kind for field in layout.fields}
         self.pointers = {
@@ -161,7 +161,8 @@ class Launch:
             row, head, batch = (stride // 2 for stride in tensor.strides)
             self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
-        self.batch = self.values.get("batch", stage.blocks // per_batch)
+        self.packed = "cu_seqlens" in self.spec.features
+        self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes
         self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
@@ -179,6 +180,8 @@ class Launch:
         if name == "dq_accum":
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
         heads, rows = self.values["num_heads"], self.values["seqlen_q"]
+        if name in OFFSETS:
+            return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
             return memory_at(self.pointers[name], (heads,), None, self._wide)
         if name in ("lse", "delta", "dlse"):
@@ -190,6 +193,8 @@ class Launch:
             dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
             strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
             sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
+            if self.packed:
+                sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
             shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
             return memory_at(self.pointers[name], shape, strides, dtype)
         if dtype.itemsize == 2:

@@ -248,6 +248,7 @@ def test_every_feature_has_its_row_and_its_numbers():
     assert everything.record(100, 200, everything.window, 0.25) == {
         "window_left": 3, "window_right": 100, "scale_over_softcap": 0.125, "softcap_log2": 2 / math.log(2),
         "dropout_threshold": 2**31, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
+        "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip
     assert len(everything.flags) == len(set(everything.flags))
 

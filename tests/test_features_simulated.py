@@ -159,3 +159,61 @@ def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dim
     inputs = make_inputs(FAMILIES[name][0], head_dim=head_dims[0], head_dim_v=head_dims[1], **sizes)
     with simulated_gpu(monkeypatch) as launched:
         check((name, launched), tuple(map(place, inputs)), layout=layout, causal=True)
+
+
+#: (queries, keys) of each sequence, some without.
+SEQUENCES = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+
+
+@pytest.fixture(params=("simt", "simt double", "sm80", "sm80 wide"))
+def packed_family(request, monkeypatch):
+    with simulated_gpu(monkeypatch) as launched:
+        yield request.param, launched
+
+
+class TestPackedSequences:
+    @staticmethod
+    def draw(name: str, before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
+        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
+        rows = [int(ends[-1]) + behind for ends in offsets]
+        inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
+        return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
+
+    @pytest.mark.parametrize("longest", [None, (40, 70)], ids=("unknown", "known"))
+    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
+    def test_against_the_reference(self, packed_family, options, longest):
+        inputs, offsets = self.draw(packed_family[0], before=3, behind=4)
+        lengths = {} if longest is None else dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
+        check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
+
+    def test_with_features(self, packed_family):
+        name = packed_family[0]
+        inputs, offsets = self.draw(name, behind=2, num_heads=4, num_heads_kv=2)
+        sizes = {"batch": len(SEQUENCES), "num_heads": 4, "seqlen_q": 40, "seqlen_k": 70}
+        rows = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
+        features = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+        features["key_padding_mask"] = numbers((len(SEQUENCES), 70), "float32", 3) < 0.7
+        features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
+        check(packed_family, inputs, max_seqlen_q=40, max_seqlen_k=70, **offsets, **features, causal=True, softcap=2.0)
+
+    @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
+    def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):
+        name = packed_family[0]
+        q, k, v, do = (place(x[0]) for x in draw(name, (85, 85)))
+        offsets = {"cu_seqlens_q": place(np.array(wrong, "int32")), "cu_seqlens_k": place(np.array(wrong, "int32"))}
+        own = {"config": config_of(name), "family": name.split()[0], "causal": True, **offsets}
+        o, lse = forward(q, k, v, **own)
+        for method in METHODS:
+            backward(q, k, v, o, lse, do, method=method, **own)  # the interpreter stops what leaves an array
+
+    def test_offsets_are_not_read_on_the_host(self, packed_family):
+        inputs, offsets = self.draw(packed_family[0])
+        q, k, v, _ = inputs
+        own = {"config": config_of(packed_family[0]), "family": packed_family[0].split()[0]}
+        o, _ = forward(q, k, v, **own, **offsets)
+        for array in offsets.values():
+            array[1:] = array[-1]  # one sequence and six empty ones, in the prepared call
+        again, _ = forward(q, k, v, **own, **offsets)
+        assert not np.array_equal(o, again)
+        Expectation(q, k, v, **offsets).check(o=again)

@@ -12,6 +12,7 @@
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -20,6 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct BackwardDkdv {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = true;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -52,7 +54,7 @@ struct BackwardDkdv {
             const int32 head = where.head * params.heads_per_group + member;
             const Real* q = params.q + params.q_strides.offset(where.batch, 0, head);
             const Real* dout = params.dout + params.dout_strides.offset(where.batch, 0, head);
-            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * params.seqlen_q;
+            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * common::statistic_rows<Spec>(params);
 
             for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
                 __syncthreads();

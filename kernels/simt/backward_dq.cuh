@@ -11,6 +11,7 @@
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -19,6 +20,7 @@ namespace fa2::simt {
 template <class Spec, bool kWithDkdv = false, class Params = fa2::Params>
 struct BackwardDq {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -49,7 +51,7 @@ struct BackwardDq {
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int32 row = first_row + Scores::row(0, lane);
-        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q + row;
+        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);

@@ -12,6 +12,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -20,6 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct Forward {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -85,7 +87,7 @@ struct Forward {
                          first_row, params.seqlen_q, lane);
         const int32 row = first_row + Scores::row(0, lane);
         if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q + row] = lse[0];
+            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row] = lse[0];
     }
 };
 

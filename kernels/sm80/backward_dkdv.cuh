@@ -25,6 +25,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
@@ -34,6 +35,7 @@ namespace fa2::sm80 {
 template <class Spec, bool kWithDq = false, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = true;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -119,7 +121,7 @@ struct BackwardDkdv {
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * params.seqlen_q;
+        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * common::statistic_rows<Spec>(params);
         const bool valid = row < params.seqlen_q;
         if (thread < kBr) {
             const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
@@ -265,6 +267,9 @@ struct BackwardDkdv {
         using Workspace = DqWorkspace<kBr, kD>;
         const int64 head = static_cast<int64>(where.batch) * params.num_heads + step.head;
         float* workspace = params.dq_accum + (head * ceil_div(params.seqlen_q, kBr) + step.tile) * Workspace::kTileElements;
+        if constexpr (Spec::kVarlen)
+            workspace = params.dq_accum + (common::first_workspace_tile<kBr>(params, where.batch, step.head) + step.tile) *
+                                              Workspace::kTileElements;
 #pragma unroll
         for (int m = 0; m < kPartM16; ++m)
 #pragma unroll

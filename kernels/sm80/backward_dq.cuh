@@ -12,6 +12,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -21,6 +22,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct BackwardDq {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -65,7 +67,7 @@ struct BackwardDq {
         ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
-        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
