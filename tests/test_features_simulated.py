@@ -13,8 +13,8 @@ from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
 from fa2cupy import TileConfig  # noqa: E402
-from fa2cupy.tiles import OPERATIONS  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
+from fa2cupy.tiles import OPERATIONS  # noqa: E402
 
 pytestmark = pytest.mark.simulated
 
