@@ -122,8 +122,7 @@ def forward(
     ValueError
         Shapes, devices or values that do not fit; `out` is read-only or overlaps; `config` is not legal.
     UnsupportedProblemError
-        head_dim above 256, or no kernel for the dtype or a feature on this GPU. On CuPy arrays there is none yet
-        for the keywords under "Other Parameters" and for a head_dim of v's own.
+        head_dim above 256, or no kernel for the dtype or a feature on this GPU.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.
 
@@ -137,9 +136,11 @@ def forward(
     the Philox generator of Salmon et al. 2011.
 
     Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes;
-    anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8. The work is queued on
-    CuPy's current stream of the arrays' device, without a synchronisation; the first call of a kind compiles its
-    kernel.
+    anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8, and data whose v has a
+    head_dim of its own. The work is queued on CuPy's current stream of the arrays' device, without a synchronisation;
+    the first call of a kind compiles its kernel. Packed sequences and dbias run on the kernels of ``"sm80"`` on
+    Hopper, too. Offsets are read on the device, and held to the arrays there: offsets that do not grow, or sequences
+    longer than max_seqlen_q and max_seqlen_k, give results that mean nothing, and no error.
 
     Examples
     --------
@@ -235,7 +236,8 @@ def backward(
     dq, dk, dv : ndarray, shapes of q, k, v
         In their dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32.
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        Those that were asked for. dbias is summed over the axes along which bias is broadcast, in lse's dtype.
+        Those that were asked for. dbias is summed over the axes along which bias is broadcast, in lse's dtype; on the
+        GPU atomically there, and 16-bit data then take ``"two_pass"``.
 
     Raises
     ------

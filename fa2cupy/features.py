@@ -24,7 +24,9 @@ How a feature is added
    kernel without the flag keeps its record, and so its cubin, as it is).
 3. The formula in ``formulas.py``, whole, and in ``cpu_scores.py``, on a tile. Both keep to the order above.
 4. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if
-   pairs of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does. Main loops stay.
+   pairs of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does, ``sequence.cuh`` if
+   a block works on other rows. Main loops stay. Without the flag PTX must stay, too: what the record has of a feature
+   is named in templates on the record alone, so that a kernel without it cannot touch it.
 5. The feature's name in `Family.features` of the families whose kernels have it. Until then they refuse it by name.
 
 A score function of the user's own is such a row whose flag carries the text of two device functions, the score and its

@@ -12,7 +12,7 @@ from fake_gpu import backward, forward, place  # noqa: E402
 from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
-from fa2cupy import TileConfig  # noqa: E402
+from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
 from fa2cupy.tiles import OPERATIONS  # noqa: E402
 
@@ -217,3 +217,91 @@ class TestPackedSequences:
         again, _ = forward(q, k, v, **own, **offsets)
         assert not np.array_equal(o, again)
         Expectation(q, k, v, **offsets).check(o=again)
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
+    name = family[0]
+    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    return forward(*inputs[:3], **own, **options)
+
+
+class TestProperties:
+    def test_dropout_is_the_definition_bit_for_bit(self, family):
+        """With q = 0 all P are equal, and with the identity for v, o shows which were kept."""
+        name = family[0]
+        head_dim = FAMILIES[name][1]
+        q, k, v, _ = draw(name, (head_dim, head_dim), num_heads_kv=2)
+        q[...], v[...] = 0, np.eye(head_dim)[:, None].astype(v.dtype)
+        o, _ = run_forward(family, (q, k, v), dropout_p=0.4, seed=2**40 + 77)
+        everything = slice(0, head_dim)
+        kept = philox.kept(0.4, 2**40 + 77, 0, slice(0, 2), everything, everything)
+        assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
+
+    def test_neutral_values_change_no_bit(self, family):
+        name = family[0]
+        inputs = draw(name, lengths_of(name)[0])
+        keys = lengths_of(name)[0][1]
+        plain = run_forward(family, inputs)
+        for options in ({"window": (keys, keys)}, {"dropout_p": 0.0, "seed": 3}):
+            for result, wanted in zip(run_forward(family, inputs, **options), plain, strict=True):
+                assert np.array_equal(result, wanted), options
+
+    def test_a_sink_of_minus_infinity_is_none(self, family):
+        inputs = draw(family[0], lengths_of(family[0])[1])
+        sink = place(np.full(2, -np.inf, accumulator(FAMILIES[family[0]][0])))
+        o, lse = run_forward(family, inputs, sink=sink, causal=True)
+        Expectation(*inputs, causal=True).check(o=o, lse=lse)
+
+    def test_a_seed_travels_with_the_call(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            inputs = tuple(place(x) for x in make_inputs("float32", seqlen_q=8, head_dim=8))
+            tile = {"config": TileConfig(8, 8, 2)}
+            results = [forward(*inputs[:3], dropout_p=0.5, seed=seed, **tile)[0] for seed in (1, 2**63, 1)]
+            assert len(gpu._prepared) == 1
+        assert np.array_equal(results[0], results[2]) and not np.array_equal(results[0], results[1])
+
+
+class TestGradients:
+    INPUTS = {"seqlen_q": 20, "seqlen_k": 30, "num_heads": 2, "num_heads_kv": 1, "head_dim": 16}
+
+    def test_a_given_delta_and_a_gradient_for_lse(self, monkeypatch):
+        with simulated_gpu(monkeypatch) as launched:
+            q, k, v, do = (place(x) for x in make_inputs("float32", **self.INPUTS))
+            own = {"config": TileConfig(8, 8, 2), "causal": True}
+            o, lse = forward(q, k, v, **own)
+            dlse = place(numbers((1, 2, 20), "float32"))
+            delta = gpu.delta(o, do, "bshd", None)
+            launched.clear()
+            gradients = backward(q, k, v, o, lse, do, delta=delta, dlse=dlse, **own)
+            assert "delta" not in [stage.spec.operation for stage in launched]
+            Expectation(q, k, v, do, dlse=dlse, causal=True).check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+            with pytest.raises(ValueError, match="^dlse: expected shape"):
+                backward(q, k, v, o, lse, do, delta=delta, dlse=place(numbers((1, 1, 20), "float32")), **own)
+
+    def test_results_into_arrays_of_the_callers(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = (place(x) for x in make_inputs("float16", **self.INPUTS))
+            bias, sink = place(numbers((2, 1, 30), "float16")), place(numbers((2,), "float32"))
+            options = {"bias": bias, "sink": sink, "causal": True}
+            expected = Expectation(q, k, v, do, **options)
+            o, lse = forward(q, k, v, family="sm80", **options)
+            names = ("dq", "dk", "dv", "dbias", "dsink")
+            out = tuple(map(place, expected.unwritten(*names)))
+            more = {"return_dbias": True, "return_dsink": True}
+            results = backward(q, k, v, o, lse, do, family="sm80", out=out, **more, **options)
+            assert all(result is given for result, given in zip(results, out, strict=True))
+            expected.check(**dict(zip(names, results, strict=True)))
+            with pytest.raises(ValueError, match=r"^out \(dbias\): overlaps bias"):
+                backward(q, k, v, o, lse, do, family="sm80", out=(None, None, None, bias, None), **more, **options)
+
+    def test_a_sum_in_any_order_is_not_deterministic(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = (place(x) for x in make_inputs("float32", **self.INPUTS))
+            own = {"config": TileConfig(8, 8, 2), "return_dbias": True, "deterministic": True}
+            o, lse = forward(q, k, v, config=TileConfig(8, 8, 2))
+            with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
+                backward(q, k, v, o, lse, do, bias=place(numbers((30,), "float32")), **own)
+            backward(q, k, v, o, lse, do, bias=place(numbers((1, 2, 20, 30), "float32")), **own)
