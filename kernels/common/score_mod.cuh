@@ -15,6 +15,10 @@ namespace fa2::common {
 template <class Spec>
 inline constexpr bool kModifiesScores =
     Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask || Spec::kKeyPadding;
+// Whether that takes registers for addresses and what is loaded, or for the generator of dropout.
+template <class Spec>
+inline constexpr bool kNeedsRegisters =
+    Spec::kBias || Spec::kMask || Spec::kKeyPadding || Spec::kDropout || (Spec::kSoftcap && Spec::kAlibi);
 // Whether the backward goes through `take_weights`: products then start from zero, not from statistics.
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
@@ -88,9 +92,9 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     if constexpr (kModifiesScores<Spec>) {
         const auto mod = score_mod<Spec>(params, batch, head);
 #pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i)
+        for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
+            for (int i = 0; i < Fragment::kRows; ++i)
                 scores(i, j) = mod.at(scores(i, j), first_query + Fragment::row(i, lane),
                                       first_key + Fragment::col(j, lane)).score;
     }
