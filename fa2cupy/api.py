@@ -139,8 +139,7 @@ def forward(
     anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8, and data whose v has a
     head_dim of its own. The work is queued on CuPy's current stream of the arrays' device, without a synchronisation;
     the first call of a kind compiles its kernel. Packed sequences and dbias run on the kernels of ``"sm80"`` on
-    Hopper, too. Offsets are read on the device, and held to the arrays there: offsets that do not grow, or sequences
-    longer than max_seqlen_q and max_seqlen_k, give results that mean nothing, and no error.
+    Hopper, too. Offsets are held to the arrays on the device: those that do not grow give no error, and no meaning.
 
     Examples
     --------
@@ -171,14 +170,10 @@ def delta(o, do, *, layout: str = "bshd", out=None):
     delta : ndarray, shape (batch, num_heads, seqlen_q)
         float32 (float64 for float64 data).
 
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
-        As for `forward`.
-
     Notes
     -----
-    FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one.
+    FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one. Errors are those
+    of `forward`.
     """
     return _backend("o", o).delta(o, do, layout, out)
 
@@ -236,19 +231,14 @@ def backward(
     dq, dk, dv : ndarray, shapes of q, k, v
         In their dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32.
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        Those that were asked for. dbias is summed over the axes along which bias is broadcast, in lse's dtype; on the
-        GPU atomically there, and 16-bit data then take ``"two_pass"``.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
-        As for `forward`.
+        Those that were asked for. dbias is summed over repeated axes in lse's dtype, on the GPU atomically, and takes
+        ``"two_pass"`` of 16-bit data there.
 
     Notes
     -----
     With P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = softmax_scale dS K and
     dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. What features
-    add is at the top of ``fa2cupy/features.py``.
+    add is at the top of ``fa2cupy/features.py``. Errors are those of `forward`.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU depends on the method's atomics: for
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for

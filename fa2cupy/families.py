@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from .tile_table import TILE_TABLE
 from .tiles import OPERATIONS, TileConfig, fits_blocks, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "requested_tile"]
+__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "method_of_dbias", "requested_tile"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
     if must_not_vary and method == "single_pass":
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
     return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
+
+
+def method_of_dbias(row: Family, method: str, deterministic: bool, problem: AttentionProblem, bias) -> str:
+    """dbias is added up by kernels that own query tiles. Where elements share a sum, that is atomic."""
+    if deterministic and bias.size < math.prod(problem.score_shape):
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
+        )
+    return method if row.name == "simt" else "two_pass"
 
 
 def choose_family(

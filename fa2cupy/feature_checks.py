@@ -15,7 +15,7 @@ from .features import ARRAY_FEATURES, FeatureOptions, Features
 if TYPE_CHECKING:
     from .problem import AttentionProblem
 
-__all__ = ["check_features", "extra_gradients", "feature_arrays", "finite_number"]
+__all__ = ["check_features", "extra_gradients", "feature_arrays", "finite_number", "split_features"]
 
 
 def feature_arrays(options: Mapping[str, object]) -> dict[str, object]:
@@ -196,3 +196,17 @@ def _check_broadcast(name: str, array, shape: tuple[int, ...]) -> None:
     if not fits:
         wanted = f"a shape that can be broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}"
         raise ValueError(f"{name}: expected {wanted}, got {array.shape}")
+
+
+def split_features(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple, int | None]:
+    """The arrays among the keywords of features, by name, the other keywords, and a seed that is legal.
+
+    A call is not prepared anew for each seed: that is handed over like an address.
+    """
+    arrays = {name: x for name, x in features.items() if x is not None and name in (*ARRAY_FEATURES, "dlse")}
+    settings = {name: x for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse")}
+    seed = settings.get("seed")
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        return tuple(arrays), tuple(arrays.values()), tuple(settings.items()), None  # which the checks will name
+    settings["seed"] = 0
+    return (*arrays, "seed"), (*arrays.values(), None), tuple(settings.items()), int(seed)

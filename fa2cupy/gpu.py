@@ -7,10 +7,8 @@ lookup, the allocation of its results and a launch per kernel.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from numbers import Integral
+from collections.abc import Callable, Hashable
 
 import cupy
 import numpy as np
@@ -19,13 +17,13 @@ from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
-from .families import Family, choose_family, choose_method
-from .feature_checks import extra_gradients
-from .features import ARRAY_FEATURES, OFFSETS
+from .families import Family, choose_family, choose_method, method_of_dbias
+from .feature_checks import extra_gradients, split_features
+from .features import OFFSETS
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
-from .score_strides import contiguous_score_strides, score_strides
+from .score_strides import contiguous_score_strides, feature_strides
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -46,7 +44,7 @@ def forward(q, k, v, causal, softmax_scale, layout, out, config, family, feature
     options = (causal, softmax_scale, layout, config, family)
     if not features:
         return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
-    names, arrays, settings, seed = _split(features)
+    names, arrays, settings, seed = split_features(features)
     arguments = _FORWARD.with_inputs(names)
     return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed)
 
@@ -70,7 +68,7 @@ def backward(
         with cupy.cuda.Device(given_delta.data.device_id):
             inputs, dlse = (*inputs[:6], given_delta - dlse), None
     more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
-    names, arrays, settings, seed = _split({**(features or {}), "dlse": dlse})
+    names, arrays, settings, seed = split_features({**(features or {}), "dlse": dlse})
     arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
     results = unpack_out(out, arguments.results)
     return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more), seed)
@@ -80,20 +78,6 @@ def _alike(given_delta, dlse) -> bool:
     """Whether both are there and fit each other, so that one can be subtracted from the other."""
     both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
     return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
-
-
-def _split(features: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple, int | None]:
-    """The arrays among the keywords of features, by name, the other keywords, and a seed that is legal.
-
-    A call is not prepared anew for each seed: that is handed over like an address.
-    """
-    arrays = {name: x for name, x in features.items() if x is not None and name in (*ARRAY_FEATURES, "dlse")}
-    settings = {name: x for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse")}
-    seed = settings.get("seed")
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        return tuple(arrays), tuple(arrays.values()), tuple(settings.items()), None  # which the checks will name
-    settings["seed"] = 0
-    return (*arrays, "seed"), (*arrays.values(), None), tuple(settings.items()), int(seed)
 
 
 def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None) -> tuple:
@@ -153,7 +137,7 @@ def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Cal
 
         return AdaptedCall(run, row, problem, arguments, arrays)
     family = _without_tma(row, family)
-    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | _score_strides(features)
+    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | feature_strides(features)
     plan = plan_forward(problem, device, strides, config, family)
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
@@ -193,7 +177,7 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
     method = choose_method(row.name, method, deterministic)
     if "dbias" in given_names:
-        method = _method_of_dbias(row, method, deterministic, problem, features["bias"])
+        method = method_of_dbias(row, method, deterministic, problem, features["bias"])
     dq, dk, dv = results[:3]
     offsets = tuple(features.get(name) for name in OFFSETS)
     dsink = results[3 + more.index("dsink")] if "dsink" in more else None
@@ -214,22 +198,13 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
 
         return AdaptedCall(run, row, problem, arguments, arrays)
     strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
-    strides |= _score_strides(features)
+    strides |= feature_strides(features)
     if _DBIAS_SUM in more:
         strides[_DBIAS_SUM] = contiguous_score_strides(features["bias"].shape)
     plan = plan_backward(
         problem, device, strides, method, config, _without_tma(row, family), with_delta=given_delta is None, more=extra
     )
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
-
-
-def _method_of_dbias(row: Family, method: str, deterministic: bool, problem: AttentionProblem, bias) -> str:
-    """dbias is added up by kernels that own query tiles. Where elements share a sum, that is atomic."""
-    if deterministic and bias.size < math.prod(problem.score_shape):
-        raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
-        )
-    return method if row.name == "simt" else "two_pass"
 
 
 def _without_tma(row: Family, family: str | None) -> str | None:
@@ -257,11 +232,6 @@ def _strides(problem: AttentionProblem, outputs: Outputs, **tensors) -> dict[str
         name: problem.kernel_strides(shapes[name]) if array is None else problem.kernel_strides(array.shape, array.strides)
         for name, array in tensors.items()
     }
-
-
-def _score_strides(features: Mapping[str, object]) -> dict[str, tuple[int, int, int, int]]:
-    given = {name: features[name] for name in ARRAY_FEATURES if features.get(name) is not None}
-    return {name: score_strides(name, array) for name, array in given.items() if name not in OFFSETS}
 
 
 def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistics: tuple) -> bool:

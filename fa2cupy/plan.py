@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from .families import choose_family, choose_tile
 from .features import KERNEL_NEEDS
 from .params import TILE_COUNTER, param_layout
 from .problem import AttentionProblem
+from .sections import groups_per_section
 from .spec import KernelSpec
 from .stages import Plan, Stage, Workspace
 from .tiles import OPERATIONS, TileConfig, padded_head_dim
@@ -24,11 +24,6 @@ _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
 _DSINK_WARPS = 8
-#: Kernels by query tiles, which add to dbias on the way: what simt has of both methods.
-_WITH_DBIAS = (
-    *itertools.product(("backward_dq",), ("float16", "bfloat16", "float32", "float64")),
-    *itertools.product(("backward",), ("float32", "float64")),
-)
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
 #: Element strides of the batch, row and head axes.
@@ -39,14 +34,9 @@ class _Planner:
     """Shared state of the planning of one call."""
 
     def __init__(
-        self,
-        operation: str,
-        problem: AttentionProblem,
-        device: DeviceInfo,
-        strides: Mapping[str, Strides],
-        family: str | None,
-        more: tuple[str, ...] = (),
-    ):
+        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides],
+        family: str | None, more: tuple[str, ...] = (),
+    ):  # fmt: skip
         self.problem = problem
         self.more = more
         self.device = device
@@ -69,9 +59,12 @@ class _Planner:
             "cu_seqlens": "cu_seqlens" in self.problem.needs and (has_all or operation == "convert_dq"),
             "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
             "dlse": "dlse" in self.more and operation == "delta",
-            "dbias": "dbias" in self.more and (operation, self.problem.dtype) in _WITH_DBIAS,
+            "dbias": "dbias" in self.more and self._owns_queries(operation),
         }
         return tuple(name for name in KERNEL_NEEDS if used.get(name))
+
+    def _owns_queries(self, operation: str) -> bool:
+        return operation == "backward_dq" or (operation == "backward" and self.problem.itemsize > 2)
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
@@ -129,7 +122,7 @@ class _Planner:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.score_shape[2] // tile.b_r)
-        section = self._groups_per_section(self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
+        section = groups_per_section(problem, self.device, self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
@@ -138,7 +131,7 @@ class _Planner:
         num_tiles = -(-problem.score_shape[3] // tile.b_c)
         rows = problem.seqlen_q * problem.heads_per_group
         accumulators = rows * problem.head_dim * 4 if operation == "backward" else 0
-        section = self._groups_per_section(self._bytes_of(rows), accumulators)
+        section = groups_per_section(problem, self.device, self._bytes_of(rows), accumulators)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
@@ -162,20 +155,6 @@ class _Planner:
     def _bytes_of(self, rows: int) -> int:
         """Of the two tensors that all tiles of a head read."""
         return 2 * rows * self.problem.head_dim * self.problem.itemsize
-
-    def _groups_per_section(self, bytes_read: int, bytes_added_to: int = 0) -> int:
-        """Of how many groups of heads the tiles are taken together: what is read and added to for each fits the L2 cache."""
-        # Without a mask all tiles are equally long, and one head after the other reads the least memory.
-        if not self.problem.causal:
-            return 1
-        groups = max(1, self.problem.batch * self.problem.num_heads_kv)
-        # Sums fill more of the cache than their size (head_dim 64 at 2048: 16 heads a section 1.2 times as fast as 64).
-        share = self.device.l2_bytes // 3 if bytes_added_to else self.device.l2_bytes * 5 // 8
-        fitting = min(groups, max(1, share // max(1, bytes_read + bytes_added_to)))
-        # A short last section starts its long tiles late, and the launch ends with most multiprocessors idle (up to a sixth
-        # of the time). So of the sizes about as large, the one that divides the groups best.
-        sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
-        return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
 
 
 def plan_forward(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-__all__ = ["contiguous_score_strides", "score_strides"]
+from .features import ARRAY_FEATURES, OFFSETS
+
+__all__ = ["contiguous_score_strides", "feature_strides", "score_strides"]
 
 #: The axes of scores that arrays have which are not broadcast from the right, by rank.
 _AXES = {
@@ -27,3 +30,9 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> tuple[int, int, int, int
     """The same of an array in C order whose last axes are the scores' last."""
     full = (1,) * (4 - len(shape)) + shape
     return tuple(0 if full[axis] == 1 else math.prod(full[axis + 1 :]) for axis in range(4))
+
+
+def feature_strides(features: Mapping[str, object]) -> dict[str, tuple[int, int, int, int]]:
+    """Those of all arrays of features that lie over scores, by name."""
+    given = {name: features[name] for name in ARRAY_FEATURES if features.get(name) is not None}
+    return {name: score_strides(name, array) for name, array in given.items() if name not in OFFSETS}

@@ -16,7 +16,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from fa2cupy import TileConfig, legal_configs, params, source
+from fa2cupy import TileConfig, legal_configs, source
 from fa2cupy.cache import cached_kernel, entry_path
 from fa2cupy.compiler import compile_options, compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
@@ -382,7 +382,7 @@ def test_a_name_that_nobody_gives_a_template_is_an_error(own_kernels):
 
 @pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
 def test_a_record_of_another_size_than_the_c_struct_does_not_compile(spec, monkeypatch):
-    layout = params.param_layout(spec.operation, spec.family, spec.dtype)
+    layout = spec.params
     monkeypatch.setattr(layout, "nbytes", layout.nbytes + 8)
     with pytest.raises(KernelCompileError, match=r"the record of params\.py has another size"):
         compile_source(render_kernel(spec))

@@ -11,9 +11,9 @@
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
-#include "common/score_mod.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "simt/rows.cuh"
 
 namespace fa2::simt {

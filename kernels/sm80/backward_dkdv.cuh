@@ -24,9 +24,9 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
-#include "common/score_mod.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
 

@@ -11,9 +11,9 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
-#include "common/score_mod.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 

@@ -30,7 +30,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
-#include "common/score_mod.cuh"
+#include "common/weights.cuh"
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"

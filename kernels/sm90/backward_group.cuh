@@ -8,7 +8,7 @@
 // dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
 #pragma once
 #include "common/mask.cuh"
-#include "common/score_mod.cuh"
+#include "common/weights.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/wgmma_backward.cuh.j2"
 
