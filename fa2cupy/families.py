@@ -75,13 +75,18 @@ FAMILIES = (
 )
 
 
-#: The faster backward scheme of each family.
-_DEFAULT_METHODS = {"sm90": "single_pass", "sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+#: The faster backward scheme of each family, up to a head_dim and beyond.
+_DEFAULT_METHODS = {
+    "sm90": (128, "single_pass", "two_pass"),
+    "sm80": (256, "single_pass", "single_pass"),
+    "simt": (256, "two_pass", "two_pass"),
+    "numpy": (256, "single_pass", "single_pass"),
+}
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 
-def choose_method(family: str, method: str | None, deterministic: bool) -> str:
-    """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the family's faster one."""
+def choose_method(family: str, head_dim: int, method: str | None, deterministic: bool) -> str:
+    """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the faster one."""
     if method not in (None, "single_pass", "two_pass"):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
     if not isinstance(deterministic, bool | np.bool_):
@@ -89,7 +94,10 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
     must_not_vary = deterministic and family not in _WITHOUT_ATOMICS
     if must_not_vary and method == "single_pass":
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
-    return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
+    if method is not None or must_not_vary:
+        return method or "two_pass"
+    limit, up_to_limit, beyond = _DEFAULT_METHODS[family]
+    return up_to_limit if head_dim <= limit else beyond
 
 
 def choose_family(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:

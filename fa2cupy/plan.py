@@ -22,6 +22,12 @@ _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
+# With a causal mask, how many columns (heads times head_dim) a section of heads has for each multiprocessor. The tiles of
+# more heads fill a launch more evenly; of fewer, more blocks read the same rows at about the same time, which then come
+# from the L2 cache. The fastest on an H100 from seqlen 512 to 16384, whether or not all rows of a section fit that cache;
+# sums of dQ are read and written, and want far fewer.
+_COLUMNS_BY_QUERIES, _COLUMNS_BY_KEYS, _COLUMNS_WITH_DQ = 32, 16, 4
+
 #: Element strides of the batch, row and head axes.
 Strides = tuple[int, int, int]
 
@@ -97,16 +103,14 @@ class _Planner:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_q // tile.b_r)
-        section = self._groups_per_section(self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
+        section = self._groups_per_section(_COLUMNS_BY_QUERIES) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
         num_tiles = -(-problem.seqlen_k // tile.b_c)
-        rows = problem.seqlen_q * problem.heads_per_group
-        accumulators = rows * problem.head_dim * 4 if operation == "backward" else 0
-        section = self._groups_per_section(self._bytes_of(rows), accumulators)
+        section = self._groups_per_section(_COLUMNS_WITH_DQ if operation == "backward" else _COLUMNS_BY_KEYS)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
@@ -127,19 +131,14 @@ class _Planner:
             heads_per_section=max(1, section),
         )
 
-    def _bytes_of(self, rows: int) -> int:
-        """Of the two tensors that all tiles of a head read."""
-        return 2 * rows * self.problem.head_dim * self.problem.itemsize
-
-    def _groups_per_section(self, bytes_read: int, bytes_added_to: int = 0) -> int:
-        """Of how many groups of heads the tiles are taken together: what is read and added to for each fits the L2 cache."""
+    def _groups_per_section(self, columns_per_multiprocessor: int) -> int:
+        """Of how many groups of heads the tiles are taken together."""
         # Without a mask all tiles are equally long, and one head after the other reads the least memory.
         if not self.problem.causal:
             return 1
         groups = max(1, self.problem.batch * self.problem.num_heads_kv)
-        # Sums fill more of the cache than their size (head_dim 64 at 2048: 16 heads a section 1.2 times as fast as 64).
-        share = self.device.l2_bytes // 3 if bytes_added_to else self.device.l2_bytes * 5 // 8
-        fitting = min(groups, max(1, share // max(1, bytes_read + bytes_added_to)))
+        columns = columns_per_multiprocessor * self.device.multiprocessors
+        fitting = min(groups, max(1, columns // max(1, self.problem.head_dim)))
         # A short last section starts its long tiles late, and the launch ends with most multiprocessors idle (up to a sixth
         # of the time). So of the sizes about as large, the one that divides the groups best.
         sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)

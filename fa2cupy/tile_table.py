@@ -42,8 +42,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (32, TileConfig(192, 96, 16, 2)),
         (64, TileConfig(192, 128, 16, 3), _H100),
         (128, TileConfig(128, 128, 12, 2), _H100),
-        (192, TileConfig(128, 96, 12, 2), _H100),
-        (256, TileConfig(128, 80, 12, 2), _H100),
+        (256, TileConfig(128, 64, 12, 2), _H100),
     ),
     *_rows(
         "sm90",
@@ -60,7 +59,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         (96, TileConfig(128, 96, 12, 3), _H100),
         (128, TileConfig(128, 128, 12, 2), _H100),
         (192, TileConfig(128, 64, 12, 3), _H100),
-        (256, TileConfig(128, 48, 12, 2), _H100),
+        (256, TileConfig(128, 64, 12, 2), _H100),
     ),
     *_rows(
         "sm90",

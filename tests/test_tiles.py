@@ -331,14 +331,21 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
         choose_family("forward", "float16", H100, "sm70")
 
 
+@pytest.mark.parametrize("head_dim", (8, 128, 136, 256))
 @pytest.mark.parametrize("family", [row.name for row in FAMILIES if "backward" in row.operations])
-def test_deterministic_calls_never_get_the_method_with_atomics(family):
-    assert choose_method(family, None, True) == choose_method(family, "two_pass", True) == "two_pass"
-    assert choose_method(family, "single_pass", False) == "single_pass"
-    assert choose_method(family, None, False) in ("single_pass", "two_pass")
+def test_deterministic_calls_never_get_the_method_with_atomics(family, head_dim):
+    assert choose_method(family, head_dim, None, True) == "two_pass"
+    assert choose_method(family, head_dim, "two_pass", True) == "two_pass"
+    assert choose_method(family, head_dim, "single_pass", False) == "single_pass"
+    assert choose_method(family, head_dim, None, False) in ("single_pass", "two_pass")
     with pytest.raises(ValueError, match="'single_pass' adds atomically"):
-        choose_method(family, "single_pass", True)
+        choose_method(family, head_dim, "single_pass", True)
     with pytest.raises(ValueError, match="method: expected None"):
-        choose_method(family, "three_pass", False)
+        choose_method(family, head_dim, "three_pass", False)
     with pytest.raises(TypeError, match="deterministic: expected a bool"):
-        choose_method(family, None, 1)
+        choose_method(family, head_dim, None, 1)
+
+
+def test_hopper_takes_two_passes_where_its_registers_hold_one_gradient():
+    assert choose_method("sm90", 128, None, False) == "single_pass"
+    assert choose_method("sm90", 136, None, False) == "two_pass"
