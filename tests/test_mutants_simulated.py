@@ -322,8 +322,8 @@ MUTANTS = (
     Mutant(
         "gradients into K while it is read",
         "backward",
-        "barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : kGroup), (kWithDq ? 2 : 1) * kGroupThreads);",
-        "",
+        "if constexpr (kWithDq)\n            Base::wait_for_last_dq();\n        else\n",
+        "if constexpr (!kWithDq)\n",
         "race",
         HOPPER_TRANSPOSED,
     ),
@@ -347,8 +347,8 @@ MUTANTS = (
     Mutant(
         "divided: dV into V while it is read",
         "backward",
-        "barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);",
-        "",
+        "Base::wait_for_last_dq();\n        } else if",
+        "} else if",
         "race",
         HOPPER_DIVIDED,
     ),

@@ -106,6 +106,7 @@ struct RingPosition {
         after.advance();
         return after;
     }
+    __device__ RingPosition previous() const { return {turn == 0 ? 2 * kSlots - 1 : turn - 1}; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
