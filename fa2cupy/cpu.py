@@ -61,7 +61,7 @@ def backward(
     array_backend(inputs, {"delta": given_delta})
     problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
     problem.check_backward_inputs(o, lse, do, given_delta)
-    one_pass = choose_method("numpy", problem.head_dim, method, deterministic) == "single_pass"
+    one_pass = choose_method("numpy", problem, method, deterministic) == "single_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, config) for operation in operations]
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))

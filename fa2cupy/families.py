@@ -75,17 +75,15 @@ FAMILIES = (
 )
 
 
-#: The faster backward scheme of each family, up to a head_dim and beyond.
-_DEFAULT_METHODS = {
-    "sm90": (128, "single_pass", "two_pass"),
-    "sm80": (256, "single_pass", "single_pass"),
-    "simt": (256, "two_pass", "two_pass"),
-    "numpy": (256, "single_pass", "single_pass"),
-}
+#: The faster backward scheme of each family; of sm90 beyond the lengths below.
+_DEFAULT_METHODS = {"sm90": "two_pass", "sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+#: Up to a head_dim, the fewest query rows for which sm90 is faster in one pass: without and with a causal mask. Measured by
+#: scripts/methods.py; the number of heads does not matter.
+_ONE_PASS_ON_SM90 = {64: (1024, 1024), 128: (1024, 2048)}
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 
-def choose_method(family: str, head_dim: int, method: str | None, deterministic: bool) -> str:
+def choose_method(family: str, problem: AttentionProblem, method: str | None, deterministic: bool) -> str:
     """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the faster one."""
     if method not in (None, "single_pass", "two_pass"):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
@@ -96,8 +94,11 @@ def choose_method(family: str, head_dim: int, method: str | None, deterministic:
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
     if method is not None or must_not_vary:
         return method or "two_pass"
-    limit, up_to_limit, beyond = _DEFAULT_METHODS[family]
-    return up_to_limit if head_dim <= limit else beyond
+    if family == "sm90":
+        rows = next((rows for limit, rows in _ONE_PASS_ON_SM90.items() if problem.head_dim <= limit), None)
+        if rows is not None and problem.seqlen_q >= rows[problem.causal]:
+            return "single_pass"
+    return _DEFAULT_METHODS[family]
 
 
 def choose_family(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:

@@ -129,7 +129,7 @@ def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
     outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
     check_outputs(outputs, (dq, dk, dv))
     row = choose_family("backward", problem.dtype, device, family)
-    method = choose_method(row.name, problem.head_dim, method, deterministic)
+    method = choose_method(row.name, problem, method, deterministic)
     if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
 
         def run(copies):

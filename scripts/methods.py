@@ -29,6 +29,7 @@ from _peers import Fa2cupy
 from _plots import can_plot, line_panels
 
 from fa2cupy.families import choose_family, choose_method
+from fa2cupy.problem import AttentionProblem
 
 METHODS = ("single_pass", "two_pass")
 COLUMNS = (
@@ -69,6 +70,7 @@ def measure(gpu: Gpu, problem: Problem, rng: random.Random) -> dict[str, object]
     candidates = [ours.candidate(problem, sets, method) for method in METHODS]
     check_equal(problem, *(candidate.call() for candidate in candidates))
     named = [dataclasses.replace(candidate, name=method) for candidate, method in zip(candidates, METHODS, strict=True)]
+    q, k, v = sets[0].q, sets[0].k, sets[0].v
     times = time_in_rounds(gpu, named, ROUNDS, BUDGET_MS, rng)
     row = {**vars(problem), "causal": int(problem.causal), "tokens": problem.batch * problem.seqlen}
     for method in METHODS:
@@ -76,7 +78,7 @@ def measure(gpu: Gpu, problem: Problem, rng: random.Random) -> dict[str, object]
         row[f"{method}_tflops"] = problem.tflops(method, row[f"{method}_ms"])
     row["ratio"] = statistics.median(b / a for a, b in zip(times["single_pass"], times["two_pass"], strict=True))
     family = choose_family("backward", problem.dtype, gpu.info).name
-    row["default"] = choose_method(family, problem.head_dim, None, False)
+    row["default"] = choose_method(family, AttentionProblem.from_arrays(q, k, v, causal=problem.causal), None, False)
     return row
 
 
