@@ -77,7 +77,7 @@ def backward(
     )
     problem.check_backward_inputs(o, lse, do, given_delta, dlse)
     extra = extra_gradients(features, return_dbias, return_dsink)
-    one_pass = choose_method("numpy", method, deterministic) == "single_pass"
+    one_pass = choose_method("numpy", problem, method, deterministic) == "single_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, config) for operation in operations]
     heads = heads_of(problem, features)

@@ -87,13 +87,16 @@ FAMILIES = (
 )
 
 
-#: The faster backward scheme of each family.
-_DEFAULT_METHODS = {"sm90": "single_pass", "sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+#: The faster backward scheme of each family; of sm90 beyond the lengths below.
+_DEFAULT_METHODS = {"sm90": "two_pass", "sm80": "single_pass", "simt": "two_pass", "numpy": "single_pass"}
+#: Up to a head_dim, the fewest query rows for which sm90 is faster in one pass: without and with a causal mask. Measured by
+#: scripts/methods.py; the number of heads does not matter.
+_ONE_PASS_ON_SM90 = {64: (1024, 1024), 128: (1024, 2048)}
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 
-def choose_method(family: str, method: str | None, deterministic: bool) -> str:
-    """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the family's faster one."""
+def choose_method(family: str, problem: AttentionProblem, method: str | None, deterministic: bool) -> str:
+    """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the faster one."""
     if method not in (None, "single_pass", "two_pass"):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
     if not isinstance(deterministic, bool | np.bool_):
@@ -101,7 +104,13 @@ def choose_method(family: str, method: str | None, deterministic: bool) -> str:
     must_not_vary = deterministic and family not in _WITHOUT_ATOMICS
     if must_not_vary and method == "single_pass":
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
-    return method or ("two_pass" if must_not_vary else _DEFAULT_METHODS[family])
+    if method is not None or must_not_vary:
+        return method or "two_pass"
+    if family == "sm90":
+        rows = next((rows for limit, rows in _ONE_PASS_ON_SM90.items() if problem.head_dim <= limit), None)
+        if rows is not None and problem.seqlen_q >= rows[problem.causal]:
+            return "single_pass"
+    return _DEFAULT_METHODS[family]
 
 
 def method_of_dbias(row: Family, method: str, deterministic: bool, problem: AttentionProblem, bias) -> str:

@@ -175,7 +175,7 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     given_names = tuple("dbias" if name == _DBIAS_SUM else name for name in more)
     extra = (*(("dlse",) if dlse is not None else ()), *given_names)
     row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
-    method = choose_method(row.name, method, deterministic)
+    method = choose_method(row.name, problem, method, deterministic)
     if "dbias" in given_names:
         method = method_of_dbias(row, method, deterministic, problem, features["bias"])
     dq, dk, dv = results[:3]

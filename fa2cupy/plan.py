@@ -13,7 +13,7 @@ from .families import choose_family, choose_tile
 from .features import KERNEL_NEEDS
 from .params import TILE_COUNTER, param_layout
 from .problem import AttentionProblem
-from .sections import groups_per_section
+from .sections import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
 from .spec import KernelSpec
 from .stages import Plan, Stage, Workspace
 from .tiles import OPERATIONS, TileConfig, padded_head_dim
@@ -122,16 +122,15 @@ class _Planner:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
         num_tiles = -(-problem.score_shape[2] // tile.b_r)
-        section = groups_per_section(problem, self.device, self._bytes_of(problem.seqlen_k)) * problem.heads_per_group
+        section = groups_per_section(problem, self.device, COLUMNS_BY_QUERIES) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
         num_tiles = -(-problem.score_shape[3] // tile.b_c)
-        rows = problem.seqlen_q * problem.heads_per_group
-        accumulators = rows * problem.head_dim * 4 if operation == "backward" else 0
-        section = groups_per_section(problem, self.device, self._bytes_of(rows), accumulators)
+        columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
+        section = groups_per_section(problem, self.device, columns)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
@@ -151,10 +150,6 @@ class _Planner:
             scheduled_heads=heads,
             heads_per_section=max(1, section),
         )
-
-    def _bytes_of(self, rows: int) -> int:
-        """Of the two tensors that all tiles of a head read."""
-        return 2 * rows * self.problem.head_dim * self.problem.itemsize
 
 
 def plan_forward(

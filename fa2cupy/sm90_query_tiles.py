@@ -36,7 +36,7 @@ def dq_bytes(head_dim: int, tile: TileConfig) -> int:
 
 def why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
     """The reason why the forward cannot have this tile, or None if it can."""
-    return _why_not(tile, head_dim, head_dim // 2 + tile.b_c // 2 + tile.b_c // 4, 24)
+    return _why_not(tile, head_dim, head_dim // 2 + tile.b_c // 2 + tile.b_c // 4, 25)
 
 
 def why_no_dq(tile: TileConfig, head_dim: int) -> str | None:

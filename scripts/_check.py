@@ -52,7 +52,8 @@ class HeadCheck:
             return
         gradients = {name: self._unwritten(t.q.shape, t.q.dtype) for name in ("dq", "dk", "dv")}
         arguments = (t.q, t.k, t.v, *forward.values(), t.do)
-        fa2cupy.backward(*arguments, method=operation, out=tuple(gradients.values()), config=config, **options)
+        method = operation if operation in ("single_pass", "two_pass") else None
+        fa2cupy.backward(*arguments, method=method, out=tuple(gradients.values()), config=config, **options)
         self._compare({name: array[-1, :, -1] for name, array in gradients.items()}, self._backward)
 
     @property

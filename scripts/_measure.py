@@ -32,7 +32,7 @@ from fa2cupy.device import DeviceInfo  # noqa: E402
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
 #: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
-_PRODUCTS = {"forward": 2, "single_pass": 5, "two_pass": 5, "backward": 5, "backward_dq": 3, "backward_dkdv": 4}
+_PRODUCTS = {"forward": 2, "single_pass": 5, "two_pass": 5, "training": 7, "backward": 5, "backward_dq": 3, "backward_dkdv": 4}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

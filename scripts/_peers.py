@@ -14,10 +14,13 @@ from _measure import Candidate, Gpu, Problem, Tensors, rotating
 import fa2cupy
 from fa2cupy.inspection import default_specs
 
-__all__ = ["OPERATIONS", "PEERS", "Fa2cupy", "available_peers"]
+__all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "available_peers"]
 
 #: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode.
 OPERATIONS = ("forward", "single_pass", "two_pass")
+
+#: A forward and a backward by whichever method is the default: attention's part of a training step.
+TRAINING = "training"
 
 _HALF = ("float16", "bfloat16")
 
@@ -35,6 +38,13 @@ class Fa2cupy:
         forward = functools.partial(fa2cupy.forward, causal=problem.causal)
         if operation == "forward":
             return Candidate(self.name, rotating(forward, [(t.q, t.k, t.v) for t in sets]))
+        if operation == TRAINING:
+
+            def step(q, k, v, do) -> tuple:
+                _, backprop = fa2cupy.attention(q, k, v, causal=problem.causal)
+                return backprop(do)
+
+            return Candidate(self.name, rotating(step, [(t.q, t.k, t.v, t.do) for t in sets]))
         backward = functools.partial(fa2cupy.backward, causal=problem.causal, method=operation)
         saved = [(t.q, t.k, t.v, *forward(t.q, t.k, t.v), t.do) for t in sets]
         return Candidate(self.name, rotating(backward, saved))
@@ -49,6 +59,8 @@ class Fa2cupy:
 
     def tile(self, problem: Problem, operation: str) -> str:
         """The tiles that a call takes, in words."""
+        if operation == TRAINING:
+            return ""
         method = None if operation == "forward" else operation
         specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
         tiles = {spec.operation: spec.tile for spec in specs if spec.operation not in ("delta", "convert_dq")}
@@ -64,7 +76,7 @@ class _Peer:
 
     def supports(self, problem: Problem, operation: str) -> bool:
         """Whether the comparison makes sense; what an operator refuses by itself need not be told here."""
-        return operation in self.operations and problem.dtype in self.dtypes
+        return operation in (*self.operations, TRAINING) and problem.dtype in self.dtypes
 
     def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
         """As `Fa2cupy.candidate`."""
@@ -72,6 +84,12 @@ class _Peer:
         forward = functools.partial(self.forward, problem.causal)
         if operation == "forward":
             return Candidate(self.name, rotating(forward, [(q, k, v) for q, k, v, _ in inputs]))
+        if operation == TRAINING:
+
+            def step(q, k, v, do) -> tuple:
+                return self.backward(problem.causal, q, k, v, do, forward(q, k, v))
+
+            return Candidate(self.name, rotating(step, inputs))
         saved = [(q, k, v, do, forward(q, k, v)) for q, k, v, do in inputs]
         mode = self.deterministic if operation == "two_pass" else contextlib.nullcontext
         return Candidate(self.name, rotating(functools.partial(self.backward, problem.causal), saved), mode)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["bar_panels", "can_plot", "heat_map"]
+__all__ = ["bar_panels", "can_plot", "heat_map", "line_panels"]
 
 
 def can_plot() -> bool:
@@ -39,6 +39,30 @@ def bar_panels(
     `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The series
     stand in the order of `colors`.
     """
+    def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
+        _grouped_bars(axis, colors, series)
+
+    _panels(path, title, unit, panels, draw, tuple(colors))
+
+
+def line_panels(
+    path: Path, title: str, unit: str, level: float, panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]]
+) -> None:
+    """The same grid with a line for each series, and one at `level`, on logarithmic sequence lengths."""
+
+    def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
+        for name, heights in series.items():
+            axis.plot(list(heights), list(heights.values()), marker="o", markersize=4, label=name)
+        axis.axhline(level, color="black", linewidth=0.8)
+        seqlens = sorted({seqlen for heights in series.values() for seqlen in heights})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(seqlens, [str(seqlen) for seqlen in seqlens], fontsize=8)
+        _finish(axis)
+
+    _panels(path, title, unit, panels, draw)
+
+
+def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, order: tuple[str, ...] = ()) -> None:
     rows = list(dict.fromkeys(row for row, _ in panels))
     columns = list(dict.fromkeys(column for _, column in panels))
     width, height = 1.0 + 3.3 * len(columns), 1.2 + 2.3 * len(rows)
@@ -51,7 +75,7 @@ def bar_panels(
             if column not in present:
                 axis.set_axis_off()
                 continue
-            _grouped_bars(axis, colors, panels[row, column])
+            draw(axis, panels[row, column])
             axis.set_title(f"{column}, {row}", fontsize=10)
             if column == present[0]:
                 axis.set_ylabel(unit)
@@ -60,7 +84,7 @@ def bar_panels(
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    shown = [name for name in colors if name in handles]
+    shown = [name for name in order or handles if name in handles]
     per_line = max(1, min(len(shown), int(width / 2)))
     figure.legend([handles[n] for n in shown], shown, loc="outside lower center", ncols=per_line, frameon=False)
     figure.savefig(path, dpi=100)
@@ -75,6 +99,10 @@ def _grouped_bars(axis, colors: Mapping[str, str], series: Mapping[str, Mapping[
         heights = [series[name][seqlen] for seqlen in seqlens if seqlen in series[name]]
         axis.bar(positions, heights, width * 0.94, color=colors[name], label=name)
     axis.set_xticks(range(len(seqlens)), [str(seqlen) for seqlen in seqlens])
+    _finish(axis)
+
+
+def _finish(axis) -> None:
     axis.set_xlabel("sequence length", fontsize=8)
     axis.grid(axis="y", linewidth=0.4, alpha=0.6)
     axis.set_axisbelow(True)

@@ -16,6 +16,8 @@ speed
     peer against ours; what is wrong is reported and not timed. Then the implementations take turns in rounds, and each
     rotates among inputs larger than twice the L2 cache. ``ratio`` is the median over rounds of a peer's time over ours:
     above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode.
+training
+    A forward and a backward one after the other, through `fa2cupy.attention`, with the FLOPs of both.
 memory
     One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is what a
     call holds at its peak beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
@@ -50,7 +52,7 @@ from _measure import (
     time_in_rounds,
     write_csv,
 )
-from _peers import OPERATIONS, PEERS, Fa2cupy, available_peers
+from _peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
 from _plots import bar_panels, can_plot
 from _startup import COLUMNS as STARTUP_COLUMNS
 from _startup import measure_startup
@@ -59,7 +61,7 @@ COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
-SECTIONS = ("speed", "memory", "host", "startup")
+SECTIONS = ("speed", "training", "memory", "host", "startup")
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096}
 MODEL_DIM = 2048
@@ -69,6 +71,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 SEQLENS = (512, 2048, 4096, 16384)
 QUICK = {"dtypes": ("float16",), "head_dims": (64, 128), "seqlens": (2048, 16384)}
+
+#: How many arrays as large as q a call makes: o, or dq, dk and dv, or all of them.
+RESULTS = {"forward": 1, "single_pass": 3, "two_pass": 3, TRAINING: 4}
 
 #: Bars of the plots, in their order.
 COLORS = {
@@ -83,6 +88,7 @@ COLORS = {
     "torch efficient deterministic": "#c1dbbd",
 }
 
+TRAINING_PROBLEMS = [Problem("bfloat16", 128, seqlen, 16384 // seqlen, 16, True) for seqlen in SEQLENS]
 MEMORY_PROBLEM = Problem("float16", 128, 65536, 1, 2, False)
 HOST_PROBLEM = Problem("float16", 64, 128, 1, 2, False)
 STARTUP_PROBLEM = Problem("float16", 128, 1024, 1, 2, True)
@@ -133,7 +139,7 @@ class Benchmark:
                 row = self._row(problem, operation, name)
                 row.update(ms_median=statistics.median(samples), ms_min=min(samples), ms_max=max(samples))
                 row["tflops"] = problem.tflops(operation, row["ms_median"])
-                row["extra_bytes"] = bytes_held[name] - problem.tensor_bytes * (1 if operation == "forward" else 3)
+                row["extra_bytes"] = bytes_held[name] - problem.tensor_bytes * RESULTS[operation]
                 if name != self.ours.name:
                     row["ratio"] = statistics.median(theirs / our for theirs, our in zip(samples, ours, strict=True))
                 write(describe(row))
@@ -328,10 +334,13 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if "speed" in options.sections:
         print("compiling")
         gpu.precompile(problems, options.operations)
+    work = [(problem, options.operations) for problem in problems]
+    if "training" in options.sections:
+        work += [(problem, (TRAINING,)) for problem in TRAINING_PROBLEMS]
     try:
-        with progress(len(problems), "benchmark") as bar:
-            for problem in problems:
-                benchmark.speed(problem, options.operations, bar.write)
+        with progress(len(work), "benchmark") as bar:
+            for problem, operations in work:
+                benchmark.speed(problem, operations, bar.write)
                 write_csv(folder / "benchmark.csv", COLUMNS, benchmark.rows)
                 bar.update()
         if "host" in options.sections:

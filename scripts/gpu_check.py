@@ -42,7 +42,10 @@ STEPS = ("tests", "sanitizers", "benchmark")
 # and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one loop for both
 # roles synccheck finds nothing; either costs up to 15 % of the speed.
 NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80")
-TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED, "synccheck": NOT_MODELLED}
+# In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck takes what the other lanes have read before for
+# unordered with the next write (write after read; nothing else is reported): with all lanes arriving it finds nothing.
+ONE_LANE_ARRIVES = ("fa2_backward_sm90", "fa2_backward_dkdv_sm90")
+TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_ARRIVES, "synccheck": NOT_MODELLED}
 # Those of the tests, which are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SECONDS_FOR_A_TOOL = 120
@@ -159,8 +162,10 @@ def _run_sanitizers(folder: Path) -> dict[str, str]:
 
 
 def _sanitize(sanitizer: str, tool: str) -> str:
-    # initcheck has to see the kernels that wrote the inputs, too.
-    options = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=fa2_"]
+    # initcheck has to see the kernels that wrote the inputs, too. cuda-bindings asks the driver for functions that it may
+    # not have, which is an error of the API each time.
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=fa2_"]
     for name in TOOLS[tool]:
         options += ["--kernel-name-exclude", f"kernel_substring={name}"]
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *options, sys.executable, str(SANITIZED)]

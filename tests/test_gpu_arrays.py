@@ -61,9 +61,12 @@ def odd_rows(x):
 
 
 VIEWS = (lambda x: packed(x, 3), shifted, gapped, reversed_rows, odd_rows, lambda x: cp.asfortranarray(x))
-#: On Hopper arrays that TMA does not take go to the older kernels, whose last bits are others.
-FALLING_BACK = {reversed_rows: {"float16": "sm80"}}
 VIEW_NAMES = ("packed heads", "shifted", "gapped", "reversed", "odd rows", "fortran")
+
+
+def family_of(view, dtype: str, head_dim: int) -> str | None:
+    """On Hopper, arrays that TMA does not take go to the older kernels, whose last bits are others. Copies it takes."""
+    return "sm80" if view is reversed_rows and dtype == "float16" and head_dim % 8 == 0 else None
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=VIEW_NAMES)
@@ -71,7 +74,7 @@ VIEW_NAMES = ("packed heads", "shifted", "gapped", "reversed", "odd rows", "fort
 @pytest.mark.parametrize("head_dim", (64, 59))
 def test_views_give_the_same_bits_as_contiguous_arrays(dtype, view, head_dim):
     inputs = inputs_of(dtype, head_dim=head_dim)
-    wanted = gradients(*inputs, causal=True, family=FALLING_BACK.get(view, {}).get(dtype))
+    wanted = gradients(*inputs, causal=True, family=family_of(view, dtype, head_dim))
     got = gradients(*[view(x) for x in inputs], causal=True)
     for name, a, b in zip(("o", "lse", "dq", "dk", "dv"), wanted, got, strict=True):
         assert bool(cp.all(a == b)), name
@@ -82,13 +85,14 @@ def test_views_give_the_same_bits_as_contiguous_arrays(dtype, view, head_dim):
 @pytest.mark.parametrize("head_dim", (64, 59))
 def test_results_are_written_into_any_view_and_nowhere_else(dtype, view, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
-    wanted = gradients(q, k, v, do, family=FALLING_BACK.get(view, {}).get(dtype))
+    wanted = fa2cupy.forward(q, k, v)  # with an lse like the one below there are copies
+    wanted += fa2cupy.backward(q, k, v, *wanted, do, method="two_pass", family=family_of(view, dtype, head_dim))
     nan = [cp.full(x.shape, np.nan, x.dtype) for x in wanted]
     out = [view(x) if x.ndim == 4 else cp.stack([x, x], -1)[..., 0] for x in nan]
     bases = [x.base if x.base is not None else x for x in out]
     before = [int(cp.isnan(b.astype("float32")).sum()) for b in bases]
     o, lse = fa2cupy.forward(q, k, v, out=(out[0], out[1]))
-    fa2cupy.backward(q, k, v, o, lse, do, method="two_pass", out=tuple(out[2:]))
+    fa2cupy.backward(q, k, v, o, cp.ascontiguousarray(lse), do, method="two_pass", out=tuple(out[2:]))
     for name, a, b, base, nans in zip(("o", "lse", "dq", "dk", "dv"), wanted, out, bases, before, strict=True):
         assert bool(cp.all(a == b)), name
         if name != "lse":

@@ -130,8 +130,9 @@ def test_methods_choose_their_stages(launched):
         backward(q, k, v, o, lse, do, **options)
         return [stage.spec.operation for stage in launched]
 
-    assert stages() == stages(method="single_pass") == ["delta", "backward", "convert_dq"]
+    assert stages(method="single_pass") == ["delta", "backward", "convert_dq"]
     assert stages(deterministic=True) == stages(method="two_pass") == ["delta", "backward_dq", "backward_dkdv"]
+    assert stages() == stages(method="two_pass")  # these are short
     assert stages(delta=gpu.delta(o, do, "bshd", None), method="two_pass")[-2:] == ["backward_dq", "backward_dkdv"]
     with pytest.raises(ValueError, match="deterministic"):
         stages(method="single_pass", deterministic=True)

@@ -21,6 +21,7 @@ from fake_gpu import backward, forward, packed, place  # noqa: E402
 from feature_cases import options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 from test_kernels_simulated import (  # noqa: E402
+    FEW_MULTIPROCESSORS,
     HOPPER,
     check_dq,
     dq_on_hopper,
@@ -28,7 +29,6 @@ from test_kernels_simulated import (  # noqa: E402
     family_of,
     growing,
     small_tiles,
-    with_small_cache,
 )
 
 from fa2cupy import TileConfig, gpu, reference  # noqa: E402
@@ -63,7 +63,7 @@ class Problem:
     heads: tuple[int, int] = (2, 1)
     batch: int = 1
     causal: bool = True
-    small_cache: bool = False  # so that heads are scheduled in sections
+    few_multiprocessors: bool = False  # so that heads are scheduled in sections
     packed: str = ""  # names of arrays that lie between others
     growing: bool = False  # scores that leave the softmax's reference behind
     hopper_tile: TileConfig | None = None
@@ -106,7 +106,7 @@ FULL = Problem(causal=False)
 MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
-SECTIONS = Problem(lengths=(65, 65), batch=5, small_cache=True)
+SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
@@ -335,16 +335,16 @@ MUTANTS = (
     Mutant(
         "dQ added up before it is there",
         "backward",
-        "wgmma_wait<1>();\n                pin(dq);\n                add_dq(dq);",
-        "add_dq(dq);",
+        "wgmma_wait<1>();\n                pin(dq);\n                add_dq(dq, step);",
+        "add_dq(dq, step);",
         "in flight",
         HOPPER_ROWS,
     ),
     Mutant(
         "gradients into K while it is read",
         "backward",
-        "barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : group_), (kWithDq ? 2 : 1) * kGroupThreads);",
-        "",
+        "if constexpr (kWithDq)\n            Base::wait_for_last_dq();\n        else\n",
+        "if constexpr (!kWithDq)\n",
         "race",
         HOPPER_TRANSPOSED,
     ),
@@ -368,8 +368,8 @@ MUTANTS = (
     Mutant(
         "divided: dV into V while it is read",
         "backward",
-        "barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);",
-        "",
+        "Base::wait_for_last_dq();\n        } else if",
+        "} else if",
         "race",
         HOPPER_DIVIDED,
     ),
@@ -409,10 +409,18 @@ MUTANTS = (
     Mutant(
         "dQ of all tiles to the first",
         "backward",
-        "Base::add_dq(dq, previous_, (kAcross",
-        "Base::add_dq(dq, {previous_.head, 0}, (kAcross",
+        "workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;",
+        "",
         "numbers",
         HOPPER_ROWS,
+    ),
+    Mutant(
+        "dQ of a head's first tile to one that sees none of the keys",
+        "backward",
+        "next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1",
+        "1",
+        "numbers",
+        Problem(lengths=(300, 300), heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
     ),
     Mutant("dK without the scale", "backward", "(dk_, params_.softmax_scale,", "(dk_, 1.0f,", "numbers", HOPPER_COLUMNS),
     Mutant(
@@ -426,13 +434,13 @@ MUTANTS = (
     Mutant(
         "K's panels in one place, for dQ",
         "backward",
-        "(Shape::kDqByRows ? 0 : group) * Shape::kKeyPanelBytes",
+        "(Shape::kDqByRows ? 0 : kGroup) * Shape::kKeyPanelBytes",
         "0 * Shape::kKeyPanelBytes",
         "numbers",
         HOPPER_COLUMNS,
     ),
     Mutant(
-        "divided: both groups add the same columns", "backward", "kProbability ? 2 : 0;", "0;", "numbers", HOPPER_DIVIDED
+        "divided: both groups add the same columns", "backward", "kProbability ? 2 : 0,", "0,", "numbers", HOPPER_DIVIDED
     ),
     Mutant(
         "dQ's workspace read as if it were not transposed",
@@ -957,7 +965,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     q, k, v, do = (
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
-    device = with_small_cache(q) if problem.small_cache else HOPPER
+    device = FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER
     asked = {"causal": problem.causal, **problem.features}
     expected = Expectation(q, k, v, do, **asked)
     options = {

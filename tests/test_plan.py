@@ -337,9 +337,9 @@ def scheduled(plan: Plan) -> list[Stage]:
 
 
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("l2_bytes", (1, 500_000, 1_000_000, 2**40))
-def test_every_tile_of_every_head_is_taken_once_whatever_the_sections(causal, l2_bytes):
-    device = dataclasses.replace(H100, l2_bytes=l2_bytes)
+@pytest.mark.parametrize("multiprocessors", (1, 7, 16, 132))
+def test_every_tile_of_every_head_is_taken_once_whatever_the_sections(causal, multiprocessors):
+    device = dataclasses.replace(H100, multiprocessors=multiprocessors)
     for plan in (
         forward_plan(device, causal=causal),
         backward_plan("two_pass", device, causal=causal),
@@ -360,14 +360,16 @@ def test_without_a_mask_one_head_follows_the_other():
     assert order == sorted(order)
 
 
-def test_under_a_mask_a_section_has_the_heads_whose_keys_and_values_fit_the_l2_cache():
-    long = {"seqlen_q": 65536, "seqlen_k": 65536, "num_heads": 512, "num_heads_kv": 128, "causal": True}
-    per_head = 2 * 65536 * 64 * 2
-    for device in ARCHITECTURES.values():
-        (stage,) = forward_plan(device, **long).stages
-        section = record(stage)["heads_per_section"]
-        assert section % 4 == 0  # whole groups
-        assert section == 4 or section // 4 * per_head <= device.l2_bytes
+def test_under_a_mask_a_section_has_whole_groups_by_the_columns_of_their_heads():
+    many = {"num_heads": 4096, "num_heads_kv": 1024, "seqlen_q": 512, "seqlen_k": 512, "causal": True}
+    device = dataclasses.replace(H100, multiprocessors=128)
+    for head_dim, groups in ((64, 64), (128, 32), (256, 16)):
+        (stage,) = forward_plan(device, head_dim=head_dim, **many).stages
+        assert record(stage)["heads_per_section"] == 4 * groups
+        by_keys = {s.spec.operation: s for m in ("single_pass", "two_pass") for s in backward_plan(m, device, head_dim=head_dim, **many).stages}
+        assert record(by_keys["backward_dq"])["heads_per_section"] == 4 * groups
+        assert record(by_keys["backward_dkdv"])["heads_per_section"] == groups // 2
+        assert record(by_keys["backward"])["heads_per_section"] == groups // 8
 
 
 @pytest.mark.parametrize("seqlen", (512, 2048, 4096, 16384))
@@ -382,9 +384,9 @@ def test_under_a_mask_no_section_is_a_short_one(head_dim, seqlen):
 
 @pytest.mark.parametrize("groups", (1, 7, 13, 97))
 def test_where_no_size_divides_the_groups_the_last_section_misses_little(groups):
-    device = dataclasses.replace(H100, l2_bytes=5 * 2 * 500 * 64 * 2 * 8 // 5)  # of five heads of 500 keys
-    heads = {"num_heads": groups, "num_heads_kv": groups, "batch": 1, "causal": True}
-    section = record(forward_plan(device, **heads).stages[0])["heads_per_section"]
+    device = dataclasses.replace(H100, multiprocessors=10)
+    heads = {"num_heads": groups, "num_heads_kv": groups, "batch": 1, "causal": True, "head_dim": 64}
+    section = record(forward_plan(device, **heads).stages[0])["heads_per_section"]  # about five
     assert section in range(1, 8) and -groups % section <= section / 4
 
 

@@ -26,6 +26,7 @@ import _measure
 import _peers
 import _startup
 import benchmark
+import methods
 import sweep
 from _compile_pool import Report, compile_all
 from _measure import Candidate, Problem
@@ -164,6 +165,7 @@ def small_benchmark(monkeypatch):
     monkeypatch.setattr(benchmark, "TOKENS", {"float16": 64, "bfloat16": 64, "float32": 32})
     monkeypatch.setattr(benchmark, "MODEL_DIM", 64)
     monkeypatch.setattr(benchmark, "MEMORY_PROBLEM", Problem("float16", 32, 100, 1, 1, False))
+    monkeypatch.setattr(benchmark, "TRAINING_PROBLEMS", [Problem("bfloat16", 64, 40, 1, 1, True)])
     monkeypatch.setattr(_measure.host_microseconds, "__defaults__", (2, 2))
 
 
@@ -229,6 +231,15 @@ def test_benchmark_goes_on_without_a_peer_that_refuses(small_benchmark, tmp_path
     assert capsys.readouterr().out.count("without cupy unfused: not on Sundays") == 2  # once for each dtype
 
 
+def test_training_steps_are_checked_and_timed_with_both_parts(small_benchmark, tmp_path):
+    run = benchmark.run(small_options("--sections", "training"), FakeGpu(), tmp_path)
+    assert not run.failures
+    ours, theirs = _measure.read_csv(tmp_path / "benchmark.csv")
+    assert (ours["provider"], theirs["provider"], theirs["ratio"]) == ("fa2cupy", "cupy unfused", "1")
+    assert ours["operation"] == theirs["operation"] == "training"
+    assert float(ours["tflops"]) == pytest.approx(7 * 2 * 40**2 * 64 / 2 / 2e-3 / 1e12, rel=1e-4)
+
+
 def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, capsys):
     call = {"call": "forward", "new_kernels": 1, "compile_s_longest": 1.5, "compile_s_total": 1.5}
     answers = iter([[{**call, "milliseconds": 1600.0}], [{**call, "milliseconds": 50.0}]])
@@ -244,6 +255,40 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
     (row,) = _measure.read_csv(tmp_path / "startup.csv")
     assert (row["first_call_ms_fresh"], row["first_call_ms_cached"], row["compile_s_longest"]) == ("1600", "50", "1.5")
     assert "50 ms from the disk cache" in capsys.readouterr().out
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_methods(monkeypatch):
+    for name, value in {"TOKENS": (32, 64), "SEQLENS": (32, 64), "MODEL_DIM": 128, "ROUNDS": 1}.items():
+        monkeypatch.setattr(methods, name, value)
+    monkeypatch.setattr(methods, "Gpu", FakeGpu)
+
+
+def test_methods_from_checks_to_files(small_methods, tmp_path):
+    assert methods.main(["--head-dims", "64", "--tokens", "32", "64", "--out", str(tmp_path)]) == 0
+    rows = _measure.read_csv(tmp_path / "methods.csv")
+    assert [(row["tokens"], row["seqlen"], row["batch"]) for row in rows[::2]] == [
+        ("32", "32", "1"), ("64", "32", "2"), ("64", "64", "1"),
+    ]  # fmt: skip
+    assert {row["ratio"] for row in rows} == {"1"} and {row["default"] for row in rows} == {"two_pass"}  # sequences are short
+    assert (tmp_path / "methods.png").exists() == HAS_MATPLOTLIB
+    if HAS_MATPLOTLIB:
+        (tmp_path / "methods.png").unlink()
+        assert methods.main(["--plot-only", str(tmp_path / "methods.csv")]) == 0 and (tmp_path / "methods.png").exists()
+
+
+def test_methods_leave_out_what_is_wrong(small_methods, tmp_path, monkeypatch, capsys):
+    def verify(self, operation, **options):
+        if self._problem.causal:
+            raise AssertionError("dq is off by a mile")
+
+    monkeypatch.setattr(_check.HeadCheck, "verify", verify)
+    assert methods.main(["--head-dims", "64", "--tokens", "32", "--out", str(tmp_path)]) == 1
+    assert "WRONG: bfloat16 d=64 seqlen=32" in capsys.readouterr().out
+    assert [row["causal"] for row in _measure.read_csv(tmp_path / "methods.csv")] == ["0"]
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):

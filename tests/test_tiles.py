@@ -331,14 +331,35 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
         choose_family("forward", "float16", H100, "sm70")
 
 
+def backward_problem(head_dim: int, seqlen_q: int, causal: bool) -> AttentionProblem:
+    return AttentionProblem("float16", 1, seqlen_q, 4096, 2, 2, head_dim, causal, 1.0, "bshd", 4)
+
+
+@pytest.mark.parametrize("problem", [backward_problem(d, n, c) for d in (8, 128, 136) for n in (0, 9999) for c in (False, True)])
 @pytest.mark.parametrize("family", [row.name for row in FAMILIES if "backward" in row.operations])
-def test_deterministic_calls_never_get_the_method_with_atomics(family):
-    assert choose_method(family, None, True) == choose_method(family, "two_pass", True) == "two_pass"
-    assert choose_method(family, "single_pass", False) == "single_pass"
-    assert choose_method(family, None, False) in ("single_pass", "two_pass")
+def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
+    assert choose_method(family, problem, None, True) == choose_method(family, problem, "two_pass", True) == "two_pass"
+    assert choose_method(family, problem, "single_pass", False) == "single_pass"
+    assert choose_method(family, problem, None, False) in ("single_pass", "two_pass")
     with pytest.raises(ValueError, match="'single_pass' adds atomically"):
-        choose_method(family, "single_pass", True)
+        choose_method(family, problem, "single_pass", True)
     with pytest.raises(ValueError, match="method: expected None"):
-        choose_method(family, "three_pass", False)
+        choose_method(family, problem, "three_pass", False)
     with pytest.raises(TypeError, match="deterministic: expected a bool"):
-        choose_method(family, None, 1)
+        choose_method(family, problem, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_q", "causal", "wanted"),
+    [
+        (64, 1023, False, "two_pass"),
+        (64, 1024, True, "single_pass"),
+        (72, 1024, False, "single_pass"),
+        (128, 1024, True, "two_pass"),
+        (128, 2048, True, "single_pass"),
+        (136, 65536, False, "two_pass"),
+    ],
+)
+def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causal, wanted):
+    assert choose_method("sm90", backward_problem(head_dim, seqlen_q, causal), None, False) == wanted
+    assert choose_method("sm80", backward_problem(head_dim, seqlen_q, causal), None, False) == "single_pass"

@@ -60,7 +60,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             Base::add_dq(dq, warp_, kDqColumn8, {});
         }
         pin(gradient_);
-        barrier_sync(Base::kStoreBarrier, 2 * kGroupThreads);  // each reads where the other writes
+        // Each reads what the other writes to. Without dQ K has been read when P is there, and V when P is taken.
+        if constexpr (kWithDq) {
+            Base::wait_for_last_dq();
+        } else if constexpr (kProbability) {
+            const auto last = exchanged_.previous();
+            mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
+        }
         if constexpr (kProbability)
             Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), 16 * warp_);
         else

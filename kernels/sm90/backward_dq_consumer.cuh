@@ -193,7 +193,8 @@ class BackwardDqConsumer {
 
     // x = the group's rows times those of a key tile, over all columns: four k-steps a panel, 32 bytes each.
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
-        const uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
+        uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
+        if constexpr (kD > 192) rows = as_if_new(rows);
         const uint64 keys = matrix_descriptor(key_tile, 0);
         wgmma_fence();
         wgmma_first_scores(x, rows, keys);

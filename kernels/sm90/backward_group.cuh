@@ -204,6 +204,12 @@ class BackwardGroup {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
+    // Until all warps have multiplied for the last time: then nobody reads K or V any more.
+    __device__ __forceinline__ void wait_for_last_dq() const {
+        const auto last = read_.previous();
+        mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());
+    }
+
     // Where this lane adds dQ of the first step. The record has a workspace where there is dQ only, so that its type is
     // left open.
     template <class Record>

@@ -68,7 +68,10 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         pin(dk_);
         pin(dv_);
         // With dQ every group reads all of K.
-        barrier_sync(Base::kStoreBarrier + (kWithDq ? 0 : kGroup), (kWithDq ? 2 : 1) * kGroupThreads);
+        if constexpr (kWithDq)
+            Base::wait_for_last_dq();
+        else
+            barrier_sync(Base::kStoreBarrier + kGroup, kGroupThreads);
         const int32 row = kGroup * kGroupRows + 16 * warp_;
         Base::store_gradient(dv_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), row);
         Base::store_gradient(dk_, params_.softmax_scale, params_.dk, memory_.key(), row);

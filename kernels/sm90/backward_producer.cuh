@@ -93,8 +93,7 @@ class BackwardProducer {
             for (int i = 0; i < 4; ++i)
                 x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
             if (lane < kBr / 4) store_shared((kLse ? memory_.lse(stage) : memory_.delta(stage)) + lane * 16, x);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
+            mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
             advance(step);
             if (!is_valid(step)) break;
             load_rows<kLse>(step, lane, x);

@@ -94,12 +94,12 @@ struct BackwardMemory {
     __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
 
     __device__ void init_barriers() const {
-        constexpr uint32 kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
+        constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
         for (uint32 i = 0; i < Shape::kStages; ++i) {
-            mbarrier_init(full_query(i), 2);  // of the tile, and of the statistic
-            mbarrier_init(full_dout(i), 2);
+            mbarrier_init(full_query(i), 1 + kWarpSize);  // the tile's bytes, and the lanes that write the statistic
+            mbarrier_init(full_dout(i), 1 + kWarpSize);
             mbarrier_init(empty_query(i), kConsumerWarps);
             mbarrier_init(empty_dout(i), kConsumerWarps);
         }

@@ -17,8 +17,10 @@ struct ConvertDq {
     using Chunk = Vector<uint32, 4>;
 
     __device__ static void run(const Params& params) {
-        const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
-        const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
+        // From the last tile to the first: what was added last is still in the L2 cache.
+        const int32 index = gridDim.x - 1 - blockIdx.x;
+        const int32 head = index / params.num_tiles, tile = index % params.num_tiles;
+        const float* workspace = params.dq_accum + static_cast<int64>(index) * Workspace::kTileElements;
         Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
         const ConvertDq block{params, workspace, dq, tile * kBr};
         if constexpr (Workspace::kTransposed)

@@ -283,7 +283,8 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void issue_scores() {
-        const uint64 q = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
+        uint64 q = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
+        if constexpr (kD > 192) q = as_if_new(q);
         const uint64 k = key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);
         pin(scores_);
         wgmma_fence();

@@ -106,6 +106,7 @@ struct RingPosition {
         after.advance();
         return after;
     }
+    __device__ RingPosition previous() const { return {turn == 0 ? 2 * kSlots - 1 : turn - 1}; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
@@ -184,6 +185,13 @@ __device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
     constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
     return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// A value that the compiler takes for a new one each time. An operand that is the same in all steps of a loop would
+// otherwise have its descriptors of all k-steps computed ahead: from head_dim 256's sixteen registers spill.
+__device__ __forceinline__ uint64 as_if_new(uint64 x) {
+    asm volatile("mov.b64 %0, %0;" : "+l"(x));
+    return x;
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
