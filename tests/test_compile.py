@@ -123,16 +123,20 @@ def spec_id(value: object) -> str | None:
 
 @pytest.fixture(scope="module")
 def default_kernels(request):
-    """A future for the kernel of each selected test: all are compiled side by side while the tests look at the first."""
+    """From a spec to its kernel. All of the selected tests are compiled side by side while these look at the first."""
+    if hasattr(request.config, "workerinput"):  # processes of pytest-xdist are side by side, and know all tests
+        yield cached_kernel
+        return
     items = [item for item in request.session.items if "default_kernels" in getattr(item, "fixturenames", ())]
     pool = ThreadPoolExecutor(os.cpu_count())
-    yield {item.callspec.params["spec"]: pool.submit(cached_kernel, item.callspec.params["spec"]) for item in items}
+    futures = {spec: pool.submit(cached_kernel, spec) for spec in (item.callspec.params["spec"] for item in items)}
+    yield lambda spec: futures[spec].result()
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("spec", selected_specs(), ids=spec_id)
 def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernels, record_property):
-    kernel = default_kernels[spec].result()
+    kernel = default_kernels(spec)
     static_shared = re.search(r"(\d+) bytes smem", kernel.log)
     shared = spec.shared_memory_bytes + (int(static_shared[1]) if static_shared else 0)
     for name in ("registers", "spill_bytes", "seconds"):
