@@ -39,6 +39,7 @@ def bar_panels(
     `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The series
     stand in the order of `colors`.
     """
+
     def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
         _grouped_bars(axis, colors, series)
 
