@@ -27,7 +27,7 @@ def bits(array):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)

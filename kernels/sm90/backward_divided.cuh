@@ -12,7 +12,7 @@
 // bank conflicts, as float16 whatever the element type: P is in [0, 1], where that keeps eleven bits.
 //
 // A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV
-// or dK is multiplied. Groups are naturally apart, since one waits for the other's P. (Not yet measured on a GPU.)
+// or dK is multiplied. Groups are naturally apart, since one waits for the other's P.
 #pragma once
 #include "sm90/backward_group.cuh"
 
