@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HALF, WIDE = ("float16", "bfloat16"), ("float32", "float64")
 LENGTHS = ((113, 203), (300, 170), (1, 147), (513, 512))
 #: Several kernels' main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of whole and split rows.
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 128, 256)
 
 
 def families_of(dtype: str) -> list[str | None]:
@@ -36,17 +36,16 @@ def draw(dtype: str, lengths: tuple, head_dim: int, **sizes) -> tuple:
     return make_inputs(dtype, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, xp=cp, **sizes)
 
 
-def check(inputs: tuple, *, dlse=None, **options) -> None:
-    """Forward and both methods of every family, into NaN-filled arrays."""
+def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) -> None:
+    """Forward and both methods of each family, into NaN-filled arrays."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = extras(options)
     names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
-    for family in reversed(families_of(q.dtype.name)):
+    for family in families:
         o, lse = fa2cupy.forward(q, k, v, **options, out=expected.unwritten("o", "lse"), family=family)
         expected.check(spec=family, o=o, lse=lse)
-    for method in METHODS:
-        for family in families_of(q.dtype.name):
+        for method in METHODS:
             gradients = fa2cupy.backward(
                 q, k, v, o, lse, do, dlse=dlse, method=method, family=family, out=expected.unwritten(*names),
                 **more, **options,
@@ -56,12 +55,15 @@ def check(inputs: tuple, *, dlse=None, **options) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", HALF)
-def test_each_feature_in_half_precision(dtype, head_dim, name):
-    lengths = LENGTHS[HEAD_DIMS.index(head_dim) % len(LENGTHS)]
+def test_each_feature_in_half_precision(head_dim, name):
+    """The device's own family for every head_dim; of the others one for each, in turn: compiling takes the time here."""
+    turn = HEAD_DIMS.index(head_dim) + ROWS.index(name)
+    lengths, dtype = LENGTHS[turn % len(LENGTHS)], HALF[turn % 2]
+    first, *others = families_of(dtype)
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if name == "bias of queries" else None
-    check(draw(dtype, lengths, head_dim), dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+    families = [first, *others[turn % len(others) : turn % len(others) + 1]] if others else [first]
+    check(draw(dtype, lengths, head_dim), families, dlse=dlse, **on_device(options_of(name, dtype, sizes)))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -70,17 +72,17 @@ def test_each_feature_in_ieee_arithmetic(dtype, name):
     for lengths in LENGTHS[:3]:
         sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
         dlse = cp.asarray(numbers((2, 4, lengths[0]), accumulator(dtype))) if name == "bias of queries" else None
-        check(draw(dtype, lengths, 48), dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+        check(draw(dtype, lengths, 48), families_of(dtype), dlse=dlse, **on_device(options_of(name, dtype, sizes)))
 
 
-@pytest.mark.parametrize("dtype", (*HALF, *WIDE))
-@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize("dtype", ("float16", "float64"))
+@pytest.mark.parametrize("head_dim", (64, 192))
 def test_all_at_once(dtype, head_dim):
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 260, "seqlen_k": 390}
     rows = ("window", "softcap", "alibi by batch", "bias of heads", "mask of rows", "padding", "sink", "dropout")
     options = {key: value for row in rows for key, value in options_of(row, dtype, sizes).items()}
     dlse = cp.asarray(numbers((2, 4, 260), accumulator(dtype)))
-    check(draw(dtype, (260, 390), head_dim), dlse=dlse, **on_device(options | {"window": (90, 40)}))
+    check(draw(dtype, (260, 390), head_dim), families_of(dtype), dlse=dlse, **on_device(options | {"window": (90, 40)}))
 
 
 @pytest.mark.parametrize("window", [(0, 0), (31, 0), (128, 128), (None, 64), (700, None)], ids=str)
@@ -88,13 +90,13 @@ def test_all_at_once(dtype, head_dim):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_windows(head_dim, causal, window):
     for lengths in ((1024, 1024), (300, 900), (900, 300)):
-        check(draw("bfloat16", lengths, head_dim, batch=1), causal=causal, window=window)
+        check(draw("bfloat16", lengths, head_dim, batch=1), [None], causal=causal, window=window)
 
 
 @pytest.mark.parametrize("head_dims", [(192, 128), (64, 128), (40, 72)], ids=str)
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_values_with_a_head_dim_of_their_own(dtype, head_dims):
-    check(draw(dtype, (200, 250), head_dims[0], head_dim_v=head_dims[1]), causal=True)
+    check(draw(dtype, (200, 250), head_dims[0], head_dim_v=head_dims[1]), [None], causal=True)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -138,7 +140,7 @@ def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 30)}, {"softcap": 2.0}], ids=str)
-@pytest.mark.parametrize("head_dim", (64, 128, 192))
+@pytest.mark.parametrize("head_dim", (64, 192))
 @pytest.mark.parametrize("dtype", (*HALF, *WIDE))
 def test_packed_sequences(dtype, head_dim, options):
     inputs, offsets = packed(dtype, head_dim, before=3, behind=40)
