@@ -271,16 +271,16 @@ MUTANTS = (
     Mutant(
         "no wait for Q, backward",
         "backward",
-        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::start_scores",
-        "Base::start_scores",
+        "mbarrier_wait(memory_.full_query(stage), parity);\n        if (kWithDq",
+        "if (kWithDq",
         "uninitialised",
         HOPPER_ROWS,
     ),
     Mutant(
         "no wait for dO",
         "backward_dkdv",
-        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::start_derivatives",
-        "Base::start_derivatives",
+        "mbarrier_wait(memory_.full_dout(stage), parity);\n        wgmma_wait<0>();",
+        "wgmma_wait<0>();",
         "uninitialised",
         HOPPER_TRANSPOSED,
     ),
@@ -376,10 +376,37 @@ MUTANTS = (
     # sm90: the backward's numbers
     Mutant(
         "lse in plain order",
-        "backward",
-        "step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;",
-        "step.tile * kBr + lane * 4;",
+        "backward_dkdv",
+        "lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;",
+        "4 * lane + i;",
         "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "lse, as a step, without the swizzle", "backward", "half = query / 4 % 2 * 16;", "half = 0;", "numbers", HOPPER_ROWS
+    ),
+    Mutant(
+        "lse of 8 bits",
+        "backward",
+        "float mid = split(x), low = split(mid);",
+        "split(x); float mid = 0.0f, low = 0.0f;",
+        "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "no proxy fence behind lse and delta",
+        "backward",
+        "x[i]);\n                async_proxy_fence();",
+        "x[i]);",
+        "proxy",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "no proxy fence behind the ones",
+        "backward",
+        "kTwoOnes);\n    async_proxy_fence();",
+        "kTwoOnes);",
+        "proxy",
         HOPPER_ROWS,
     ),
     Mutant(
@@ -409,7 +436,7 @@ MUTANTS = (
     Mutant(
         "dQ of all tiles to the first",
         "backward",
-        "workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;",
+        "workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;",
         "",
         "numbers",
         HOPPER_ROWS,
@@ -417,7 +444,7 @@ MUTANTS = (
     Mutant(
         "dQ of a head's first tile to one that sees none of the keys",
         "backward",
-        "next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1",
+        "next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1",
         "1",
         "numbers",
         Problem(lengths=(300, 300), heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),

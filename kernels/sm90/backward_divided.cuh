@@ -82,11 +82,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
-        if constexpr (kProbability)
-            Base::start_scores(scores, memory_.lse(stage));
-        else
-            Base::start_derivatives(scores, memory_.delta(stage));
-        Base::issue_scores(scores, own_operand_, scores_operand_ + offset);
+        Base::template issue_scores<kProbability ? Base::kFromLse : Base::kFromDelta>(
+            scores, own_operand_, scores_operand_ + offset, kProbability ? memory_.lse(stage) : memory_.delta(stage));
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.

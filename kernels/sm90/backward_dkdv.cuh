@@ -14,7 +14,7 @@
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] with dQ |
-//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | barriers
+//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | ones | barriers
 //
 // Barriers, a pair for each stage of Q and dO and each buffer of dS and P: `full` completes when TMA has brought all
 // bytes and the statistic is written (when all writers' warps have written), `empty` when each reading warp has said
@@ -47,6 +47,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
+        if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
         __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {

@@ -34,6 +34,8 @@ class BackwardGroup {
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
+    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    static constexpr bool kFromLse = !common::kTakesWeights<Spec>, kFromDelta = !Spec::kDropout;
 
     __device__ BackwardGroup(const Params& params, const Memory& memory)
         : params_(params),
@@ -85,24 +87,20 @@ class BackwardGroup {
     __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
         return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
     }
-    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
-        if constexpr (common::kTakesWeights<Spec>)
-            x.fill(0.0f);
-        else
-            start_from(x, statistic);
-    }
-    __device__ __forceinline__ void start_derivatives(Scores& x, uint32 statistic) const {
-        if constexpr (Spec::kDropout)
-            x.fill(0.0f);
-        else
-            start_from(x, statistic);
-    }
 
-    // x += (64 rows of K or V) (Q or dO)^T.
-    __device__ __forceinline__ static void issue_scores(Scores& x, uint64 keys, uint64 queries) {
-        pin(x);
+    // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that.
+    template <bool kFromStatistic>
+    __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
+        constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
+        if constexpr (!kAsStep) {
+            if constexpr (kFromStatistic)
+                start_from(x, statistic);
+            else
+                x.fill(0.0f);
+            pin(x);
+        }
         wgmma_fence();
+        if constexpr (kAsStep) wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
         for (int s = 0; s < kD / 16; ++s)
             wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
@@ -180,12 +178,14 @@ class BackwardGroup {
     }
 
     // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
-    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
+    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits. It
+    // walks before it is used. To change it after that would wait for all additions to have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
         arrive(memory_.empty_ds(read_.slot()));
         read_.advance();
+        workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
         // Where K is transposed, a panel of it may be wider than its columns.
         constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
         if (kAllRows || row16 < Workspace::kRows / 16) {
@@ -195,8 +195,7 @@ class BackwardGroup {
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
         // Past those that nobody here sees.
-        const int32 tiles = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
-        workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;
+        tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
     // Warps speak with one lane, when all have done what it says.
@@ -255,7 +254,8 @@ class BackwardGroup {
     const int32 warp_, lane_;
     const KeyTile<Spec> own_;
     RingPosition<2> written_, read_;  // of dS
-    float* workspace_ = nullptr;      // of the step whose dQ is next
+    float* workspace_ = nullptr;      // of the step whose dQ was added last
+    int32 tiles_to_walk_ = 0;
 };
 
 }  // namespace fa2::sm90

@@ -4,8 +4,8 @@
 //   wait    S^T
 //   issue   dP^T(j) = V dO^T - delta           P^T(j) = 2^S^T, rounded
 //   issue   dV += P^T dO
-//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded, and to shared memory
-//   issue   dQ(j - 1) = dS K, of the query tile before
+//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded
+//   issue   dQ(j - 1) = dS K, of the query tile before, and dS(j) to shared memory
 //   wait    dV                                 dO is empty
 //   issue   dK += dS^T Q
 //   wait    dQ                                 dS(j - 1) is empty; dQ is added to the workspace
@@ -86,15 +86,14 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Rounded p, ds;
 
         mbarrier_wait(memory_.full_query(stage), parity);
-        Base::start_scores(scores, memory_.lse(stage));
         if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
-        Base::issue_scores(scores, key_operand_, query_operand_ + offset);
+        Base::template issue_scores<Base::kFromLse>(scores, key_operand_, query_operand_ + offset, memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
-        Base::start_derivatives(derivatives, memory_.delta(stage));
         wgmma_wait<0>();
         pin(scores);
-        Base::issue_scores(derivatives, value_operand_, dout_operand_ + offset);
+        Base::template issue_scores<Base::kFromDelta>(derivatives, value_operand_, dout_operand_ + offset,
+                                                      memory_.delta(stage));
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
@@ -120,9 +119,10 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
         Dq dq;
         if constexpr (kWithDq) {
-            Base::store_ds(ds, kGroup);
+            if (is_first_ || !Shape::kDqBeforeStore) Base::store_ds(ds, kGroup);
             if (!is_first_) {
                 Base::issue_dq(dq, key_columns_, ds_operand_);
+                if constexpr (Shape::kDqBeforeStore) Base::store_ds(ds, kGroup);
                 wgmma_wait<1>();
                 pin(dv_);
                 arrive(memory_.empty_dout(stage));

@@ -18,6 +18,8 @@ template <class Spec, class Shape>
 class BackwardProducer {
     using Memory = BackwardMemory<Shape>;
     static constexpr int kBr = Shape::kBr;
+    template <bool kLse>
+    static constexpr bool kAsStep = Shape::kStatisticsAsStep && (kLse ? !common::kTakesWeights<Spec> : !Spec::kDropout);
 
   public:
     __device__ BackwardProducer(const Params& params, const Memory& memory)
@@ -92,7 +94,15 @@ class BackwardProducer {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
-            if (lane < kBr / 4) store_shared((kLse ? memory_.lse(stage) : memory_.delta(stage)) + lane * 16, x);
+            const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
+            if constexpr (kAsStep<kLse>) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (query_of<kLse>(lane, i) < kBr) store_statistic(statistic, query_of<kLse>(lane, i), x[i]);
+                async_proxy_fence();
+            } else {
+                if (lane < kBr / 4) store_shared(statistic + lane * 16, x);
+            }
             mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
             advance(step);
             if (!is_valid(step)) break;
@@ -105,13 +115,18 @@ class BackwardProducer {
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
         const float* rows = (kLse ? params_.lse : params_.delta) + head * params_.seqlen_q;
-        const int32 first = step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 row = first + i / 2 * 8 + i % 2;
+            const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
-            if (lane < kBr / 4 && row < params_.seqlen_q) x[i] = rows[row];
+            if (query < kBr && row < params_.seqlen_q) x[i] = rows[row];
         }
+    }
+
+    // The i-th of four queries of a lane.
+    template <bool kLse>
+    __device__ static int32 query_of(int32 lane, int i) {
+        return kAsStep<kLse> ? 32 * i + lane : lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
     }
 
     const Params& params_;

@@ -5,6 +5,7 @@
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
+#include "sm90/statistic.cuh"
 
 namespace fa2::sm90 {
 
@@ -21,6 +22,8 @@ struct BackwardShape {
     // dQ is shared by columns, or by rows where there are too few columns.
     static constexpr bool kDqByRows = kD <= kPanelColumns;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
+    // Of the step before, issued before the present dS is stored: up to 64 columns its products are too short to hide that.
+    static constexpr bool kDqBeforeStore = kD > kPanelColumns;
     static_assert(!kDq || kBr == kGroupRows || (kDqByRows ? kBr == 2 * kGroupRows : kDqTransposed && !kDivided));
 
     // -------------------------------------------------------------------------------------------------- shared memory
@@ -29,10 +32,13 @@ struct BackwardShape {
     static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // of 64 keys
     static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
-    static constexpr int kStatisticBytes = kBr * 4;
+    // Statistics as k-steps; or as what accumulators are loaded with, where shared memory is full (divided) or wgmma
+    // does not need all that it delivers.
+    static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
+    static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 8);
     static constexpr int kSharedBytes = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
-                                        2 * (kDsBytes + kPBytes) + kBarrierBytes;
+                                        2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
@@ -80,7 +86,10 @@ struct BackwardMemory {
     __device__ uint32 p(uint32 buffer) const { return ds(2) + buffer * Shape::kPBytes; }
     __device__ uint32 lse(uint32 stage) const { return p(2) + stage * Shape::kStatisticBytes; }
     __device__ uint32 delta(uint32 stage) const { return lse(Shape::kStages) + stage * Shape::kStatisticBytes; }
-    __device__ uint32 barrier(uint32 index) const { return delta(Shape::kStages) + 8 * index; }
+    __device__ uint32 ones() const { return delta(Shape::kStages); }
+    __device__ uint32 barrier(uint32 index) const {
+        return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
+    }
     // Full: what is named is there. Empty: all warps that read it are through with it.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
