@@ -271,16 +271,16 @@ MUTANTS = (
     Mutant(
         "no wait for Q, backward",
         "backward",
-        "mbarrier_wait(memory_.full_query(stage), parity);\n        if (kWithDq",
-        "if (kWithDq",
+        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::template start_scores",
+        "Base::template start_scores",
         "uninitialised",
         HOPPER_ROWS,
     ),
     Mutant(
         "no wait for dO",
         "backward_dkdv",
-        "mbarrier_wait(memory_.full_dout(stage), parity);\n        wgmma_wait<0>();",
-        "wgmma_wait<0>();",
+        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::template start_scores",
+        "Base::template start_scores",
         "uninitialised",
         HOPPER_TRANSPOSED,
     ),
@@ -381,9 +381,6 @@ MUTANTS = (
         "4 * lane + i;",
         "numbers",
         HOPPER_TRANSPOSED,
-    ),
-    Mutant(
-        "lse, as a step, without the swizzle", "backward", "half = query / 4 % 2 * 16;", "half = 0;", "numbers", HOPPER_ROWS
     ),
     Mutant(
         "lse of 8 bits",

@@ -82,8 +82,10 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
-        Base::template issue_scores<kProbability ? Base::kFromLse : Base::kFromDelta>(
-            scores, own_operand_, scores_operand_ + offset, kProbability ? memory_.lse(stage) : memory_.delta(stage));
+        constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
+        const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
+        Base::template start_scores<kFromStatistic>(scores, statistic);
+        Base::template issue_scores<kFromStatistic>(scores, own_operand_, scores_operand_ + offset, statistic);
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.

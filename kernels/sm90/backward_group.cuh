@@ -88,17 +88,19 @@ class BackwardGroup {
         return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
     }
 
-    // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that.
+    // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...
+    template <bool kFromStatistic>
+    __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
+        if constexpr (!kFromStatistic)
+            x.fill(0.0f);
+        else if constexpr (!Shape::kStatisticsAsStep)
+            start_from(x, statistic);
+    }
+    // ... then this.
     template <bool kFromStatistic>
     __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
-        if constexpr (!kAsStep) {
-            if constexpr (kFromStatistic)
-                start_from(x, statistic);
-            else
-                x.fill(0.0f);
-            pin(x);
-        }
+        if constexpr (!kAsStep) pin(x);
         wgmma_fence();
         if constexpr (kAsStep) wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll

@@ -7,7 +7,7 @@
 // part of the query's column, 32 bits for each of 80 queries, 32 lanes and 8 warps: 7 % of what shared memory can
 // deliver in a step, which wgmma needs for its operands, and the product waits for the numbers.
 //
-// A query has 16 bfloat16, a row of 32 bytes with the 32-byte swizzle: in rows 4 to 7 of 8, its halves are swapped.
+// A query has 16 bfloat16, a row of 32 bytes. The 32-byte swizzle swaps halves of rows: ones do not tell them apart.
 #pragma once
 #include "sm90/layout.cuh"
 
@@ -40,10 +40,10 @@ __device__ __forceinline__ float split(float& x) {
 // The writer's async_proxy_fence is up to the caller.
 __device__ __forceinline__ void store_statistic(uint32 smem, int32 query, float x) {
     float mid = split(x), low = split(mid);
-    const uint32 row = smem + query * kStatisticRowBytes, half = query / 4 % 2 * 16;
-    store_shared(row + half, static_cast<int32>(common::pack<bfloat16>(x, mid)),
+    const uint32 row = smem + query * kStatisticRowBytes;
+    store_shared(row, static_cast<int32>(common::pack<bfloat16>(x, mid)),
                  static_cast<int32>(common::pack<bfloat16>(low, 0.0f)), 0, 0);
-    store_shared(row + (half ^ 16), 0, 0, 0, 0);
+    store_shared(row + 16, 0, 0, 0, 0);
 }
 
 }  // namespace fa2::sm90
