@@ -311,8 +311,8 @@ MUTANTS = (
     Mutant(
         "no proxy fence behind dS",
         "backward",
-        "async_proxy_fence();\n        __syncwarp();\n        arrive(memory_.full_ds(buffer));",
-        "__syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "async_proxy_fence();\n            mbarrier_arrive(memory_.full_ds(ring.slot()));",
+        "mbarrier_arrive(memory_.full_ds(ring.slot()));",
         "proxy",
         HOPPER_COLUMNS,
     ),
@@ -397,14 +397,6 @@ MUTANTS = (
         "x[i]);",
         "proxy",
         HOPPER_TRANSPOSED,
-    ),
-    Mutant(
-        "no proxy fence behind the ones",
-        "backward",
-        "kTwoOnes);\n    async_proxy_fence();",
-        "kTwoOnes);",
-        "proxy",
-        HOPPER_ROWS,
     ),
     Mutant(
         "rows past the end with an infinite P",

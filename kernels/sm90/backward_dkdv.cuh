@@ -7,7 +7,8 @@
 // A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
 // dV are summed in registers in a fixed order. Its warp groups:
 //
-//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta; most registers are given away
+//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one passes dS on; most registers are
+//           given away
 //   1, 2    consumers. Up to head_dim 128 each has 64 of 128 keys (backward_keys.cuh); beyond, dV and dK of 64 keys are
 //           all that the registers of one group each hold (backward_divided.cuh)
 //
@@ -18,7 +19,7 @@
 //
 // Barriers, a pair for each stage of Q and dO and each buffer of dS and P: `full` completes when TMA has brought all
 // bytes and the statistic is written (when all writers' warps have written), `empty` when each reading warp has said
-// that it is through.
+// that it is through. dS is `written` before it is `full`.
 //
 // dK and dV leave through the rows of K and V, 16 a warp, by TMA. Columns past head_dim and rows past the sequences
 // arrive as zeros, and are not written where gradients go.

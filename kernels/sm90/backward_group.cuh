@@ -152,9 +152,8 @@ class BackwardGroup {
         const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
 #pragma unroll
         for (int s = 0; s < kBr / 16; ++s) stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
-        async_proxy_fence();
         __syncwarp();
-        arrive(memory_.full_ds(buffer));
+        arrive(memory_.written_ds(buffer));
         written_.advance();
     }
 

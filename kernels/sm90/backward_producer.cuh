@@ -1,5 +1,6 @@
 // The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after
-// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta.
+// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta. The
+// last makes dS, which the multiplying groups write, visible to wgmma.
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
 //
@@ -30,6 +31,7 @@ class BackwardProducer {
         if (warp == 0 && threadIdx.x == 0) load_tiles();
         if (warp == 1) prepare<true>();
         if (warp == 2) prepare<false>();
+        if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
     }
 
   private:
@@ -75,6 +77,19 @@ class BackwardProducer {
         for (int panel = 0; panel < Shape::kPanels; ++panel)
             tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
                      step.head, own_.batch);
+    }
+
+    // A fence waits for all that its thread has sent to memory. The groups have their additions to dQ on the way, for
+    // most of a step, so that another thread fences what they write.
+    __device__ void pass_ds_on() const {
+        RingPosition<2> ring;
+#pragma unroll 1
+        for (QueryStep step = first_step(); is_valid(step); advance(step)) {
+            mbarrier_wait(memory_.written_ds(ring.slot()), ring.parity());
+            async_proxy_fence();
+            mbarrier_arrive(memory_.full_ds(ring.slot()));
+            ring.advance();
+        }
     }
 
     // The numbers of the next tile are on the way from memory while the warp waits for the buffer.

@@ -36,7 +36,7 @@ struct BackwardShape {
     // does not need all that it delivers.
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
-    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 8);
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);
     static constexpr int kSharedBytes = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
                                         2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
@@ -101,6 +101,7 @@ struct BackwardMemory {
     __device__ uint32 empty_ds(uint32 buffer) const { return barrier(4 + 4 * Shape::kStages + buffer); }
     __device__ uint32 full_p(uint32 buffer) const { return barrier(6 + 4 * Shape::kStages + buffer); }
     __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 written_ds(uint32 buffer) const { return barrier(10 + 4 * Shape::kStages + buffer); }
 
     __device__ void init_barriers() const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
@@ -113,7 +114,8 @@ struct BackwardMemory {
             mbarrier_init(empty_dout(i), kConsumerWarps);
         }
         for (uint32 i = 0; i < 2; ++i) {
-            mbarrier_init(full_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
+            mbarrier_init(written_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
+            mbarrier_init(full_ds(i), 1);
             mbarrier_init(empty_ds(i), kConsumerWarps);
             mbarrier_init(full_p(i), kWarpsOfGroup);
             mbarrier_init(empty_p(i), kWarpsOfGroup);

@@ -22,12 +22,11 @@ __device__ __forceinline__ uint64 statistic_descriptor(uint32 address) {
     return kSwizzle32 | kEightRows | (address & 0x3ffff) >> 4;
 }
 
-// The left operand, by all threads of the block.
+// The left operand, by all threads of the block. The fence behind the first statistics is behind this, too.
 __device__ __forceinline__ void store_ones(uint32 smem) {
     constexpr int32 kTwoOnes = 0x3f803f80;
     for (uint32 i = threadIdx.x * 16; i < kOnesBytes; i += blockDim.x * 16)
         store_shared(smem + i, kTwoOnes, kTwoOnes, kTwoOnes, kTwoOnes);
-    async_proxy_fence();
 }
 
 // Rounds x to bfloat16 and gives what that leaves of it: of an infinity nothing.
