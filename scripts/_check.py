@@ -107,7 +107,7 @@ class HeadCheck:
 class FeatureCheck:
     """What a call with features should give, on arrays that are small enough for whole score matrices in float64.
 
-    `options` are those of `fa2cupy.forward`; `gradients` names what `fa2cupy.backward` is to give besides dq, dk and dv.
+    `options` are those of `fa2cupy.forward`; `gradients` names what `fa2cupy.backward` gives besides dq, dk and dv.
     """
 
     def __init__(self, q, k, v, do, gradients: Sequence[str] = (), **options):

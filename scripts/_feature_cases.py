@@ -67,7 +67,8 @@ def _window(left: int) -> Feature:
 
 def _slopes(xp, problem: Problem, seed: int) -> Options:
     """2^(-8 h / num_heads), h from 1, as Press et al. 2022."""
-    return {"alibi_slopes": xp.asarray(2.0 ** (-8 * np.arange(1, problem.num_heads + 1) / problem.num_heads), "float32")}
+    heads = np.arange(1, problem.num_heads + 1)
+    return {"alibi_slopes": xp.asarray(2.0 ** (-8 * heads / problem.num_heads), "float32")}
 
 
 def _padding(xp, problem: Problem, seed: int) -> Options:
@@ -133,7 +134,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A feature at one size. Packed sequences have as many tokens as a batch of equal lengths: the size is that one's."""
+    """A feature at one size. Packed sequences have the tokens of a batch of equal lengths, whose size is given."""
 
     feature: str
     problem: Problem
@@ -234,7 +235,8 @@ def all_cases(features: Sequence[str], head_dims: Sequence[int], seqlens: Sequen
         for seqlen in seqlens:
             problem = Problem(DTYPE, head_dim, seqlen, TOKENS // seqlen, MODEL_DIM // head_dim, True)
             for name in features:
-                fits = seqlen <= LONGEST_SCORES if FEATURES[name].of_scores else (FEATURES[name].window or 0) + 1 < seqlen
+                fits = (FEATURES[name].window or 0) + 1 < seqlen
+                fits = fits and (seqlen <= LONGEST_SCORES or not FEATURES[name].of_scores)
                 if fits and name != "packed":
                     yield Case(name, problem)
         if "packed" in features:

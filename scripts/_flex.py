@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention, compiled, as a peer for the features that it can be told as functions of scores and masks."""
+"""PyTorch's FlexAttention, compiled, as a peer for features that are functions of scores and of masks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FlexAttention(TorchPeer):
     def candidate(
         self, case: Case, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
     ) -> Candidate:
-        """The operation on rotating inputs; the first one of a case makes the mask and empties the compiler's memory."""
+        """The operation on rotating inputs. The first one of a case makes the mask and resets the compiler."""
         if case != self._case:
             self._case, self._function = None, None
             self._function, self._case = self._compiled(case, options[0]), case

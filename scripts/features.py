@@ -17,12 +17,13 @@ backward by the default method:
     packed                 16 sequences of 131 to 2557 rows, beside 16 of 1024
 
 Results are checked first: ours on 512 rows against float64, by the kernels that are timed, and FlexAttention's against
-ours; what is wrong is reported and not timed. Then plain and feature, and FlexAttention, take turns in rounds, on inputs
+ours; what is wrong is reported and not timed. Then plain, feature and FlexAttention take turns in rounds, on inputs
 larger than twice the L2 cache. ``tflops`` counts the pairs of query and key that causal masks, windows and packed
-sequences leave. ``over_plain`` is the median over rounds of the time of the plain call over that of the feature, both of
-one family: 1 costs nothing, and windows are above it. For packed sequences it is their TFLOP/s over those of the equal
-lengths. ``ratio`` is that of FlexAttention's time over ours, by the first family: above 1, ours is faster. Writes
-features.csv.
+sequences leave, but not what masks and padding hide. ``over_plain`` is the median over rounds of the time of the plain
+call over that of the feature, with the same ``family=``: 1 costs nothing, and windows are above it. For packed
+sequences it is their TFLOP/s over those of the equal lengths. Without a family they may run on kernels of different
+ones: ``family`` says on which. ``ratio`` is that of FlexAttention's time over ours, by the first of --families: above
+1, ours is faster. Writes features.csv.
 """
 
 from __future__ import annotations

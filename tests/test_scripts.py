@@ -370,8 +370,10 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
     assert features.main([*arguments, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert "WRONG: softcap bfloat16 d=32 seqlen=256" in told and "torch flex: result 0 differs" in told
-    found = {(row["feature"], row["operation"], row["provider"]) for row in _measure.read_csv(tmp_path / "features.csv")}
-    assert found == {("alibi", "forward", "fa2cupy"), ("alibi", "backward", "fa2cupy"), ("alibi", "backward", "torch flex")}
+    rows = _measure.read_csv(tmp_path / "features.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        ("alibi", "forward", "fa2cupy"), ("alibi", "backward", "fa2cupy"), ("alibi", "backward", "torch flex"),
+    }  # fmt: skip
 
 
 def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_path, monkeypatch, capsys):
@@ -388,13 +390,42 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
     assert capsys.readouterr().out.startswith("without flex: ")
 
 
+@needs_cupy
+@pytest.mark.parametrize("family", (None, "sm80"))
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
+    """What is compiled ahead and checked is what calls take, at their own choice of method."""
+    import fake_gpu
+
+    device = DeviceInfo.named("sm_90")
+    for case in _feature_cases.all_cases(_feature_cases.FEATURES, (128,), (2048,)):
+        if operation not in case.operations:
+            continue
+        # A call of the real length, of few heads and without its work.
+        case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=1, num_heads=1))
+        if case.feature == "packed":
+            case = case.shrunk()
+        with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
+            q, k, v, do = map(fake_gpu.place, case.inputs(np))
+            options = {
+                name: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
+            }
+            o, lse = fake_gpu.forward(q, k, v, family=family, **options)
+            if operation == "backward":
+                launched.clear()
+                gradients = {f"return_{name}": True for name in case.gradients}
+                fake_gpu.backward(q, k, v, o, lse, do, family=family, **gradients, **options)
+        assert tuple(stage.spec for stage in launched) == case.kernels(device, operation, family).specs, case
+
+
 def test_work_of_features_is_that_of_visible_pairs():
     problem = Problem("bfloat16", 64, 1024, 16, 32, True)
     pairs = sum(min(i, 127) + 1 for i in range(1024))
     assert _feature_cases.Case("window127", problem).flops("forward") == 4 * 16 * 32 * pairs * 64
     packed = _feature_cases.Case("packed", problem)
     assert packed.flops("forward") == 2 * 32 * sum(n * n for n in _feature_cases.PACKED) * 64
-    assert sum(_feature_cases.PACKED) == _feature_cases.TOKENS and packed.arrays(FakeGpu().tensors(problem, 0))[0].ndim == 3
+    assert sum(_feature_cases.PACKED) == _feature_cases.TOKENS
+    assert packed.arrays(FakeGpu().tensors(problem, 0))[0].shape == (16384, 32, 64)
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):
