@@ -4,8 +4,8 @@
 //   wait    S^T
 //   issue   dP^T(j) = V dO^T - delta           P^T(j) = 2^S^T, rounded
 //   issue   dV += P^T dO
-//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded
-//   issue   dQ(j - 1) = dS K, of the query tile before, and dS(j) to shared memory
+//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded, and to shared memory
+//   issue   dQ(j - 1) = dS K, of the query tile before
 //   wait    dV                                 dO is empty
 //   issue   dK += dS^T Q
 //   wait    dQ                                 dS(j - 1) is empty; dQ is added to the workspace
@@ -121,10 +121,9 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
 
         Dq dq;
         if constexpr (kWithDq) {
-            if (is_first_ || !Shape::kDqBeforeStore) Base::store_ds(ds, kGroup);
+            Base::store_ds(ds, kGroup);
             if (!is_first_) {
                 Base::issue_dq(dq, key_columns_, ds_operand_);
-                if constexpr (Shape::kDqBeforeStore) Base::store_ds(ds, kGroup);
                 wgmma_wait<1>();
                 pin(dv_);
                 arrive(memory_.empty_dout(stage));

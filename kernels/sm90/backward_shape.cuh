@@ -22,8 +22,6 @@ struct BackwardShape {
     // dQ is shared by columns, or by rows where there are too few columns.
     static constexpr bool kDqByRows = kD <= kPanelColumns;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
-    // Of the step before, issued before the present dS is stored: up to 64 columns its products are too short to hide that.
-    static constexpr bool kDqBeforeStore = kD > kPanelColumns;
     static_assert(!kDq || kBr == kGroupRows || (kDqByRows ? kBr == 2 * kGroupRows : kDqTransposed && !kDivided));
 
     // -------------------------------------------------------------------------------------------------- shared memory
