@@ -878,7 +878,7 @@ MUTANTS = (
     Mutant(
         "bias past the last key",
         "forward",
-        "column = min_of(key, params_.seqlen_k - 1);",
+        "column = min_of(first.key + keys, params_.seqlen_k - 1);",
         "column = key;",
         "bounds",
         Problem(feature="bias"),

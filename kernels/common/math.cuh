@@ -56,6 +56,9 @@ __device__ __forceinline__ float tanh_approx(float x) {
 __device__ __forceinline__ float tanh_accurate(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_accurate(double x) { return tanh(x); }
 
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ double magnitude(double x) { return fabs(x); }
+
 __device__ __forceinline__ bool sign_bit(float x) { return __float_as_int(x) < 0; }
 __device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 0; }
 

@@ -33,6 +33,12 @@ class ScoreMod {
     struct Modified {
         Real score, slope;
     };
+    // Where a lane's first element is. The distance of the others from the diagonal is this one's plus what is known when
+    // the kernel is compiled, so that no element has an integer to convert, which takes as long as an exponential.
+    struct Place {
+        int32 query, key;
+        Real distance;
+    };
 
     __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head)
         : params_(params), batch_(batch), head_(head) {
@@ -40,8 +46,13 @@ class ScoreMod {
             slope_ = -kBase2 * params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
     }
 
-    // From a product of q and k to a score in base 2, and the derivative of all but the scale.
-    __device__ __forceinline__ Modified at(Real raw, int32 query, int32 key) const {
+    __device__ __forceinline__ Place place(int32 query, int32 key) const {
+        return {query, key, Spec::kAlibi ? static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key) : Real(0)};
+    }
+
+    // From a product of q and k, so many queries and keys past `first`, to a score in base 2, and the derivative of all
+    // but the scale.
+    __device__ __forceinline__ Modified at(Real raw, const Place& first, int32 queries, int32 keys) const {
         Modified x{raw, Real(1)};
         if constexpr (Spec::kSoftcap) {
             const Real tanh = kFast ? tanh_approx(raw * params_.scale_over_softcap)
@@ -50,13 +61,11 @@ class ScoreMod {
         } else {
             x.score *= params_.scale_log2;
         }
-        if constexpr (Spec::kAlibi) {
-            const int32 distance = query + params_.seqlen_k - params_.seqlen_q - key;
-            x.score += slope_ * static_cast<Real>(distance < 0 ? -distance : distance);
-        }
+        if constexpr (Spec::kAlibi) x.score += slope_ * magnitude(first.distance + static_cast<Real>(queries - keys));
         if constexpr (Spec::kBias || Spec::kMask || Spec::kKeyPadding) {
             // Rows and keys past the end take the last one's: what comes of them is not used.
-            const int32 row = min_of(query, params_.seqlen_q - 1), column = min_of(key, params_.seqlen_k - 1);
+            const int32 row = min_of(first.query + queries, params_.seqlen_q - 1);
+            const int32 column = min_of(first.key + keys, params_.seqlen_k - 1);
             if constexpr (Spec::kBias)
                 x.score += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
             if constexpr (Spec::kMask)
@@ -91,12 +100,12 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
                                               int32 first_query, int32 first_key, int32 lane) {
     if constexpr (kModifiesScores<Spec>) {
         const auto mod = score_mod<Spec>(params, batch, head);
+        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
             for (int i = 0; i < Fragment::kRows; ++i)
-                scores(i, j) = mod.at(scores(i, j), first_query + Fragment::row(i, lane),
-                                      first_key + Fragment::col(j, lane)).score;
+                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0)).score;
     }
 }
 

@@ -14,23 +14,24 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
     using Fragment = QuadFragment<kN8>;
     const auto mod = score_mod<Spec>(params, batch, head);
     const auto mask = mask_of<Spec>(params);
+    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
+                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int32 row0 = Fragment::row(0, lane), column0 = Fragment::col(4 * s + e, lane);
-            const int32 query0 = first_query + (kTransposed ? column0 : row0);
-            const int32 key0 = first_key + (kTransposed ? row0 : column0);
+            const int32 column = Fragment::col(4 * s + e, 0);
+            const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
             uint32 kept = 0xf;
-            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(query0, key0);
+            if constexpr (Spec::kDropout)
+                kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
-                const int32 query = query0 + 8 * a, key = key0 + 8 * b;
-                const auto modified = mod.at(x(i, j), query, key);
-                const bool hidden = masked && mask.hides(query, key);
+                const auto modified = mod.at(x(i, j), first, queries + 8 * a, keys + 8 * b);
+                const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exp2_approx(modified.score - lse(i, j));
                 const bool keep = kept >> w & 1;
                 const float weight = Spec::kDbias ? probability : probability * modified.slope;
@@ -58,7 +59,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
-            const auto modified = mod.at(x(i, j), query, key);
+            const auto modified = mod.at(x(i, j), mod.place(query, key), 0, 0);
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(modified.score - lse(i, j));
             bool keep = true;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products
             const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
             if (query < params.seqlen_q && key < params.seqlen_k)
                 atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
-            ds(i, j) *= mod.at(products(i, j), query, key).slope;
+            ds(i, j) *= mod.at(products(i, j), mod.place(query, key), 0, 0).slope;
         }
 }
 
