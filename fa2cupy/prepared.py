@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ __all__ = ["AdaptedCall", "Arguments", "KernelCall", "Outputs", "takes_rows"]
 
 _STATISTICS = ("lse", "delta", "dlse")  # one number a row, instead of head_dim columns
 _WITHOUT_COLUMNS = (*_STATISTICS, "dbias", "dsink")
+_known_threads = threading.local()
 
 
 class Arguments(NamedTuple):
@@ -97,6 +99,11 @@ class KernelCall:
     def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
         if self.check_overlap is not None:
             self.check_overlap(addresses)
+        if not hasattr(_known_threads, "have_context"):
+            # The driver, which launches and makes tensor maps, knows no device in a thread that has not used one: memory
+            # may have come out of CuPy's pool.
+            runtime.free(0)
+            _known_threads.have_context = True
         if runtime.getDevice() == self.ordinal:
             return self._run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):

@@ -230,7 +230,7 @@ def fake_gpu(
     cupy = FakeCupy()
     for module in (gpu, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
-    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0, free=lambda pointer: None))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))
     monkeypatch.setattr(gpu, "_prepared", {})
