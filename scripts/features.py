@@ -1,7 +1,7 @@
 """What the features of attention cost: each alone beside the plain causal call, and beside PyTorch's FlexAttention.
 
-    python scripts/features.py                          about ten minutes on an H100, most of it PyTorch's compiler
-    python scripts/features.py --no-flex                about two minutes
+    python scripts/features.py                          about three minutes on an H100, most of it PyTorch's compiler
+    python scripts/features.py --no-flex                about a minute
     python scripts/features.py --features softcap alibi --head-dims 128 --seqlens 16384
     python scripts/features.py --families default sm80  a row for each family
 
