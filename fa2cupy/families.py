@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from .tile_table import TILE_TABLE
 from .tiles import OPERATIONS, TileConfig, fits_blocks, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "requested_tile"]
+__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "method_of_dbias", "requested_tile"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Family:
         What head_dim must be a multiple of.
     arch_suffix : str
         What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
+    features : tuple of str
+        What its kernels have besides plain attention: of `AttentionProblem.needs`, and ``"dlse"``.
     """
 
     name: str
@@ -45,11 +48,13 @@ class Family:
     row_alignment: int
     head_dim_step: int
     arch_suffix: str = ""
+    features: tuple[str, ...] = ()
 
-    def supports(self, operation: str, dtype: str, device: DeviceInfo) -> bool:
-        """Whether the family has a kernel for the operation and dtype on the device."""
+    def supports(self, operation: str, dtype: str, device: DeviceInfo, needs: tuple[str, ...] = ()) -> bool:
+        """Whether the family has a kernel for the operation and dtype, with the features it needs, on the device."""
         return (
             operation in self.operations
+            and set(needs) <= set(self.features)
             and dtype in self.dtypes
             and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
         )
@@ -60,18 +65,25 @@ class Family:
             span = f"on compute capability {self.min_compute_capability / 10}"
         tiled = [name for name in OPERATIONS if name in self.operations]
         only = "" if len(tiled) == len(OPERATIONS) else f" ({', '.join(tiled)} only)"
-        return f"{self.name}{only}: {', '.join(self.dtypes)} {span}"
+        features = f" with {', '.join(self.features)}" if self.features else ""
+        return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
 
 
-_ALL = (*OPERATIONS, "delta", "convert_dq")
+_ALL = (*OPERATIONS, "delta", "dsink", "convert_dq")
 _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
+_FEATURES = (
+    "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
+    "dlse", "dsink", "head_dim_v",
+)  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
-    Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a"),
-    Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8),
-    Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1),
+    Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
+    Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8,
+           features=(*_FEATURES, "dbias", "cu_seqlens")),
+    Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1,
+           features=(*_FEATURES, "dbias", "cu_seqlens")),
 )
 
 
@@ -101,24 +113,37 @@ def choose_method(family: str, problem: AttentionProblem, method: str | None, de
     return _DEFAULT_METHODS[family]
 
 
-def choose_family(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
-    """The row for an operation and dtype on a device; `family` insists on one by name.
+def method_of_dbias(row: Family, method: str, deterministic: bool, problem: AttentionProblem, bias) -> str:
+    """dbias is added up by kernels that own query tiles. Where elements share a sum, that is atomic."""
+    if deterministic and bias.size < math.prod(problem.score_shape):
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
+        )
+    return method if row.name == "simt" else "two_pass"
+
+
+def choose_family(
+    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, needs: tuple[str, ...] = ()
+) -> Family:
+    """The row for an operation and dtype, with the features it `needs`, on a device; `family` insists on one by name.
 
     Raises
     ------
     ValueError
         `family` is not a family.
     UnsupportedProblemError
-        No family, or not the one asked for, supports the operation and dtype on the device.
+        No family, or not the one asked for, supports the operation and dtype on the device, or has the features.
     """
     names = [row.name for row in FAMILIES]
     if family is not None and family not in names:
         raise ValueError(f"family: expected one of {names}, got {family!r}")
     for row in FAMILIES:
-        if family in (None, row.name) and row.supports(operation, dtype, device):
+        if family in (None, row.name) and row.supports(operation, dtype, device, needs):
             return row
     wanted = f"family {family!r} for {operation}" if family else f"a kernel family for {operation}"
     covered = "; ".join(map(str, FAMILIES))
+    if needs:
+        wanted, covered = f"{', '.join(needs)}: {wanted}", f"{covered}; NumPy arrays can have all features"
     raise UnsupportedProblemError(f"{wanted} with {dtype} on {device.name} ({device.arch}): there is {covered}")
 
 

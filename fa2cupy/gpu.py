@@ -17,10 +17,13 @@ from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
-from .families import Family, choose_family, choose_method
+from .families import Family, choose_family, choose_method, method_of_dbias
+from .feature_checks import extra_gradients, split_features
+from .features import OFFSETS
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
+from .score_strides import contiguous_score_strides, feature_strides
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -30,13 +33,20 @@ _lock = threading.Lock()
 
 _FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
 _DELTA = Arguments(("o", "do"), (), ("delta",))
+_DBIAS_SUM = "dbias_accum"
+_SOURCES = {"dbias": "bias", _DBIAS_SUM: "bias", "dsink": "sink"}
 _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv"))
 
 
-def forward(q, k, v, causal, softmax_scale, layout, out, config, family):
+def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=None):
     """`fa2cupy.forward` on CuPy arrays."""
     o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
-    return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (causal, softmax_scale, layout, config, family))
+    options = (causal, softmax_scale, layout, config, family)
+    if not features:
+        return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
+    names, arrays, settings, seed = split_features(features)
+    arguments = _FORWARD.with_inputs(names)
+    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed)
 
 
 def delta(o, do, layout, out):
@@ -44,15 +54,33 @@ def delta(o, do, layout, out):
     return _call(_prepare_delta, _DELTA, (o, do, out), (layout,))[0]
 
 
-def backward(q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family):
+def backward(
+    q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family,
+    dlse=None, return_dbias=False, return_dsink=False, features=None,
+):  # fmt: skip
     """`fa2cupy.backward` on CuPy arrays."""
-    dq, dk, dv = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
-    arrays = (q, k, v, o, lse, do, given_delta, dq, dk, dv)
+    inputs = (q, k, v, o, lse, do, given_delta)
     options = (causal, softmax_scale, method, deterministic, layout, config, family)
-    return _call(_prepare_backward, _BACKWARD, arrays, options)
+    if not features and dlse is None and return_dbias is False and return_dsink is False:
+        results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
+        return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
+    if _alike(given_delta, dlse):
+        with cupy.cuda.Device(given_delta.data.device_id):
+            inputs, dlse = (*inputs[:6], given_delta - dlse), None
+    more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
+    names, arrays, settings, seed = split_features({**(features or {}), "dlse": dlse})
+    arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
+    results = unpack_out(out, arguments.results)
+    return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more), seed)
 
 
-def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> tuple:
+def _alike(given_delta, dlse) -> bool:
+    """Whether both are there and fit each other, so that one can be subtracted from the other."""
+    both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
+    return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
+
+
+def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None) -> tuple:
     addresses = []
     signature = [prepare, options]
     try:
@@ -68,10 +96,12 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
     except AttributeError:
         arguments.check_backend(arrays)  # says which is no CuPy array
         raise
+    if seed is not None:
+        addresses[arguments.inputs.index("seed")] = seed
     key = tuple(signature)
     try:
         call = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: a dict of tiles, or a mistake that the checks will name
+    except TypeError:  # an option that cannot be hashed: a dict of tiles, a list, or a mistake that the checks will name
         return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
     if call is None:
         call = _prepare_checked(prepare, arguments, arrays, options)
@@ -84,71 +114,104 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
 
 def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
     arguments.check_backend(arrays)
-    return prepare(arrays, options)
+    return prepare(arguments, arrays, options)
 
 
-def _prepare_forward(arrays: tuple, options: tuple) -> Callable:
-    q, k, v, o, lse = arrays
-    causal, softmax_scale, layout, config, family = options
-    problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
-    ordinal, device = _device(arrays, _FORWARD)
-    outputs = (("o", problem.q_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
+def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
+    q, k, v, *given, o, lse = arrays
+    causal, softmax_scale, layout, config, family, names, settings = options
+    features = dict(settings) | {name: x for name, x in zip(names, given, strict=True) if x is not None}
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    ordinal, device = _device(arrays, arguments)
+    outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
     check_outputs(outputs, (o, lse))
-    row = choose_family("forward", problem.dtype, device, family)
-    if not _direct(row, problem, (q, k, v, o), (lse,)):
+    row = choose_family("forward", problem.dtype, device, family, problem.needs)
+    offsets = tuple(features.get(name) for name in OFFSETS)
+    if not _direct(row, problem, (q, k, v, o), (lse, *offsets)):
 
         def run(copies):
-            return forward(*copies, causal, problem.softmax_scale, layout, None, config, family)
+            own = dict(settings) | dict(zip(names, copies[3:], strict=True))
+            return forward(*copies[:3], causal, problem.softmax_scale, layout, None, config, family, own)
 
-        return AdaptedCall(run, row, problem, _FORWARD, arrays)
+        return AdaptedCall(run, row, problem, arguments, arrays)
     family = _without_tma(row, family)
-    plan = plan_forward(problem, device, _strides(problem, outputs, q=q, k=k, v=v, o=o), config, family)
-    return KernelCall(plan, ordinal, _FORWARD, outputs, arrays)
+    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | feature_strides(features)
+    plan = plan_forward(problem, device, strides, config, family)
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _prepare_delta(arrays: tuple, options: tuple) -> Callable:
+def _prepare_delta(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
     o, do, out = arrays
     (layout,) = options
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
-    ordinal, device = _device(arrays, _DELTA)
+    ordinal, device = _device(arrays, arguments)
     outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     check_outputs(outputs, (out,))
     row = choose_family("delta", problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
-        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, _DELTA, arrays)
+        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, arguments, arrays)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
-    return KernelCall(plan, ordinal, _DELTA, outputs, arrays)
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _prepare_backward(arrays: tuple, options: tuple) -> Callable:
-    q, k, v, o, lse, do, given_delta, dq, dk, dv = arrays
-    causal, softmax_scale, method, deterministic, layout, config, family = options
-    problem = AttentionProblem.from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout)
-    problem.check_backward_inputs(o, lse, do, given_delta)
-    ordinal, device = _device(arrays, _BACKWARD)
-    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.k_shape, q.dtype))
-    check_outputs(outputs, (dq, dk, dv))
-    row = choose_family("backward", problem.dtype, device, family)
+def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
+    causal, softmax_scale, method, deterministic, layout, config, family, names, settings, more = options
+    q, k, v, o, lse, do, given_delta, *rest = arrays
+    given, results = rest[: len(names)], rest[len(names) :]
+    features = dict(settings) | {name: x for name, x in zip(names, given, strict=True) if x is not None}
+    dlse = features.pop("dlse", None)
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    problem.check_backward_inputs(o, lse, do, given_delta, dlse)
+    ordinal, device = _device(arrays, arguments)
+    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
+    wide = np.dtype(problem.accumulator_dtype)
+    like = {name: features[_SOURCES[name]] for name in more}
+    outputs += tuple((n, a.shape, wide if n == _DBIAS_SUM else a.dtype) for n, a in like.items())
+    check_outputs(outputs, tuple(results))
+    given_names = tuple("dbias" if name == _DBIAS_SUM else name for name in more)
+    extra = (*(("dlse",) if dlse is not None else ()), *given_names)
+    row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
     method = choose_method(row.name, problem, method, deterministic)
-    if not _direct(row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta)):
+    if "dbias" in given_names:
+        method = method_of_dbias(row, method, deterministic, problem, features["bias"])
+    dq, dk, dv = results[:3]
+    offsets = tuple(features.get(name) for name in OFFSETS)
+    dsink = results[3 + more.index("dsink")] if "dsink" in more else None
+    if "dbias" in more or not _direct(
+        row, problem, (q, k, v, o, do, dq, dk, dv), (lse, given_delta, dlse, dsink, *offsets)
+    ):
+        # dbias is summed in the accumulators' dtype, and rounded where it is delivered.
+        inner = tuple(_DBIAS_SUM if name == "dbias" else name for name in more)
+        scale = problem.softmax_scale
+        inner_options = (causal, scale, method, deterministic, layout, config, family, names, settings, inner)
+        inner_arguments = arguments._replace(results=(*_BACKWARD.results, *inner))
 
         def run(copies):
-            return backward(
-                *copies[:6], causal, problem.softmax_scale, copies[6], method, deterministic, layout, None, config, family
-            )
+            seed = copies[7 + names.index("seed")] if "seed" in names else None
+            own = tuple(None if name == "seed" else x for name, x in zip(arguments.inputs, copies, strict=True))
+            none = (None,) * len(inner_arguments.results)
+            return _call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed)
 
-        return AdaptedCall(run, row, problem, _BACKWARD, arrays)
-    strides = _strides(problem, outputs, q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
-    family = _without_tma(row, family)
-    plan = plan_backward(problem, device, strides, method, config, family, with_delta=given_delta is None)
-    return KernelCall(plan, ordinal, _BACKWARD, outputs, arrays)
+        return AdaptedCall(run, row, problem, arguments, arrays)
+    strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
+    strides |= feature_strides(features)
+    if _DBIAS_SUM in more:
+        strides[_DBIAS_SUM] = contiguous_score_strides(features["bias"].shape)
+    plan = plan_backward(
+        problem, device, strides, method, config, _without_tma(row, family), with_delta=given_delta is None, more=extra
+    )
+    return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
 def _without_tma(row: Family, family: str | None) -> str | None:
     """The caller's family, or the one to insist on where tensor maps cannot be made."""
-    if row.name != "sm90" or tma.is_available():
+    if row.name == "simt" or tma.is_available():
         return family
-    if family:
+    if family == "sm90":
         raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
     return "sm80"
 
@@ -175,6 +238,7 @@ def _direct(family: Family, problem: AttentionProblem, tensors: tuple, statistic
     """Whether the kernels take all arrays as they are (None stands for one that will be allocated)."""
     return (
         problem.head_dim % family.head_dim_step == 0
+        and problem.head_dim_v is None
         and all(a is None or takes_rows(family, a) for a in tensors)
         and all(a is None or a.size == 0 or a.flags.c_contiguous for a in statistics)
     )

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .features import KERNEL_NEEDS
+
 __all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
 
 #: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
@@ -20,13 +22,19 @@ _KINDS = {
     "input": ("const Element* {name}", "Q"),
     "output": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
+    "input_int": ("const int32* {name}", "Q"),
+    "input_bool": ("const bool* {name}", "Q"),
+    "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
+    "score_strides": ("ScoreStrides {name}", "qqqq"),
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
+    "word": ("uint32 {name}", "I"),
 }
+_STRIDES = ("strides", "score_strides")
 _MAPS = ("input_map", "output_map")
-_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum")
+_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "input_bool", "per_call")
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class ParamLayout:
         flat: list[object] = []
         for field in self._constants:
             value = values[field.name]
-            flat.extend(value) if field.kind == "strides" else flat.append(value)
+            flat.extend(value) if field.kind in _STRIDES else flat.append(value)
         return self._packer.pack(*flat) + self._padding
 
 
@@ -105,6 +113,7 @@ _RECORDS = {
         _LENGTHS + _SCHEDULE,
     ),
     "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
+    "dsink": ("lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")),
     "backward_dq": (
         f"{_BACKWARD_INPUTS} dq:output",
         ("q", "k", "v", "dout", "dq"),
@@ -158,12 +167,47 @@ _RECORDS = {
 }
 
 
+#: The kinds of what features add: of arrays, which come with strides over scores, and of numbers.
+_FEATURE_ARRAYS = {
+    "alibi_slopes": "input_accum",
+    "bias": "input",
+    "mask": "input_bool",
+    "key_padding_mask": "input_bool",
+    "sink": "input_accum",
+    "dbias_accum": "output_accum",
+    "dlse": "input_accum",
+    "cu_seqlens_q": "input_int",
+    "cu_seqlens_k": "input_int",
+}
+_CONTIGUOUS = ("dlse", "cu_seqlens_q", "cu_seqlens_k")  # arrays that need no strides
+_FEATURE_VALUES = {
+    "window_left": "int",
+    "window_right": "int",
+    "scale_over_softcap": "real",
+    "softcap_log2": "real",
+    "dropout_threshold": "word",
+    "dropout_scale": "real",
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),
+}
+
+
 @functools.lru_cache(maxsize=None)
-def param_layout(operation: str, family: str, dtype: str) -> ParamLayout:
-    """The record that kernels of this operation, family and dtype take."""
+def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
+    """The record that kernels of this operation, family and dtype take, with what features add to each of its parts."""
     pointers, strides, reals, ints = _RECORDS.get((operation, family)) or _RECORDS[operation]
-    fields = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    arrays = [name for feature in features for name in KERNEL_NEEDS[feature].arrays]
+    values = [Field(name, _FEATURE_VALUES[name]) for feature in features for name in KERNEL_NEEDS[feature].values]
+    front = [Field(*pointer.split(":")) for pointer in pointers.split()]
+    counters = [field for field in front if field.kind == "counter"]
+    fields = [field for field in front if field.kind != "counter"]
+    kinds = _FEATURE_ARRAYS | ({"bias": "input_accum"} if "wide_bias" in features else {})
+    fields += [Field(name, kinds[name]) for name in arrays]
+    fields += [Field(name, "per_call") for feature in features for name in KERNEL_NEEDS[feature].per_call]
+    fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
+    fields += [Field(f"{name}_strides", "score_strides") for name in arrays if name not in _CONTIGUOUS]
     fields += [Field(name, "real") for name in reals]
+    fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]
+    fields += [field for field in values if field.kind != "real"]
     return ParamLayout(tuple(fields), double=dtype == "float64")

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from . import tma
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .families import choose_family, choose_tile
+from .features import KERNEL_NEEDS
 from .params import TILE_COUNTER, param_layout
 from .problem import AttentionProblem
+from .sections import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
 from .spec import KernelSpec
 from .stages import Plan, Stage, Workspace
-from .tiles import TileConfig, padded_head_dim
+from .tiles import OPERATIONS, TileConfig, padded_head_dim
 
 __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
 
 _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
+_DSINK_WARPS = 8
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
-
-# With a causal mask, how many columns (heads times head_dim) a section of heads has for each multiprocessor. The tiles of
-# more heads fill a launch more evenly; of fewer, more blocks read the same rows at about the same time, which then come
-# from the L2 cache. The fastest on an H100 from seqlen 512 to 16384, whether or not all rows of a section fit that cache;
-# sums of dQ are read and written, and want far fewer.
-_COLUMNS_BY_QUERIES, _COLUMNS_BY_KEYS, _COLUMNS_WITH_DQ = 32, 16, 4
 
 #: Element strides of the batch, row and head axes.
 Strides = tuple[int, int, int]
@@ -36,19 +34,37 @@ class _Planner:
     """Shared state of the planning of one call."""
 
     def __init__(
-        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides], family: str | None
-    ):
+        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides],
+        family: str | None, more: tuple[str, ...] = (),
+    ):  # fmt: skip
         self.problem = problem
+        self.more = more
         self.device = device
         self.strides = strides
-        row = choose_family(operation, problem.dtype, device, family)
+        needs = self._features(operation)
+        row = choose_family(operation, problem.dtype, device, family, needs)
         reason = self._why_not_sm90(operation) if row.name == "sm90" else None
         if reason and family:
             raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
         if reason:
-            row = choose_family(operation, problem.dtype, device, "sm80")
+            row = choose_family(operation, problem.dtype, device, "sm80", needs)
         self.family = row.name
         self.arch_suffix = row.arch_suffix
+
+    def _features(self, operation: str) -> tuple[str, ...]:
+        """What the operation's kernel must have. A sink is in lse, and concerns the backward's products no more."""
+        has_all = operation in OPERATIONS
+        used = {
+            **dict.fromkeys(self.problem.needs, has_all),
+            "cu_seqlens": "cu_seqlens" in self.problem.needs and (has_all or operation == "convert_dq"),
+            "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
+            "dlse": "dlse" in self.more and operation == "delta",
+            "dbias": "dbias" in self.more and self._owns_queries(operation),
+        }
+        return tuple(name for name in KERNEL_NEEDS if used.get(name))
+
+    def _owns_queries(self, operation: str) -> bool:
+        return operation == "backward_dq" or (operation == "backward" and self.problem.itemsize > 2)
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
@@ -79,10 +95,12 @@ class _Planner:
         self, operation: str, tile: TileConfig, blocks: int, maps: tuple[tma.TensorLayout, ...] = (), **values: object
     ) -> Stage:
         problem = self.problem
-        tiled = operation not in ("delta", "convert_dq")
-        family = "common" if operation == "delta" else self.family
+        tiled = operation in OPERATIONS
+        family = "common" if operation in ("delta", "dsink") else self.family
         arch = self.device.arch + self.arch_suffix
-        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, problem.causal and tiled, tile)
+        features = self._features(operation)
+        causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
         available = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
@@ -91,7 +109,8 @@ class _Planner:
             "heads_per_group": problem.heads_per_group,
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
-            "batch": problem.batch,
+            "batch": problem.score_shape[0] if tiled else problem.batch,
+            **problem.feature_values,
             **values,
         }
         constants = spec.params.pack_constants(
@@ -102,22 +121,23 @@ class _Planner:
     def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
-        num_tiles = -(-problem.seqlen_q // tile.b_r)
-        section = self._groups_per_section(_COLUMNS_BY_QUERIES) * problem.heads_per_group
+        num_tiles = -(-problem.score_shape[2] // tile.b_r)
+        section = groups_per_section(problem, self.device, COLUMNS_BY_QUERIES) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
-        num_tiles = -(-problem.seqlen_k // tile.b_c)
-        section = self._groups_per_section(_COLUMNS_WITH_DQ if operation == "backward" else _COLUMNS_BY_KEYS)
+        num_tiles = -(-problem.score_shape[3] // tile.b_c)
+        columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
+        section = groups_per_section(problem, self.device, columns)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
 
     def _scheduled(
         self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
     ) -> Stage:
         layout = param_layout(operation, self.family, self.problem.dtype)
-        all_heads = heads * self.problem.batch
+        all_heads = heads * self.problem.score_shape[0]
         blocks = num_tiles * all_heads
         if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
@@ -131,19 +151,6 @@ class _Planner:
             heads_per_section=max(1, section),
         )
 
-    def _groups_per_section(self, columns_per_multiprocessor: int) -> int:
-        """Of how many groups of heads the tiles are taken together."""
-        # Without a mask all tiles are equally long, and one head after the other reads the least memory.
-        if not self.problem.causal:
-            return 1
-        groups = max(1, self.problem.batch * self.problem.num_heads_kv)
-        columns = columns_per_multiprocessor * self.device.multiprocessors
-        fitting = min(groups, max(1, columns // max(1, self.problem.head_dim)))
-        # A short last section starts its long tiles late, and the launch ends with most multiprocessors idle (up to a sixth
-        # of the time). So of the sizes about as large, the one that divides the groups best.
-        sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
-        return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
-
 
 def plan_forward(
     problem: AttentionProblem,
@@ -154,7 +161,10 @@ def plan_forward(
 ) -> Plan:
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
     planner = _Planner("forward", problem, device, strides, family)
-    return _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
+    plan = _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
+    if problem.features.num_sequences is None:
+        return plan
+    return replace(plan, cleared=("o",), hidden=("lse",))  # rows may be of no sequence
 
 
 def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
@@ -170,35 +180,48 @@ def plan_backward(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     with_delta: bool = True,
+    more: tuple[str, ...] = (),
 ) -> Plan:
-    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv."""
+    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv.
+
+    `more` names what there is besides: ``"dlse"`` to take in, ``"dbias"`` and ``"dsink"`` to give.
+    """
 
     def planner_of(operation: str) -> _Planner:
-        return _Planner(operation, problem, device, strides, family)
+        return _Planner(operation, problem, device, strides, family, more)
 
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
-        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None)))
+        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None, more)))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
+    if "dsink" in more:
+        planner = _Planner("dsink", problem, device, strides, None, more)
+        stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
+    cleared = ("dbias_accum",) if "dbias" in more else ()
+    packed = problem.features.num_sequences is not None  # rows may be of no sequence
+    cleared += ("dq", "dk", "dv") if packed else ()
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
         stages.append(by_keys.by_key_tiles("backward_dkdv", by_keys.tile("backward_dkdv", config)))
-        return _plan(*stages, workspaces=workspaces)
+        return _plan(*stages, workspaces=workspaces, cleared=cleared)
     planner = planner_of("backward")
     tile = planner.tile("backward", config)
     if planner.family == "simt":
         stages.append(planner.by_query_tiles("backward", tile))
-        return _plan(*stages, workspaces=workspaces, cleared=("dk", "dv"))
+        return _plan(*stages, workspaces=workspaces, cleared=tuple(dict.fromkeys(("dk", "dv", *cleared))))
     stages.append(planner.by_key_tiles("backward", tile))
-    num_tiles = -(-problem.seqlen_q // tile.b_r)
-    heads = problem.batch * problem.num_heads
+    batch, heads, longest, _ = problem.score_shape
+    num_tiles = -(-longest // tile.b_r)
+    tiles_of_head = batch * num_tiles
+    if problem.features.num_sequences is not None:  # each starts with a tile of its own
+        tiles_of_head = problem.seqlen_q // tile.b_r + batch
     columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", heads * num_tiles * tile.b_r * columns * 4))
+    workspaces.append(Workspace("dq_accum", heads * tiles_of_head * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
-    stages.append(planner.stage("convert_dq", convert, heads * num_tiles, num_tiles=num_tiles))
-    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum",))
+    stages.append(planner.stage("convert_dq", convert, batch * heads * num_tiles, num_tiles=num_tiles))
+    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
 
 
 def _delta_stage(planner: _Planner) -> Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,13 +12,16 @@ from cupy.cuda import runtime
 
 from .arguments import OverlapCheck, array_backend, output_name
 from .families import Family
+from .features import ARRAY_FEATURES, OFFSETS
 from .launch import bind_plan
 from .plan import Plan
 from .problem import AttentionProblem
 
 __all__ = ["AdaptedCall", "Arguments", "KernelCall", "Outputs", "takes_rows"]
 
-_STATISTICS = ("lse", "delta")  # one number a row, instead of head_dim columns
+_STATISTICS = ("lse", "delta", "dlse")  # one number a row, instead of head_dim columns
+_WITHOUT_COLUMNS = (*_STATISTICS, "dbias", "dsink")
+_known_threads = threading.local()
 
 
 class Arguments(NamedTuple):
@@ -31,6 +35,10 @@ class Arguments(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """As messages call them."""
         return (*self.inputs, *map(output_name, self.results))
+
+    def with_inputs(self, names: tuple[str, ...]) -> Arguments:
+        """The same with further arrays that it reads, after the others."""
+        return self._replace(inputs=(*self.inputs, *names), optional=(*self.optional, *names))
 
     def check_backend(self, arrays: tuple) -> None:
         """All are CuPy arrays."""
@@ -84,12 +92,18 @@ class KernelCall:
         self.check_overlap = _overlap_check(arguments, arrays) if len(self.allocated) < len(outputs) else None
         self.workspace_bytes = [max(w.nbytes, 1) for w in plan.workspaces]
         self.cleared = [buffers.index(name) for name in plan.cleared]
+        self.hidden = [buffers.index(name) for name in plan.hidden]
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(plan, tuple(buffers))
 
     def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
         if self.check_overlap is not None:
             self.check_overlap(addresses)
+        if not hasattr(_known_threads, "have_context"):
+            # The driver, which launches and makes tensor maps, knows no device in a thread that has not used one: memory
+            # may have come out of CuPy's pool.
+            runtime.free(0)
+            _known_threads.have_context = True
         if runtime.getDevice() == self.ordinal:
             return self._run(arrays, addresses)
         with cupy.cuda.Device(self.ordinal):
@@ -107,6 +121,8 @@ class KernelCall:
             addresses.append(memory.ptr)
         for position in self.cleared:
             self._clear(buffers[position], position - len(arrays))
+        for position in self.hidden:
+            buffers[position].fill(-np.inf)
         stream = cupy.cuda.get_current_stream().ptr
         for stage in self.stages:
             stage(addresses, stream)
@@ -127,8 +143,11 @@ class AdaptedCall:
     def __init__(self, run: Callable, family: Family, problem: AttentionProblem, arguments: Arguments, arrays: tuple):
         self.run = run
         self.family = family
+        # Zeros in further columns change no product, so that kernels may have one head_dim for all.
+        self.columns = {name: problem.head_dim_v or problem.head_dim for name in ("v", "o", "do", "dv")}
         self.head_dim = problem.head_dim
-        self.padded = -(-problem.head_dim // family.head_dim_step) * family.head_dim_step
+        widest = max(self.head_dim, *self.columns.values())
+        self.padded = -(-widest // family.head_dim_step) * family.head_dim_step
         self.arguments = arguments
         self.check_overlap = _overlap_check(arguments, arrays)
 
@@ -137,23 +156,30 @@ class AdaptedCall:
         inputs, names = self.arguments.inputs, self.arguments.results
         with cupy.cuda.Device(arrays[0].data.device_id):
             copies = [self._copy(*pair) for pair in zip(inputs, arrays[: len(inputs)], strict=True)]
+            if "seed" in inputs:
+                copies[inputs.index("seed")] = addresses[inputs.index("seed")]
             delivered = zip(names, self.run(copies), arrays[len(inputs) :], strict=True)
-            return tuple([self._deliver(*triple) for triple in delivered])
+            dtypes = {f"d{name}": array.dtype for name, array in zip(inputs, arrays, strict=False) if array is not None}
+            return tuple([self._deliver(*triple, dtypes) for triple in delivered])
 
     def _copy(self, name: str, array):
         if array is None:
             return None
-        if name in _STATISTICS:
+        if name in (*_STATISTICS, *OFFSETS):
             return cupy.ascontiguousarray(array)
-        if self.padded != self.head_dim:
+        if name in ARRAY_FEATURES:
+            return array
+        if self.padded != array.shape[-1]:
             padded = cupy.zeros((*array.shape[:-1], self.padded), array.dtype)
-            padded[..., : self.head_dim] = array
+            padded[..., : array.shape[-1]] = array
             return padded
         return array if takes_rows(self.family, array) else array.copy(order="C")
 
-    def _deliver(self, name: str, result, given):
-        if name not in _STATISTICS:
-            result = result[..., : self.head_dim]
+    def _deliver(self, name: str, result, given, dtypes: dict[str, np.dtype]):
+        if name not in _WITHOUT_COLUMNS:
+            result = result[..., : self.columns.get(name, self.head_dim)]
+        if name == "dbias" and given is None:
+            return result.astype(dtypes[name])
         if given is None:
             return cupy.ascontiguousarray(result)
         given[...] = result

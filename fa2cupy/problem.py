@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import numbers
 from dataclasses import dataclass
 
 import numpy as np
 
 from .arguments import check_array
 from .errors import UnsupportedProblemError
+from .feature_checks import check_features, finite_number
+from .features import NO_FEATURES, Features
 
 __all__ = ["MAX_HEAD_DIM", "AttentionProblem"]
 
@@ -41,6 +43,10 @@ class AttentionProblem:
     layout : {"bshd", "bhsd"}
     rank : int
         2, 3 or 4: which axes the caller's arrays have.
+    head_dim_v : int or None
+        Columns of v and o where they are not head_dim.
+    features : Features
+        Of packed sequences, batch is 1 and the lengths are those of all together.
     """
 
     dtype: str
@@ -54,10 +60,14 @@ class AttentionProblem:
     softmax_scale: float
     layout: str
     rank: int
+    head_dim_v: int | None = None
+    features: Features = NO_FEATURES
 
     @classmethod
-    def from_arrays(cls, q, k, v, *, causal=False, softmax_scale=None, layout="bshd") -> AttentionProblem:
-        """Checks q, k, v and the options against each other."""
+    def from_arrays(
+        cls, q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **features: object
+    ) -> AttentionProblem:
+        """Checks q, k, v, the options and the features (see `FeatureOptions`) against each other."""
         if layout not in ("bshd", "bhsd"):
             raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
         if not isinstance(causal, bool | np.bool_):
@@ -73,8 +83,9 @@ class AttentionProblem:
             wanted = cls._compose(layout, q.ndim, batch, "seqlen_k", "num_heads_kv", head_dim)
             wanted = f"({', '.join(map(str, wanted))})"
             raise ValueError(f"k: expected shape {wanted} to match q {q.shape}, got {k.shape}")
-        if v.shape != k.shape:
-            raise ValueError(f"v: expected shape {k.shape} to match k, got {v.shape}")
+        head_dim_v = cls._sizes("v", v, layout)[3]
+        if v.shape[:-1] != k.shape[:-1]:
+            raise ValueError(f"v: expected shape {(*k.shape[:-1], head_dim_v)} to match k, got {v.shape}")
         if num_heads and not num_heads_kv:
             raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
         if num_heads_kv and num_heads % num_heads_kv:
@@ -85,9 +96,10 @@ class AttentionProblem:
             if length > _MAX_LENGTH:
                 raise UnsupportedProblemError(f"{name}: sequences of up to {_MAX_LENGTH} rows are supported, got {length}")
         scale = cls._scale(softmax_scale, head_dim)
-        return cls(
-            q.dtype.name, batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, bool(causal), scale, layout, q.ndim
-        )
+        sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
+        own_v = None if head_dim_v == head_dim else head_dim_v
+        problem = cls(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
+        return problem.with_features(check_features(problem, q, features)) if features else problem
 
     @classmethod
     def from_outputs(cls, o, dout, *, layout="bshd") -> AttentionProblem:
@@ -117,15 +129,7 @@ class AttentionProblem:
     def _scale(softmax_scale, head_dim: int) -> float:
         if softmax_scale is None:
             return head_dim**-0.5
-        if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-            raise TypeError(f"softmax_scale: expected a real number or None, got {type(softmax_scale).__name__}")
-        try:
-            scale = float(softmax_scale)
-        except OverflowError:
-            scale = math.inf
-        if not math.isfinite(scale):
-            raise ValueError(f"softmax_scale: expected a finite number, got {scale}")
-        return scale
+        return finite_number("softmax_scale", softmax_scale)
 
     @staticmethod
     def _compose(layout: str, rank: int, batch, seqlen, heads, head_dim) -> tuple:
@@ -151,13 +155,51 @@ class AttentionProblem:
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """Shape of q, o and their gradients, as the caller sees it."""
+        """Shape of q and its gradient, as the caller sees it."""
         return self._compose(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
 
     @property
     def k_shape(self) -> tuple[int, ...]:
-        """Shape of k, v and their gradients, as the caller sees it."""
+        """Shape of k and its gradient, as the caller sees it."""
         return self._compose(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """Shape of o and its gradient, as the caller sees it."""
+        return (*self.q_shape[:-1], self.head_dim_v or self.head_dim)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        """Shape of v and its gradient, as the caller sees it."""
+        return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
+        features = self.features
+        if features.num_sequences is None:
+            return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
+        return features.num_sequences, self.num_heads, features.max_seqlen_q, features.max_seqlen_k
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """How far left and right of the diagonal a key may be, of window and causal together; None is no limit."""
+        left, right = self.features.window
+        return left, 0 if self.causal else right
+
+    @property
+    def feature_values(self) -> dict[str, int | float]:
+        """What features add to the numbers of a kernel's record."""
+        return self.features.record(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What kernels must have besides plain attention: names that `Family.features` lists."""
+        return (*self.features.needs, *(("head_dim_v",) if self.head_dim_v else ()))
+
+    def with_features(self, features: Features) -> AttentionProblem:
+        """The same problem with other features."""
+        return dataclasses.replace(self, features=features)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -183,10 +225,12 @@ class AttentionProblem:
         axes = _AXES[self.layout, self.rank][:3]
         return tuple(0 if axis is None or shape[axis] == 1 else strides[axis] // self.itemsize for axis in axes)
 
-    def check_backward_inputs(self, o, lse, do, delta) -> None:
-        """What the forward left and what arrives from above fit q."""
-        check_array("o", o, self.q_shape, self.dtype, "q")
+    def check_backward_inputs(self, o, lse, do, delta, dlse=None) -> None:
+        """What the forward left and what arrives from above fit q and v."""
+        like = "q and v" if self.head_dim_v else "q"
+        check_array("o", o, self.o_shape, self.dtype, like)
         check_array("lse", lse, self.lse_shape, self.accumulator_dtype, "q")
-        check_array("do", do, self.q_shape, self.dtype, "q")
-        if delta is not None:
-            check_array("delta", delta, self.lse_shape, self.accumulator_dtype, "q")
+        check_array("do", do, self.o_shape, self.dtype, like)
+        for name, array in (("delta", delta), ("dlse", dlse)):
+            if array is not None:
+                check_array(name, array, self.lse_shape, self.accumulator_dtype, "q")

@@ -16,9 +16,10 @@ def backward_bytes(operation: str, head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of the kernels by key tiles."""
     # As kernels/sm90/backward_shape.cuh has it. Where a key tile is divided into dK and dV, P crosses.
     row, scores = -(-head_dim // 64) * 128, 2 * 2 * tile.b_r * tile.b_c
-    queries = 2 * tile.num_stages * tile.b_r * (row + 4)
+    as_step = head_dim <= (_WIDE if operation == "backward" else 64)  # statistics, with a tile of ones
+    queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = (operation == "backward") + (head_dim > _WIDE)
-    return 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 8)
+    return 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 10)
 
 
 def why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str | None:

@@ -14,6 +14,12 @@ from .spec import DTYPES, KernelSpec
 
 __all__ = ["KernelSource", "kernel_directory", "render_kernel"]
 
+#: What rows the tensors of a record have.
+_ROWS = {
+    **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
+    **dict.fromkeys(("lse", "delta"), "statistics"),
+}
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
 
 
@@ -67,6 +73,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "element": DTYPES[spec.dtype][0],
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
+        "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,
         "num_warps": spec.tile.num_warps,
@@ -79,6 +86,13 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "grid_constant": "__grid_constant__ " if layout.maps else "",
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
+    if "cu_seqlens" in spec.features and values["scheduled"]:
+        pointers = [name for name in layout.pointers if name in _ROWS]
+        values |= {
+            "by_queries": [name for name in pointers if _ROWS[name] == "queries"],
+            "by_keys": [name for name in pointers if _ROWS[name] == "keys"],
+            "statistics": [name for name in pointers if _ROWS[name] == "statistics"],
+        }
     lines: list[str] = []
     _append_file(f"{spec.operation}.cu", values, lines, set())
     return KernelSource(spec, "\n".join(lines) + "\n")

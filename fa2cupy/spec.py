@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .features import KERNEL_NEEDS
 from .params import ParamLayout, param_layout
 from .tiles import OPERATIONS, TileConfig, shared_memory_bytes
 
@@ -38,6 +39,8 @@ class KernelSpec:
     head_dim : int
     causal : bool
     tile : TileConfig
+    features : tuple of str
+        Keys of `KERNEL_NEEDS`.
     """
 
     operation: str
@@ -47,6 +50,7 @@ class KernelSpec:
     head_dim: int
     causal: bool
     tile: TileConfig
+    features: tuple[str, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -54,7 +58,7 @@ class KernelSpec:
         name = f"fa2_{self.operation}_{self.family}_{DTYPES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
-        return name + ("_causal" if self.causal else "")
+        return "_".join((name, *(["causal"] if self.causal else []), *self.features))
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -66,10 +70,15 @@ class KernelSpec:
     @property
     def params(self) -> ParamLayout:
         """The record that the kernel takes."""
-        return param_layout(self.operation, self.family, self.dtype)
+        return param_layout(self.operation, self.family, self.dtype, self.features)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The constants that say which features the kernel has."""
+        return {need.flag: name in self.features for name, need in KERNEL_NEEDS.items()}
 
     def __str__(self) -> str:
-        causal = ", causal" if self.causal else ""
+        causal = "".join(f", {name}" for name in (*(["causal"] if self.causal else []), *self.features))
         return (
             f"{self.operation} ({self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile})"
         )

@@ -6,48 +6,28 @@ With ``e = max|result - reference|`` and ``E = max|baseline - reference|`` a res
     dq, dk, dv of 16-bit data  3 E + 1e-5 of the largest
     lse of 16-bit data         1e-4; 1e-3 if the largest is above 32; 1e-6 of the largest where that is more
     o, dq, dk, dv of float32   1e-5 of the largest (1e-12 for float64)
+    dbias, dsink               as dq
     lse of float32             1e-5 of the largest, or of 1 where that is more (1e-12 for float64)
     delta                      1e-5 of the largest (1e-12 for float64)
 
-and if NaN and infinities are where the reference has them and nowhere else. Where terms cancel, delta, dq and dk may
-keep their rounding errors besides (`reference.gradient_noise`). NumPy and CuPy arrays are taken alike.
+and if NaN and infinities are where the reference has them and nowhere else. Reference and baseline
+have the features of the call. Where terms cancel, delta, dq, dk, dbias and dsink may keep their rounding errors besides
+(`reference.gradient_noise`). NumPy and CuPy arrays are taken alike.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 from . import reference
 from .arrays import array_module, device_context
+from .comparison import Comparison, assert_within_baseline, largest
 from .problem import AttentionProblem
 
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
-
-_BASELINE_FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A result that passed: its largest distance from the reference, the baseline's, and what is allowed."""
-
-    name: str
-    error: float
-    baseline_error: float
-    allowed: float
-
-    @property
-    def percent(self) -> float:
-        """The error in percent of the allowed one."""
-        if self.allowed:
-            return 100 * self.error / self.allowed
-        return np.inf if self.error else 0.0
-
-    def __str__(self) -> str:
-        return f"{self.name}: error {self.error:.2e}, {self.percent:.0f} % of the allowed {self.allowed:.2e}"
 
 
 class Expectation:
@@ -58,8 +38,10 @@ class Expectation:
     q, k, v : ndarray
     do : ndarray, optional
         Gradient for o; the gradients need it.
+    dlse : ndarray, optional
+        Gradient for lse.
     **options
-        causal, softmax_scale and layout as for `fa2cupy.forward`.
+        causal, softmax_scale, layout and features as for `fa2cupy.forward`.
 
     Examples
     --------
@@ -71,21 +53,25 @@ class Expectation:
     True
     """
 
-    def __init__(self, q, k, v, do=None, **options):
+    def __init__(self, q, k, v, do=None, *, dlse=None, **options):
         self._inputs, self._do, self._options = (q, k, v), do, options
+        self._gradient_options = options | {"dlse": dlse}
+        self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}
+        self._gradient_options |= {f"return_{name}": True for name in self._extra}
         self.problem = AttentionProblem.from_arrays(q, k, v, **options)
 
     def unwritten(self, *names: str) -> tuple:
         """New arrays for the results named, to be passed as ``out=``: all NaN, so that an unwritten element shows."""
-        q, k, _ = self._inputs
+        q, k, v = self._inputs
         xp = array_module(q)
         with device_context(q):
             lse = xp.empty(self.problem.lse_shape, self.problem.accumulator_dtype)
-            like = {"o": q, "lse": lse, "dq": q, "dk": k, "dv": k}
+            o = xp.empty(self.problem.o_shape, q.dtype)
+            like = {"o": o, "lse": lse, "dq": q, "dk": k, "dv": v, **self._extra}
             return tuple(xp.full(like[name].shape, np.nan, like[name].dtype) for name in names)
 
     def check(self, *, spec: object = None, **results) -> dict[str, Comparison]:
-        """Holds any of o, lse, dq, dk and dv, given by name, against the reference.
+        """Holds any of o, lse, dq, dk, dv, dbias and dsink, given by name, against the reference.
 
         Returns
         -------
@@ -111,10 +97,12 @@ class Expectation:
     @functools.cached_property
     def _backward(self) -> dict[str, tuple]:
         o, lse = (self._forward[name][0] for name in ("o", "lse"))
-        wanted = reference.backward(*self._inputs, o, lse, self._do, **self._options)
-        baseline = reference.baseline_backward(*self._inputs, self._do, **self._options)
-        noise = (*reference.gradient_noise(*self._inputs, lse, self._do, **self._options), 0.0)
-        return dict(zip(("dq", "dk", "dv"), zip(wanted, baseline, noise, strict=True), strict=True))
+        options = self._gradient_options
+        names = ("dq", "dk", "dv", *self._extra)
+        wanted = reference.backward(*self._inputs, o, lse, self._do, **options)
+        baseline = reference.baseline_backward(*self._inputs, self._do, **options)
+        noise = reference.gradient_noise(*self._inputs, o, lse, self._do, **options)
+        return {name: (*pair, noise.get(name, 0.0)) for name, *pair in zip(names, wanted, baseline, strict=True)}
 
 
 def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> Comparison:
@@ -122,91 +110,8 @@ def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> C
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
     wanted = reference.delta(o, do, layout=layout)
     with device_context(o):
-        noise = _largest(reference.delta(abs(o.astype("float64")), abs(do.astype("float64")), layout=layout))
+        noise = largest(reference.delta(abs(o.astype("float64")), abs(do.astype("float64")), layout=layout))
     return assert_within_baseline("delta", delta, wanted, wanted, noise, problem=problem, spec=spec)
-
-
-def assert_within_baseline(
-    name: str, result, wanted, baseline, noise: float = 0.0, *, problem: AttentionProblem, spec: object = None
-) -> Comparison:
-    """Raises unless a result is within the rule at the top of this module.
-
-    Parameters
-    ----------
-    name : {"o", "lse", "delta", "dq", "dk", "dv"}
-    result, wanted, baseline : ndarray
-        The result, its float64 reference, and what the naive formulas give.
-    noise : float, optional
-        Rounding errors that are allowed besides, in units of the accumulators' machine epsilon.
-    problem : AttentionProblem
-    spec : object, optional
-        The kernel or tile that a failure is to name.
-
-    Returns
-    -------
-    Comparison
-
-    Raises
-    ------
-    AssertionError
-        Wrong shape, dtype or element. The text has the problem, the spec, both errors, the percent of the allowed one,
-        the worst element and the numbers of NaN and inf.
-    """
-    dtype = problem.accumulator_dtype if name in ("lse", "delta") else problem.dtype
-    if result.shape != wanted.shape or result.dtype.name != dtype:
-        raise AssertionError(f"{name}: expected {dtype} of shape {wanted.shape}, got {result.dtype} of {result.shape}")
-    with device_context(result):
-        distance = _distance(result, wanted)
-        baseline_distance = _distance(baseline, wanted)
-        baseline_error = _largest(baseline_distance[np.isfinite(baseline_distance)])
-        largest = _largest(abs(wanted[np.isfinite(wanted)]))
-        allowed = _allowed(name, problem, largest, baseline_error, noise)
-        comparison = Comparison(name, _largest(distance), baseline_error, allowed)
-        if not comparison.error <= allowed:
-            raise AssertionError(_failure(comparison, result, wanted, distance, problem, spec))
-    return comparison
-
-
-def _allowed(name: str, problem: AttentionProblem, largest: float, baseline_error: float, noise: float) -> float:
-    if name == "lse" and problem.itemsize == 2:
-        return max(1e-3 if largest > 32 else 1e-4, 1e-6 * largest)
-    relative = 1e-12 if problem.dtype == "float64" else 1e-5
-    if name == "lse":
-        return relative * max(1.0, largest)
-    factor = _BASELINE_FACTORS.get(name, 0) if problem.itemsize == 2 else 0
-    rounding = float(np.finfo(problem.accumulator_dtype).eps) * noise if np.isfinite(noise) else 0.0
-    return factor * baseline_error + relative * largest + rounding
-
-
-def _distance(array, wanted):
-    """Elementwise |array - wanted|: 0 where both are the same infinity or NaN, inf where only one is."""
-    array = array.astype("float64")
-    distance = abs(array - wanted)
-    distance[(array == wanted) | (np.isnan(array) & np.isnan(wanted))] = 0
-    distance[np.isnan(distance)] = np.inf
-    return distance
-
-
-def _largest(array) -> float:
-    return float(array.max()) if array.size else 0.0
-
-
-def _failure(comparison: Comparison, result, wanted, distance, problem: AttentionProblem, spec: object) -> str:
-    worst = tuple(map(int, np.unravel_index(int(distance.argmax()), distance.shape)))
-    got, right = (float(array[worst].astype("float64")) for array in (result, wanted))
-    lines = (
-        f"{comparison}; the baseline's error is {comparison.baseline_error:.2e}",
-        f"problem: {problem}",
-        f"spec: {spec}" if spec is not None else "",
-        f"worst: {comparison.name}{list(worst)} is {got:.8g} instead of {right:.8g}",
-        f"not finite: {_nonfinite(result)} of {result.size}; in the reference {_nonfinite(wanted)}",
-    )
-    return "\n  ".join(filter(None, lines))
-
-
-def _nonfinite(array) -> str:
-    array = array.astype("float64")
-    return f"{int(np.isnan(array).sum())} NaN and {int(np.isinf(array).sum())} inf"
 
 
 def make_inputs(
@@ -218,6 +123,7 @@ def make_inputs(
     num_heads: int = 2,
     num_heads_kv: int | None = None,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     layout: str = "bshd",
     magnitude: float = 1.0,
     seed: int = 0,
@@ -229,7 +135,7 @@ def make_inputs(
     ----------
     dtype : str or dtype, optional
         One that `fa2cupy.forward` takes.
-    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, layout : optional
+    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, layout : optional
         As in the shapes of `fa2cupy.forward`. Those of k and v are q's by default.
     magnitude : float, optional
         Standard deviation.
@@ -240,11 +146,12 @@ def make_inputs(
     rng = np.random.default_rng(seed)
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
-    def draw(seqlen: int, heads: int):
+    def draw(seqlen: int, heads: int, columns: int):
         inner = (seqlen, heads) if layout == "bshd" else (heads, seqlen)
-        drawn = rng.standard_normal((batch, *inner, head_dim), dtype="float64" if dtype == "float64" else "float32")
+        drawn = rng.standard_normal((batch, *inner, columns), dtype="float64" if dtype == "float64" else "float32")
         return xp.asarray(magnitude * drawn).astype(dtype)
 
     q = (seqlen_q, num_heads)
     k = (seqlen_q if seqlen_k is None else seqlen_k, num_heads if num_heads_kv is None else num_heads_kv)
-    return draw(*q), draw(*k), draw(*k), draw(*q)
+    columns_v = head_dim if head_dim_v is None else head_dim_v
+    return draw(*q, head_dim), draw(*k, head_dim), draw(*k, columns_v), draw(*q, columns_v)

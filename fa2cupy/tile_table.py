@@ -48,7 +48,7 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "sm90",
         "backward",
         (64, TileConfig(128, 128, 12, 2), _H100),
-        (112, TileConfig(96, 128, 12, 2), _H100),
+        (96, TileConfig(96, 128, 12, 2), _H100),
         (128, TileConfig(80, 128, 12, 2), _H100),
         (256, TileConfig(64, 64, 12, 2), _H100),
     ),

@@ -10,9 +10,9 @@ from _measure import Problem, Tensors
 import fa2cupy
 from fa2cupy import TileConfig, reference
 from fa2cupy.problem import AttentionProblem
-from fa2cupy.testing import assert_within_baseline
+from fa2cupy.testing import Expectation, assert_within_baseline
 
-__all__ = ["HeadCheck", "check_equal"]
+__all__ = ["FeatureCheck", "HeadCheck", "check_equal", "check_finite"]
 
 #: Score elements that the reference has in memory at a time: 256 MiB in float64.
 BLOCK_ELEMENTS = 2**25
@@ -102,6 +102,44 @@ class HeadCheck:
                 dk[keys] += part[1].astype("float64")
                 dv[keys] += part[2].astype("float64")
         return dict(zip(("dq", "dk", "dv"), zip(*standards, strict=True), strict=True))
+
+
+class FeatureCheck:
+    """What a call with features should give, on arrays that are small enough for whole score matrices in float64.
+
+    `options` are those of `fa2cupy.forward`; `gradients` names what `fa2cupy.backward` gives besides dq, dk and dv.
+    """
+
+    def __init__(self, q, k, v, do, gradients: Sequence[str] = (), **options):
+        self._inputs, self._do, self._options = (q, k, v), do, options
+        self._gradients = ("dq", "dk", "dv", *gradients)
+        self._more = {f"return_{name}": True for name in gradients}
+        self._expected = Expectation(q, k, v, do, **options)
+
+    def verify(self, operation: str, method: str | None = None, family: str | None = None) -> None:
+        """As `HeadCheck.verify`; the operations are ``forward`` and ``backward``."""
+        options = {**self._options, "family": family}
+        results = fa2cupy.forward(*self._inputs, out=self._expected.unwritten("o", "lse"), **options)
+        if operation == "forward":
+            self._expected.check(spec=family, **dict(zip(("o", "lse"), results, strict=True)))
+            return
+        out = self._expected.unwritten(*self._gradients)
+        arguments = (*self._inputs, *results, self._do)
+        fa2cupy.backward(*arguments, method=method, out=out, **self._more, **options)
+        self._expected.check(spec=(method, family), **dict(zip(self._gradients, out, strict=True)))
+
+
+def check_finite(xp, results: Sequence) -> None:
+    """No element is NaN or infinite.
+
+    Raises
+    ------
+    AssertionError
+        One is.
+    """
+    for index, result in enumerate(results):
+        if not bool(xp.isfinite(result.astype("float32")).all()):
+            raise AssertionError(f"result {index} is not finite everywhere")
 
 
 def check_equal(problem: Problem, ours: Sequence, theirs: Sequence) -> None:

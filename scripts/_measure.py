@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import gc
 import importlib.util
 import itertools
+import os
 import random
 import re
 import statistics
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +31,20 @@ import ml_dtypes  # noqa: E402  (after the path is complete)
 import numpy as np  # noqa: E402
 
 from fa2cupy import precompile  # noqa: E402
+from fa2cupy.cache import cached_kernel  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
+from fa2cupy.errors import KernelCompileError  # noqa: E402
+from fa2cupy.spec import KernelSpec  # noqa: E402
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
 #: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
 _PRODUCTS = {"forward": 2, "single_pass": 5, "two_pass": 5, "training": 7, "backward": 5, "backward_dq": 3, "backward_dkdv": 4}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def flops(operation: str, pairs: float, head_dim: int) -> float:
+    """Floating-point operations on so many pairs of a query and a key: 2 for each multiply-add of the products."""
+    return 2 * _PRODUCTS[operation] * pairs * head_dim
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,8 @@ class Problem:
 
     def flops(self, operation: str) -> float:
         """Floating-point operations: 2 for each multiply-add of the matrix products, half of them when causal."""
-        full = 2 * _PRODUCTS[operation] * self.batch * self.num_heads * self.seqlen**2 * self.head_dim
-        return full / 2 if self.causal else full
+        pairs = self.batch * self.num_heads * self.seqlen**2
+        return flops(operation, pairs / 2 if self.causal else pairs, self.head_dim)
 
     def tflops(self, operation: str, milliseconds: float) -> float:
         """TFLOP/s."""
@@ -141,6 +152,16 @@ class Gpu:
             head_dims, masks = {p.head_dim for p in group}, {p.causal for p in group}
             precompile(dtypes=[dtype], head_dims=sorted(head_dims), causal=sorted(masks), methods=methods)
 
+    def compile(self, specs: Iterable[KernelSpec]) -> None:
+        """Compiles kernels, side by side. What a compiler refuses is left for the call that needs it to tell."""
+
+        def attempt(spec: KernelSpec) -> None:
+            with contextlib.suppress(KernelCompileError):
+                cached_kernel(spec)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(attempt, dict.fromkeys(specs)))
+
     def release(self) -> None:
         """Gives unused memory of the pool back, so that other libraries can have it."""
         gc.collect()
@@ -199,8 +220,13 @@ def sets_beyond_cache(bytes_per_set: int, l2_bytes: int) -> int:
 
 def rotating(function: Callable[..., tuple], argument_sets: Sequence[tuple]) -> Callable[[], tuple]:
     """A call without arguments that takes the next of `argument_sets` each time."""
-    following = itertools.cycle(argument_sets).__next__
-    return lambda: function(*following())
+    return taking_turns([functools.partial(function, *arguments) for arguments in argument_sets])
+
+
+def taking_turns(calls: Sequence[Callable[[], tuple]]) -> Callable[[], tuple]:
+    """A call that makes the next of `calls` each time."""
+    following = itertools.cycle(calls).__next__
+    return lambda: following()()
 
 
 def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> float:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from _measure import Candidate, Gpu, Problem, Tensors, rotating
 
 import fa2cupy
 from fa2cupy.inspection import default_specs
 
-__all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "available_peers"]
+__all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "TorchPeer", "available_peers"]
 
 #: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode.
 OPERATIONS = ("forward", "single_pass", "two_pass")
@@ -95,7 +95,7 @@ class _Peer:
         return Candidate(self.name, rotating(functools.partial(self.backward, problem.causal), saved), mode)
 
 
-class _TorchPeer(_Peer):
+class TorchPeer(_Peer):
     """An operator of PyTorch. They take and give (batch, heads, seqlen, head_dim): a transposed view, no copy."""
 
     def __init__(self, gpu: Gpu):
@@ -150,7 +150,7 @@ class _TorchPeer(_Peer):
             torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-class TorchFlash(_TorchPeer):
+class TorchFlash(TorchPeer):
     """FlashAttention-2 as PyTorch ships it."""
 
     name = "torch flash"
@@ -167,7 +167,7 @@ class TorchFlash(_TorchPeer):
         )
 
 
-class TorchCudnn(_TorchPeer):
+class TorchCudnn(TorchPeer):
     """cuDNN's attention through PyTorch, which offers no deterministic mode for it."""
 
     name = "torch cudnn"
@@ -185,7 +185,7 @@ class TorchCudnn(_TorchPeer):
         )
 
 
-class TorchEfficient(_TorchPeer):
+class TorchEfficient(TorchPeer):
     """xFormers' memory-efficient attention in PyTorch: its only fused operator for float32."""
 
     name = "torch efficient"
@@ -266,16 +266,16 @@ class CupyUnfused(_Peer):
 PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, "unfused": CupyUnfused}
 
 
-def available_peers(gpu: Gpu, names: Sequence[str]) -> list[_Peer]:
+def available_peers(gpu: Gpu, names: Sequence[str], kinds: Mapping[str, type] = PEERS) -> list:
     """Those of the named peers that can be imported; says in one line why others drop out."""
     peers, missing = [], {}
     for name in names:
         try:
-            peers.append(PEERS[name](gpu))
+            peers.append(kinds[name](gpu))
         except (ImportError, OSError) as error:  # OSError: a CUDA library of PyTorch's does not load
             missing.setdefault(str(error), []).append(name)
     for reason, dropped in missing.items():
         print(f"without {', '.join(dropped)}: {reason}")
-    for torch in {peer.torch for peer in peers if isinstance(peer, _TorchPeer)}:
+    for torch in {peer.torch for peer in peers if isinstance(peer, TorchPeer)}:
         print(f"with PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     return peers

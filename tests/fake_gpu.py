@@ -17,6 +17,7 @@ import numpy as np
 
 from fa2cupy import gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
+from fa2cupy.features import ARRAY_FEATURES, OFFSETS
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout
@@ -113,17 +114,20 @@ def packed(x: np.ndarray) -> FakeArray:
     return wide[:, :, ::2]
 
 
-def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None):
+def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None, **features):
     """`gpu.forward` by keyword."""
-    return gpu.forward(q, k, v, causal, scale, layout, out, config, family)
+    return gpu.forward(q, k, v, causal, scale, layout, out, config, family, features)
 
 
 def backward(
     q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd",
-    out=None, config=None, family=None,
+    out=None, config=None, family=None, dlse=None, return_dbias=False, return_dsink=False, **features,
 ):
     """`gpu.backward` by keyword."""
-    return gpu.backward(q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family)
+    return gpu.backward(
+        q, k, v, o, lse, do, causal, scale, delta, method, deterministic, layout, out, config, family, dlse,
+        return_dbias, return_dsink, features,
+    )  # fmt: skip
 
 
 class Launch:
@@ -143,25 +147,31 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
-        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        self.stage, self.spec, self.cleared = stage, stage.spec, (*plan.cleared, *plan.hidden)
         layout = self.spec.params
-        self.pointers = {name: addresses[name] for name in layout.pointers if name != TILE_COUNTER}
+        self._kinds = kinds = {field.name: field.kind for field in layout.fields}
+        self.pointers = {
+            name: addresses[name] for name in layout.pointers if kinds[name] not in ("counter", "per_call")
+        }
+        self._per_call = {name: addresses[name] for name in layout.pointers if kinds[name] == "per_call"}
         self.maps = dict(zip(layout.maps, stage.maps, strict=True))
         self.values = stage_values(stage)
         for name, tensor in self.maps.items():
             assert self.pointers[name] % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in tensor.strides), name
             row, head, batch = (stride // 2 for stride in tensor.strides)
             self.values[f"{name}_strides"] = (batch, row, head)
-        per_batch = self.values["num_tiles"] * self.values.get("scheduled_heads", self.values["num_heads"])
-        self.batch = self.values.get("batch", stage.blocks // per_batch)
+        per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
+        self.packed = "cu_seqlens" in self.spec.features
+        self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes
+        self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
 
     def record(
         self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
     ) -> bytes:
         """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
-        front = {name: addresses.get(name, 0) for name in self.spec.params.pointers}
+        front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
         front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
         return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
 
@@ -170,12 +180,23 @@ class Launch:
         if name == "dq_accum":
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
         heads, rows = self.values["num_heads"], self.values["seqlen_q"]
-        if name in ("lse", "delta"):
-            dtype = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
-            return memory_at(self.pointers[name], (self.batch, heads, rows), None, dtype)
+        if name in OFFSETS:
+            return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
+        if name == "dsink":
+            return memory_at(self.pointers[name], (heads,), None, self._wide)
+        if name in ("lse", "delta", "dlse"):
+            return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         if name in ("k", "v", "dk", "dv"):
             heads, rows = heads // self.values["heads_per_group"], self.values["seqlen_k"]
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
+        if name in (*ARRAY_FEATURES, "dbias_accum"):
+            dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
+            strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
+            sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
+            if self.packed:
+                sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
+            shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
+            return memory_at(self.pointers[name], shape, strides, dtype)
         if dtype.itemsize == 2:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
@@ -209,7 +230,7 @@ def fake_gpu(
     cupy = FakeCupy()
     for module in (gpu, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
-    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0, free=lambda pointer: None))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))
     monkeypatch.setattr(gpu, "_prepared", {})
@@ -286,10 +307,10 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     real = "d" if spec.dtype == "float64" else "f"
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
-        code = {"strides": "qqq", "real": real, "int": "i"}[field.kind]
+        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i", "word": "I"}[field.kind]
         values = struct.unpack_from(f"={code}", data, offset)
         offset += struct.calcsize(f"={code}")
-        yield field.name, values if field.kind == "strides" else values[0]
+        yield field.name, values if field.kind.endswith("strides") else values[0]
 
 
 class _Memory:

@@ -10,6 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cupy  # noqa: E402  (after the path is complete)
+import numpy as np  # noqa: E402
+from feature_cases import extras, options_of  # noqa: E402
 
 import fa2cupy  # noqa: E402
 from fa2cupy.testing import make_inputs  # noqa: E402
@@ -25,9 +27,20 @@ KINDS = (
     ("float32", 64),
     ("float64", 80),
 )
+#: Features whose kernels are compiled together, and what they are called on.
+FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
+FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 
 
 def main() -> None:
+    """Every kernel, and those of the features."""
+    plain()
+    with_features()
+    packed()
+    cupy.cuda.Device().synchronize()
+
+
+def plain() -> None:
     """Forward, delta and both backward methods; ragged tiles, a diagonal, grouped heads, and rows that see nothing."""
     for dtype, head_dim in KINDS:
         for causal, (seqlen_q, seqlen_k) in ((False, (70, 150)), (True, (150, 130))):
@@ -39,7 +52,32 @@ def main() -> None:
             o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None)
             for method, family in itertools.product(("single_pass", "two_pass"), (None, "sm80")[: 1 + half]):
                 fa2cupy.backward(q, k, v, o, lse, do, causal=causal, method=method, family=family)
-    cupy.cuda.Device().synchronize()
+
+
+def with_features() -> None:
+    """Every feature, with its gradient if it has one."""
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
+    for (dtype, head_dim), names in itertools.product(FEATURE_KINDS, FEATURES):
+        q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, head_dim=head_dim, xp=cupy)
+        given = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
+        options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+        check_calls(q, k, v, do, dtype, options)
+
+
+def packed() -> None:
+    """Packed sequences, one of them empty."""
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 230], np.int32)))
+    for dtype, head_dim in FEATURE_KINDS:
+        inputs = make_inputs(dtype, seqlen_q=240, seqlen_k=240, num_heads=2, head_dim=head_dim, xp=cupy)
+        check_calls(*(x[0] for x in inputs), dtype, {**offsets, "causal": True})
+
+
+def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
+    """Forward and both backward methods."""
+    fa2cupy.forward(q, k, v, **options)
+    o, lse = fa2cupy.forward(q, k, v, **options, family="sm80" if dtype in ("float16", "bfloat16") else None)
+    for method in ("single_pass", "two_pass"):
+        fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method)
 
 
 if __name__ == "__main__":

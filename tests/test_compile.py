@@ -16,11 +16,12 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from fa2cupy import TileConfig, legal_configs, params, source
+from fa2cupy import TileConfig, legal_configs, source
 from fa2cupy.cache import cached_kernel, entry_path
 from fa2cupy.compiler import compile_options, compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError
+from fa2cupy.features import KERNEL_NEEDS
 from fa2cupy.inspection import default_specs
 from fa2cupy.source import kernel_directory, render_kernel
 from fa2cupy.spec import KernelSpec
@@ -69,8 +70,6 @@ MEASURED = (
 )
 SIBLING = "the tile of the H100 with what fits here; spills the same loop invariants; not yet measured on such a GPU"
 
-HOPPER = "two copies of the code for two warp groups leave no register at head_dim 104 and 112; 96 does not spill"
-
 #: Every default tile that spills registers, by name; the first row that covers a spec holds.
 EXEMPTIONS = (
     Exemption("forward", 64, TileConfig(128, 128, 4, 2, 2), 32, MEASURED),
@@ -79,7 +78,7 @@ EXEMPTIONS = (
     Exemption("backward", 64, TileConfig(64, 64, 4, 2, 3), 84, MEASURED),
     Exemption("backward", 128, TileConfig(64, 128, 8, 2), 80, MEASURED),
     Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
-    Exemption("backward", 112, TileConfig(96, 128, 12, 2), 68, HOPPER),
+    Exemption("backward", 64, TileConfig(128, 128, 12, 2), 32, MEASURED),
     Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
     Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
     Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),
@@ -184,6 +183,15 @@ def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
         assert "C75" not in cached_kernel(KernelSpec(operation, "sm90", "sm_90a", "float16", head_dim, True, tile)).log
 
 
+@pytest.mark.parametrize("feature", ("window", "softcap", "alibi_slopes"))
+@pytest.mark.parametrize("method", METHODS)
+def test_wgmma_is_not_serialised_with_a_feature(method, feature):
+    for spec in default_specs(H100, "float16", 128, False, method):
+        if spec.operation in OPERATIONS:
+            kernel = cached_kernel(dataclasses.replace(spec, features=(feature,)))
+            assert not re.search(r"C75\d\d", kernel.log), kernel.log
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
@@ -212,6 +220,24 @@ def test_rendered_text_is_plain_cuda_without_any_include(spec):
     assert spec.symbol in text
 
 
+@pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
+def test_a_kernel_without_features_knows_nothing_of_them(spec):
+    """What the record has of a feature cannot be named, so that code which uses it would not compile."""
+    assert not any(spec.flags.values())
+    of_features = {name for need in KERNEL_NEEDS.values() for name in (*need.arrays, *need.values, *need.per_call)}
+    assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNEL_NEEDS) - {"dlse"}))
+def test_a_kernel_with_a_feature_is_another_one(name):
+    tile = TileConfig(64, 32, 4)
+    plain = KernelSpec("backward_dq", "sm80", "sm_80", "float16", 64, False, tile)
+    base = ("bias",) if name in ("wide_bias", "dbias") else ()
+    with_feature = dataclasses.replace(plain, features=(*base, name))
+    assert with_feature.symbol != dataclasses.replace(plain, features=base).symbol
+    assert cached_kernel(with_feature).cubin != cached_kernel(dataclasses.replace(plain, features=base)).cubin
+
+
 def test_nvrtc_is_given_no_include_path():
     options = compile_options("sm_90")
     assert not [option for option in options if option.startswith(("-I", "--include", "-include"))]
@@ -228,13 +254,14 @@ def test_jinja_is_in_entry_files_and_templates_only():
     assert not {name for name in with_jinja if not name.endswith((".cu", ".j2"))}
 
 
-def test_every_file_of_kernels_is_used_by_some_default_kernel():
+def test_every_file_of_kernels_is_used_by_some_kernel():
+    of_sinks = KernelSpec("dsink", "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), ("sink",))
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(
             ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
         )
-        for spec in default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method)
+        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), of_sinks)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
     files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}
@@ -262,6 +289,7 @@ VARIANTS = {
     "num_warps": forward_spec(tile=TileConfig(64, 32, 2)),
     "num_stages": forward_spec(tile=TileConfig(64, 32, 4, 2)),
     "blocks_per_sm": forward_spec(tile=TileConfig(64, 32, 4, 1, 2)),
+    "features": forward_spec(features=("window",)),
 }
 
 
@@ -359,7 +387,7 @@ def test_a_name_that_nobody_gives_a_template_is_an_error(own_kernels):
 
 @pytest.mark.parametrize("spec", everyday_specs(), ids=spec_id)
 def test_a_record_of_another_size_than_the_c_struct_does_not_compile(spec, monkeypatch):
-    layout = params.param_layout(spec.operation, spec.family, spec.dtype)
+    layout = spec.params
     monkeypatch.setattr(layout, "nbytes", layout.nbytes + 8)
     with pytest.raises(KernelCompileError, match=r"the record of params\.py has another size"):
         compile_source(render_kernel(spec))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa2cupy
-from fa2cupy import TileConfig, cpu
+from fa2cupy import TileConfig, cpu, cpu_tiles
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 # A legal input prints no warning, masked rows and infinities included.
@@ -461,14 +461,14 @@ class TestOptions:
 def record_tiles(monkeypatch) -> list[tuple[int, int]]:
     """Shapes of the score tiles that are computed from now on."""
     shapes = []
-    original = cpu._Head.scores
+    original = cpu_tiles.Head.scores
 
     def scores(*arguments):
         result = original(*arguments)
-        shapes.append(result.shape)
+        shapes.append(result[0].shape)
         return result
 
-    monkeypatch.setattr(cpu._Head, "scores", scores)
+    monkeypatch.setattr(cpu_tiles.Head, "scores", scores)
     return shapes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 
 import numpy as np
@@ -27,7 +28,7 @@ def bits(array):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
@@ -127,6 +128,19 @@ def test_threads_on_their_own_streams(dtype):
         thread.join()
     if failures:
         raise failures[0]
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_a_thread_that_has_not_used_the_device(dtype):
+    """With memory at hand for it, so that nothing but ours could make the device known to the thread."""
+    q, k, v, do = inputs_of(dtype, seqlen_q=90)
+    wanted = fa2cupy.forward(q, k, v)
+    out = [tuple(cp.empty_like(x) for x in wanted) for _ in range(2)]
+    cp.cuda.Device().synchronize()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for result in [threads.submit(fa2cupy.forward, q, k, v, out=x) for x in out]:
+            for ours, theirs in zip(result.result(), wanted, strict=True):
+                assert cp.array_equal(ours, theirs)
 
 
 def test_arrays_of_a_device_that_is_not_current():

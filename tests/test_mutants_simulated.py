@@ -7,15 +7,18 @@ patch passes the same check on the same problem.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 
 import ptxsim  # noqa: E402
 from fake_gpu import backward, forward, packed, place  # noqa: E402
+from feature_cases import options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 from test_kernels_simulated import (  # noqa: E402
     FEW_MULTIPROCESSORS,
@@ -64,6 +67,17 @@ class Problem:
     packed: str = ""  # names of arrays that lie between others
     growing: bool = False  # scores that leave the softmax's reference behind
     hopper_tile: TileConfig | None = None
+    feature: str = ""  # as `feature_cases.options_of` calls it
+
+    @property
+    def features(self) -> dict:
+        """The keywords of the feature, its arrays on the device."""
+        if not self.feature:
+            return {}
+        sizes = {"batch": self.batch, "num_heads": self.heads[0]}
+        sizes |= dict(zip(("seqlen_q", "seqlen_k"), self.lengths, strict=True))
+        given = options_of(self.feature, self.dtype, sizes)
+        return {name: place(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,14 @@ MUTANTS = (
         "in flight",
         HOPPER_TILES,
     ),
-    Mutant("the last V never comes", "forward", "load_value(tile, 0);\n            if", "if", "deadlock", HOPPER_TILES),
+    Mutant(
+        "the last V never comes",
+        "forward",
+        "load_value(tile, (common::kLeftLimit<Spec> ? tile.first_key_tile : 0));\n            if",
+        "if",
+        "deadlock",
+        HOPPER_TILES,
+    ),
     Mutant(
         "half of Q is not waited for",
         "forward",
@@ -250,16 +271,16 @@ MUTANTS = (
     Mutant(
         "no wait for Q, backward",
         "backward",
-        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::start_from",
-        "Base::start_from",
-        "uninitialised",
+        "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::template start_scores",
+        "Base::template start_scores",
+        "proxy",
         HOPPER_ROWS,
     ),
     Mutant(
         "no wait for dO",
         "backward_dkdv",
-        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::start_from",
-        "Base::start_from",
+        "mbarrier_wait(memory_.full_dout(stage), parity);\n        Base::template start_scores",
+        "Base::template start_scores",
         "uninitialised",
         HOPPER_TRANSPOSED,
     ),
@@ -290,8 +311,8 @@ MUTANTS = (
     Mutant(
         "no proxy fence behind dS",
         "backward",
-        "async_proxy_fence();\n        __syncwarp();\n        arrive(memory_.full_ds(buffer));",
-        "__syncwarp();\n        arrive(memory_.full_ds(buffer));",
+        "async_proxy_fence();\n            mbarrier_arrive(memory_.full_ds(ring.slot()));",
+        "mbarrier_arrive(memory_.full_ds(ring.slot()));",
         "proxy",
         HOPPER_COLUMNS,
     ),
@@ -355,11 +376,27 @@ MUTANTS = (
     # sm90: the backward's numbers
     Mutant(
         "lse in plain order",
-        "backward",
-        "step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;",
-        "step.tile * kBr + lane * 4;",
+        "backward_dkdv",
+        "lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;",
+        "4 * lane + i;",
         "numbers",
-        HOPPER_ROWS,
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "lse of 8 bits",
+        "backward",
+        "float mid = split(x), low = split(mid);",
+        "split(x); float mid = 0.0f, low = 0.0f;",
+        "numbers",
+        HOPPER_TRANSPOSED,
+    ),
+    Mutant(
+        "no proxy fence behind lse and delta",
+        "backward",
+        "x[i]);\n                async_proxy_fence();",
+        "x[i]);",
+        "proxy",
+        HOPPER_TRANSPOSED,
     ),
     Mutant(
         "rows past the end with an infinite P",
@@ -388,7 +425,7 @@ MUTANTS = (
     Mutant(
         "dQ of all tiles to the first",
         "backward",
-        "workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;",
+        "workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;",
         "",
         "numbers",
         HOPPER_ROWS,
@@ -396,7 +433,7 @@ MUTANTS = (
     Mutant(
         "dQ of a head's first tile to one that sees none of the keys",
         "backward",
-        "next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1",
+        "next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1",
         "1",
         "numbers",
         Problem(lengths=(300, 300), heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
@@ -545,8 +582,8 @@ MUTANTS = (
     Mutant(
         "dQ: delta of one row for both",
         "backward_dq",
-        "(dp_.value[n][2 * i] + minus_delta_[i])",
-        "(dp_.value[n][2 * i] + minus_delta_[0])",
+        "return p * (dp + minus_delta_[i]);",
+        "return p * (dp + minus_delta_[0]);",
         "numbers",
         HOPPER_TILES,
     ),
@@ -715,8 +752,8 @@ MUTANTS = (
     Mutant(
         "log-sum-exp of a row without keys",
         "forward",
-        "lse[i] = empty ? -infinity<Real>()",
-        "lse[i] = empty ? Real(0)",
+        "lse[i] = empty ? -infinity<Real>() : reference",
+        "lse[i] = empty ? Real(0) : reference",
         "numbers",
         MASKED_ROWS,
     ),
@@ -791,20 +828,74 @@ MUTANTS = (
         "const bool valid = true;",
         "bounds",
     ),
-    Mutant("dK without the scale", "backward_dkdv", "gradient[m].value[n][e] *= params.softmax_scale;", "", "numbers"),
+    Mutant("dK without the scale", "backward_dkdv", "common::kept_scale<Spec>(params) : params.softmax_scale;", "common::kept_scale<Spec>(params) : 1.0f;", "numbers"),
     Mutant(
         "dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "numbers"
     ),
     Mutant(
         "dQ without delta",
         "backward_dq",
-        "ds[m].value[n][e] = minus_delta[m][e / 2];",
-        "ds[m].value[n][e] = 0;",
+        "Spec::kDropout ? 0.0f : minus_delta[m][e / 2];",
+        "0.0f;",
         "numbers",
     ),
     Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
-    Mutant("dQ converted past the end", "convert_dq", "if (row >= params.seqlen_q) continue;", "", "bounds"),
+    Mutant("dQ converted past the end", "convert_dq", "if (row >= seqlen_q) continue;", "", "bounds"),
     Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
+    # features
+    Mutant(
+        "window: one key more on the left",
+        "forward",
+        "return query + diagonal - window.left;",
+        "return query + diagonal - window.left - 1;",
+        "numbers",
+        Problem(feature="window"),
+    ),
+    Mutant(
+        "window: the first key tile is left out",
+        "backward_dq",
+        "first_row + diagonal - window.left) / kBc;",
+        "first_row + diagonal - window.left) / kBc + 1;",
+        "numbers",
+        Problem(feature="window", causal=False),
+    ),
+    Mutant(
+        "window: dQ of the next head where this one's ends",
+        "backward",
+        "query_tiles() - own_.tiles.end + own_.tiles.begin + 1",
+        "own_.tiles.begin + 1",
+        "numbers",
+        dataclasses.replace(HOPPER_COLUMNS, feature="window", lengths=(310, 310), heads=(4, 2)),
+    ),
+    Mutant(
+        "cap without its derivative",
+        "backward_dkdv",
+        "1 - tanh * tanh",
+        "Real(1)",
+        "numbers",
+        Problem(feature="softcap"),
+    ),
+    Mutant(
+        "bias past the last key",
+        "forward",
+        "column = min_of(first.key + keys, params_.seqlen_k - 1);",
+        "column = first.key + keys;",
+        "bounds",
+        Problem(feature="bias"),
+    ),
+    Mutant("mask of another row", "forward", "batch_, head_, row, column)]) x", "batch_, head_, 0, column)]) x", "numbers",
+           Problem(feature="mask")),
+    Mutant("sink without its share", "forward", "rescale + kExp2(sink - shift);", "rescale;", "numbers", Problem(feature="sink")),
+    Mutant("dropout of other elements", "forward", "words.item[w] >=", "words.item[3 - w] >=", "numbers",
+           Problem(feature="dropout")),
+    Mutant(
+        "dropout: delta is dropped, too",
+        "backward",
+        "return sign_bit(weight) ? -weight * minus_delta : weight * kept;",
+        "return sign_bit(weight) ? Real(0) : weight * kept;",
+        "numbers",
+        Problem(feature="dropout"),
+    ),
     # simt
     Mutant(
         "simt: no barrier after the copy",
@@ -891,9 +982,10 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
     device = FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER
-    expected = Expectation(q, k, v, do, causal=problem.causal)
+    asked = {"causal": problem.causal, **problem.features}
+    expected = Expectation(q, k, v, do, **asked)
     options = {
-        "causal": problem.causal,
+        **asked,
         "config": small_tiles(problem.dtype, problem.head_dim),
         "family": family_of(problem.dtype),
     }
@@ -909,7 +1001,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
             expected.check(o=o, lse=lse)
             return
-        o, lse = reference.forward(q, k, v, causal=problem.causal)
+        o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         if operation == "delta":
             check_delta(o, do, gpu.delta(o, do, "bshd", None))

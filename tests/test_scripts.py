@@ -22,10 +22,13 @@ from fa2cupy.tiles import TileConfig
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import _check
+import _feature_cases
+import _flex
 import _measure
 import _peers
 import _startup
 import benchmark
+import features
 import methods
 import sweep
 from _compile_pool import Report, compile_all
@@ -62,6 +65,9 @@ class FakeGpu:
 
     def precompile(self, problems, operations):
         pass
+
+    def compile(self, specs):
+        self.compiled = set(specs)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -289,6 +295,137 @@ def test_methods_leave_out_what_is_wrong(small_methods, tmp_path, monkeypatch, c
     assert methods.main(["--head-dims", "64", "--tokens", "32", "--out", str(tmp_path)]) == 1
     assert "WRONG: bfloat16 d=64 seqlen=32" in capsys.readouterr().out
     assert [row["causal"] for row in _measure.read_csv(tmp_path / "methods.csv")] == ["0"]
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_features(monkeypatch):
+    for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "LONGEST_SCORES": 128, "SMALL_TOKENS": 64}.items():
+        monkeypatch.setattr(_feature_cases, name, value)
+    monkeypatch.setattr(features, "TOKENS", 256)
+
+
+def feature_options(*extra):
+    return features.parse_arguments(["--head-dims", "32", "--seqlens", "128", "256", "--rounds", "1", *extra])
+
+
+class FakeFlex:
+    """Ours once more, through what a peer has."""
+
+    name, features = "torch flex", _flex.FlexAttention.features
+    supports = _flex.FlexAttention.supports
+    release = staticmethod(lambda: None)
+    factor = 1
+
+    def __init__(self, gpu):
+        pass
+
+    def candidate(self, case, sets, options, operation):
+        q, k, v, do = case.arrays(sets[0])
+        o, lse = features.fa2cupy.forward(q, k, v, **options[0])
+        if operation == "forward":
+            return Candidate(self.name, lambda: (o * self.factor,))
+        return Candidate(self.name, lambda: features.fa2cupy.backward(q, k, v, o, lse, do, **options[0]))
+
+    def arrays(self, operation, results):
+        return results
+
+
+def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
+    run = features.run(feature_options("--families", "default", "sm80"), FakeGpu(), tmp_path)
+    assert not run.failures
+    rows = _measure.read_csv(tmp_path / "features.csv")
+    assert tuple(rows[0]) == features.COLUMNS
+    ours = [row for row in rows if row["provider"] == "fa2cupy"]
+    everywhere = {"plain", "softcap", "alibi", "padding", "sink", "dropout"}
+    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", "bias", "dbias"}
+    assert {row["feature"] for row in ours if row["seqlen"] == "256"} == {*everywhere, "window127"}
+    assert {row["feature"] for row in ours if row["seqlen"] == "16"} == {"plain", "packed"}
+    assert {row["operation"] for row in ours if row["feature"] == "dbias"} == {"backward"}
+    families = {name: {row["family"] for row in ours if row["feature"] == name} for name in ("plain", "packed")}
+    assert families == {"plain": {"sm90", "sm80"}, "packed": {"sm80"}}
+    assert all((row["over_plain"] == "1") == (row["feature"] != "packed") for row in ours)
+    theirs = [row for row in rows if row["provider"] == "torch flex"]
+    assert {(row["feature"], row["operation"]) for row in theirs} == {
+        (feature, operation) for feature in ("softcap", "alibi") for operation in ("forward", "backward")
+    }
+    assert {row["ratio"] for row in theirs} == {"1"}
+    assert any("softcap" in line and "ratio" in line for line in features.summary(run.rows))
+
+
+def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeypatch, capsys):
+    right = features.fa2cupy.forward
+
+    def forward(*arguments, softcap=None, **options):
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(features.fa2cupy, "forward", forward)
+    monkeypatch.setattr(features, "Gpu", FakeGpu)
+    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
+    monkeypatch.setattr(FakeFlex, "factor", 2)
+    arguments = "--features softcap alibi --head-dims 32 --seqlens 256 --rounds 1".split()
+    assert features.main([*arguments, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "WRONG: softcap bfloat16 d=32 seqlen=256" in told and "torch flex: result 0 differs" in told
+    rows = _measure.read_csv(tmp_path / "features.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        ("alibi", "forward", "fa2cupy"), ("alibi", "backward", "fa2cupy"), ("alibi", "backward", "torch flex"),
+    }  # fmt: skip
+
+
+def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    def no_room(xp, problem, seed):
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(features.FEATURES, "sink", _feature_cases.Feature(no_room))
+    monkeypatch.setattr(features.FeatureBenchmark, "compile", lambda self, cases: None)
+    run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
+    assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
+    assert "FAILED: sink bfloat16 d=32 seqlen=128 batch=2 heads=2 causal: MemoryError: too large" in run.failures
+    assert capsys.readouterr().out.startswith("without flex: ")
+
+
+@needs_cupy
+@pytest.mark.parametrize("family", (None, "sm80"))
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
+    """What is compiled ahead and checked is what calls take, at their own choice of method."""
+    import fake_gpu
+
+    device = DeviceInfo.named("sm_90")
+    for case in _feature_cases.all_cases(_feature_cases.FEATURES, (128,), (2048,)):
+        if operation not in case.operations:
+            continue
+        # A call of the real length, of few heads and without its work.
+        case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=1, num_heads=1))
+        if case.feature == "packed":
+            case = case.shrunk()
+        with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
+            q, k, v, do = map(fake_gpu.place, case.inputs(np))
+            options = {
+                name: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
+            }
+            o, lse = fake_gpu.forward(q, k, v, family=family, **options)
+            if operation == "backward":
+                launched.clear()
+                gradients = {f"return_{name}": True for name in case.gradients}
+                fake_gpu.backward(q, k, v, o, lse, do, family=family, **gradients, **options)
+        assert tuple(stage.spec for stage in launched) == case.kernels(device, operation, family).specs, case
+
+
+def test_work_of_features_is_that_of_visible_pairs():
+    problem = Problem("bfloat16", 64, 1024, 16, 32, True)
+    pairs = sum(min(i, 127) + 1 for i in range(1024))
+    assert _feature_cases.Case("window127", problem).flops("forward") == 4 * 16 * 32 * pairs * 64
+    packed = _feature_cases.Case("packed", problem)
+    assert packed.flops("forward") == 2 * 32 * sum(n * n for n in _feature_cases.PACKED) * 64
+    assert sum(_feature_cases.PACKED) == _feature_cases.TOKENS
+    assert packed.arrays(FakeGpu().tensors(problem, 0))[0].shape == (16384, 32, 64)
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):

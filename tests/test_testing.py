@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy import api, inspection, reference, testing, tiles
+from fa2cupy import api, closure, inspection, reference, testing, tiles
 from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -168,6 +168,28 @@ def test_the_allowed_error_follows_the_baseline():
         assert_within_baseline("o", (wanted + 1.5).astype("float16"), wanted, baseline, problem=problem)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("float16", 1.006), ("bfloat16", 1.04), ("float32", 1.00003)])
+@pytest.mark.parametrize("name", ["dbias", "dsink"])
+def test_gradients_of_a_bias_and_of_sinks_are_held_as_closely(name, dtype, factor):
+    q, k, v, do = make_inputs(dtype, seqlen_q=24, seqlen_k=40, num_heads=4, num_heads_kv=2, head_dim=16)
+    bias = np.random.default_rng(1).standard_normal((4, 1, 40)).astype(q.dtype)
+    features = {"bias": bias, "sink": np.linspace(0, 3, 4, dtype="float32"), "softcap": 2.0, "causal": True}
+    expected = Expectation(q, k, v, do, **features)
+    o, lse = fa2cupy.forward(q, k, v, **features)
+    results = fa2cupy.backward(q, k, v, o, lse, do, **features, return_dbias=True, return_dsink=True)
+    named = dict(zip(("dq", "dk", "dv", "dbias", "dsink"), results, strict=True))
+    expected.check(**named)
+    wrong = (named[name].astype("float64") * factor).astype(named[name].dtype)
+    with pytest.raises(AssertionError, match=f"^{name}: error"):
+        expected.check(**{name: wrong})
+    with pytest.raises(AssertionError, match=f"^{name}: expected .* got float64"):
+        expected.check(**{name: named[name].astype("float64")})
+    (unwritten,) = expected.unwritten(name)
+    assert unwritten.shape == named[name].shape
+    with pytest.raises(AssertionError, match=f"^{name}: error inf"):
+        expected.check(**{name: unwritten})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_delta(dtype, layout):
@@ -191,7 +213,7 @@ def test_inputs_are_reproducible_and_as_asked():
     assert make_inputs(seqlen_q=1000, magnitude=8)[0].std() == pytest.approx(8, rel=0.05)
 
 
-@pytest.mark.parametrize("module", [testing, api, inspection, tiles], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [testing, api, closure, inspection, tiles], ids=lambda module: module.__name__)
 def test_docstring_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

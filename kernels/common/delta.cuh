@@ -1,4 +1,4 @@
-// delta_i = sum_d dO_id O_id: what the softmax gradient subtracts from dP (FlashAttention-2, Algorithm 2, line 4).
+// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from dP (FlashAttention-2, Algorithm 2, line 4).
 //
 // A group of kLanes lanes takes a row, 16 bytes a lane and step where rows are whole 16-byte chunks, else an element.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace fa2::common {
 
-template <class Spec>
+template <class Spec, class Params = fa2::Params>
 struct Delta {
     using Element = typename Spec::Element;
     using Accum = typename ElementTraits<Element>::Accum;
@@ -38,8 +38,11 @@ struct Delta {
             }
         }
         sum = row_sum<kLanes>(sum);
-        if (lane == 0 && valid)
-            params.delta[(static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q + row] = sum;
+        if (lane == 0 && valid) {
+            const int64 index = (static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q + row;
+            if constexpr (Spec::kDlse) sum -= params.dlse[index];
+            params.delta[index] = sum;
+        }
     }
 };
 

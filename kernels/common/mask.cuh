@@ -1,27 +1,45 @@
 // Visibility, applied to a fragment. Only tiles that tile_range.cuh calls not full come here.
 #pragma once
 #include "common/fragment.cuh"
-#include "common/math.cuh"
+#include "common/tile_range.cuh"
 
 namespace fa2::common {
 
 // Visible pairs are a range of keys for every query, and a range of queries for every key.
-template <bool kCausal>
+template <bool kCausal, bool kWindow>
 struct Mask {
     int32 seqlen_k;
     int32 diagonal;  // seqlen_k - seqlen_q
+    WindowLimits<kWindow> window;
 
-    __device__ int32 end_key(int32 query) const { return kCausal ? min_of(seqlen_k, query + diagonal + 1) : seqlen_k; }
+    __device__ int32 end_key(int32 query) const {
+        if constexpr (kWindow) return min_of(seqlen_k, query + diagonal + window.right + 1);
+        return kCausal ? min_of(seqlen_k, query + diagonal + 1) : seqlen_k;
+    }
     __device__ int32 first_query(int32 key) const {
         if (key >= seqlen_k) return 0x7fffffff;
+        if constexpr (kWindow) return key - diagonal - window.right;
         return kCausal ? key - diagonal : 0;
     }
+    __device__ bool hides(int32 query, int32 key) const {
+        if (key >= end_key(query)) return true;
+        if constexpr (kWindow) return key < first_key(query);
+        return false;
+    }
+    // Under a left limit.
+    __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
+    __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }
 };
+
+template <class Spec, class Record>
+__device__ __forceinline__ Mask<Spec::kCausal, Spec::kWindow> mask_of(const Record& params) {
+    return {params.seqlen_k, params.seqlen_k - params.seqlen_q, window_of<Spec>(params)};
+}
 
 // Writes `value` over every element that is not visible. first_query, first_key: position of the fragment's tile. The
 // bound is moved to the lane's first column, so that the columns are constants.
-template <class Fragment, bool kCausal, class Real>
-__device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal>& mask, int32 first_query,
+template <class Fragment, bool kCausal, bool kWindow, class Real>
+__device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal, kWindow>& mask, int32 first_query,
                                             int32 first_key, int32 lane, Real value) {
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
@@ -30,12 +48,21 @@ __device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal
         for (int j = 0; j < Fragment::kCols; ++j)
             if (Fragment::col(j, 0) >= end) scores(i, j) = value;
     }
+    if constexpr (kWindow)
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i) {
+            const int32 begin =
+                mask.first_key(first_query + Fragment::row(i, lane)) - first_key - Fragment::col(0, lane);
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                if (Fragment::col(j, 0) < begin) scores(i, j) = value;
+        }
 }
 
 // The same for a fragment of S^T, whose rows are keys.
-template <class Fragment, bool kCausal, class Real>
-__device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCausal>& mask, int32 first_query,
-                                                int32 first_key, int32 lane, Real value) {
+template <class Fragment, bool kCausal, bool kWindow, class Real>
+__device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCausal, kWindow>& mask,
+                                                int32 first_query, int32 first_key, int32 lane, Real value) {
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         const int32 begin = mask.first_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
@@ -43,6 +70,15 @@ __device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCa
         for (int j = 0; j < Fragment::kCols; ++j)
             if (Fragment::col(j, 0) < begin) scores(i, j) = value;
     }
+    if constexpr (kWindow)
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i) {
+            const int32 end =
+                mask.end_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                if (Fragment::col(j, 0) >= end) scores(i, j) = value;
+        }
 }
 
 }  // namespace fa2::common

@@ -47,6 +47,21 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }
 
+// 1e-7 absolute. The exponential's infinity leaves 1, its zero -1.
+__device__ __forceinline__ float tanh_approx(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(exp2_approx(2 * static_cast<float>(kLog2e) * x) + 1.0f));
+    return fma(-2.0f, inverse, 1.0f);
+}
+__device__ __forceinline__ float tanh_accurate(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_accurate(double x) { return tanh(x); }
+
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ double magnitude(double x) { return fabs(x); }
+
+__device__ __forceinline__ bool sign_bit(float x) { return __float_as_int(x) < 0; }
+__device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 0; }
+
 // NaN operands are ignored, as by fmax: NaN scores come back through exp2.
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }

@@ -151,6 +151,26 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow>(sum[i]);
         finish(total, inverse, lse);
     }
+
+    // The same with a sink: a score that joins the sum without a value.
+    __device__ void finish(const Real (&total)[kRows], Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const Real highest = maximum(reference[i], sink);
+            const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
+            const Real rescale = kExp2(reference[i] - shift);
+            const Real with_sink = total[i] * rescale + kExp2(sink - shift);
+            const bool empty = with_sink == Real(0);
+            inverse[i] = empty ? Real(0) : rescale / with_sink;
+            lse[i] = empty ? -infinity<Real>() : shift * Real(kLn2) + log(with_sink);
+        }
+    }
+    __device__ void finish(Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
+        Real total[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow>(sum[i]);
+        finish(total, sink, inverse, lse);
+    }
 };
 
 }  // namespace fa2::common

@@ -1,46 +1,87 @@
-// Which tiles meet which. The only place that knows how causal attention is aligned: key j is visible to query i iff
-// j <= i + diagonal with diagonal = seqlen_k - seqlen_q (bottom right).
+// Which tiles meet which. The only place that knows how attention is aligned: query i is on the diagonal with key
+// i + diagonal, diagonal = seqlen_k - seqlen_q (bottom right). It sees no key behind it under a causal mask, and under a
+// window those from `left` before it to `right` behind it.
 #pragma once
 #include "common/math.cuh"
 
 namespace fa2::common {
 
-// Key tiles [begin, end) of one query tile; tiles from full_end on hold a pair that is not visible and need the mask.
-struct KeyTileRange {
-    int32 begin, full_end, end;
+template <bool kWindow>
+struct WindowLimits {};
+template <>
+struct WindowLimits<true> {
+    int32 left, right;
 };
 
-template <bool kCausal, int kBr, int kBc>
-__device__ __forceinline__ KeyTileRange key_tiles_of(int32 query_tile, int32 seqlen_q, int32 seqlen_k) {
-    int32 seen_by_all = seqlen_k, seen_by_any = seqlen_k;
-    if constexpr (kCausal) {
-        const int32 diagonal = seqlen_k - seqlen_q;
+// The record has them where there is a window only, so that its type is left open.
+template <class Spec, class Record>
+__device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& params) {
+    if constexpr (Spec::kWindow)
+        return {params.window_left, params.window_right};
+    else
+        return {};
+}
+
+// Whether the last keys, the first keys of a sequence may be hidden from a query by its position.
+template <class Spec>
+inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
+template <class Spec>
+inline constexpr bool kLeftLimit = Spec::kWindow;
+
+// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold a
+// pair that is not visible and need the mask.
+template <bool kWindow>
+struct KeyTileRange {
+    static constexpr bool kLeftLimit = kWindow;
+    int32 begin, full_begin, full_end, end;
+};
+
+template <bool kCausal, int kBr, int kBc, bool kWindow>
+__device__ __forceinline__ KeyTileRange<kWindow> key_tiles_of(int32 query_tile, int32 seqlen_q, int32 seqlen_k,
+                                                              const WindowLimits<kWindow>& window) {
+    int32 begin = 0, full_begin = 0, seen_by_all = seqlen_k, seen_by_any = seqlen_k;
+    if constexpr (kCausal || kWindow) {
+        int32 diagonal = seqlen_k - seqlen_q;
         const int32 first_row = query_tile * kBr;
         const int32 last_row = min_of(first_row + kBr, seqlen_q) - 1;
+        if constexpr (kWindow) {
+            begin = max_of(0, first_row + diagonal - window.left) / kBc;
+            full_begin = ceil_div(max_of(0, last_row + diagonal - window.left), kBc);
+            diagonal += window.right;
+        }
         seen_by_all = max_of(0, min_of(first_row + diagonal + 1, seqlen_k));
         seen_by_any = max_of(0, min_of(last_row + diagonal + 1, seqlen_k));
     }
-    return {0, seen_by_all / kBc, ceil_div(seen_by_any, kBc)};
+    return {begin, full_begin, seen_by_all / kBc, ceil_div(seen_by_any, kBc)};
 }
 
-// Query tiles [begin, end) of one key tile; tiles before full_begin need the mask. A key tile that reaches past seqlen_k
-// needs it everywhere.
+// Query tiles [begin, end) of one key tile; tiles before full_begin and from full_end on (under a left limit only) need
+// the mask. A key tile that reaches past seqlen_k needs it everywhere.
+template <bool kWindow>
 struct QueryTileRange {
-    int32 begin, full_begin, end;
+    static constexpr bool kLeftLimit = kWindow;
+    int32 begin, full_begin, full_end, end;
 };
 
-template <bool kCausal, int kBr, int kBc>
-__device__ __forceinline__ QueryTileRange query_tiles_of(int32 key_tile, int32 seqlen_q, int32 seqlen_k) {
-    const int32 end = ceil_div(seqlen_q, kBr);
-    int32 begin = 0, full_begin = 0;
-    if constexpr (kCausal) {
-        const int32 diagonal = seqlen_k - seqlen_q;
+template <bool kCausal, int kBr, int kBc, bool kWindow>
+__device__ __forceinline__ QueryTileRange<kWindow> query_tiles_of(int32 key_tile, int32 seqlen_q, int32 seqlen_k,
+                                                                  const WindowLimits<kWindow>& window) {
+    int32 end = ceil_div(seqlen_q, kBr);
+    int32 begin = 0, full_begin = 0, full_end = end;
+    if constexpr (kCausal || kWindow) {
+        int32 diagonal = seqlen_k - seqlen_q;
         const int32 first_key = key_tile * kBc;
+        if constexpr (kWindow) {
+            const int32 last_key = min_of(first_key + kBc, seqlen_k) - 1;
+            end = ceil_div(max_of(0, min_of(last_key - diagonal + window.left + 1, seqlen_q)), kBr);
+            full_end = max_of(0, min_of(first_key - diagonal + window.left + 1, seqlen_q)) / kBr;
+            diagonal += window.right;
+        }
         begin = min_of(max_of(0, first_key - diagonal) / kBr, end);
         full_begin = min_of(ceil_div(max_of(0, first_key + kBc - 1 - diagonal), kBr), end);
     }
     if ((key_tile + 1) * kBc > seqlen_k) full_begin = end;
-    return {begin, full_begin, end};
+    return {begin, full_begin, full_end, end};
 }
 
 }  // namespace fa2::common

@@ -27,6 +27,15 @@ struct Strides {
     }
 };
 
+// Element strides of an array over scores; 0 along axes on which it repeats.
+struct ScoreStrides {
+    int64 batch, head, row, column;
+
+    __device__ int64 offset(int32 batch_index, int32 head_index, int32 row_index, int32 column_index) const {
+        return batch_index * batch + head_index * head + row_index * row + column_index * column;
+    }
+};
+
 // What TMA must know of a tensor: 128 opaque bytes, which fa2cupy/tma.py has the driver fill.
 struct alignas(64) TensorMap {
     uint64 opaque[16];

@@ -11,7 +11,9 @@
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "simt/rows.cuh"
 
 namespace fa2::simt {
@@ -19,6 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct BackwardDkdv {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = true;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -35,7 +38,7 @@ struct BackwardDkdv {
         Real* board = boards + warp * Warp::kBoardElements;
         const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows k, v, dk, dv;
         Warp::load_rows(k, params.k + params.k_strides.offset(where.batch, 0, where.head), params.k_strides.row, first_key,
@@ -45,13 +48,13 @@ struct BackwardDkdv {
         Warp::clear(dk);
         Warp::clear(dv);
 
-        const auto tiles =
-            common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                           common::window_of<Spec>(params));
         for (int32 member = 0; member < params.heads_per_group; ++member) {
             const int32 head = where.head * params.heads_per_group + member;
             const Real* q = params.q + params.q_strides.offset(where.batch, 0, head);
             const Real* dout = params.dout + params.dout_strides.offset(where.batch, 0, head);
-            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * params.seqlen_q;
+            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * common::statistic_rows<Spec>(params);
 
             for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
                 __syncthreads();
@@ -69,13 +72,27 @@ struct BackwardDkdv {
                 Scores p, ds;
                 Warp::dot(p, k, q_tile, board, lane);
                 Warp::dot(ds, v, do_tile, board, lane);
+                if constexpr (common::kTakesWeights<Spec>) {
+                    Scores weights = p;
+                    const bool masked = tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end);
+                    common::take_weights<true, Spec>(weights, p, masked, params, where.batch, head, tile * kBr,
+                                                     first_key, lane,
+                                                     [&](int, int j) { return lse_tile[Scores::col(j, lane)]; });
 #pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
-                if (tile < tiles.full_begin) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+                    for (int j = 0; j < Scores::kCols; ++j) {
+                        const Real delta = delta_tile[Scores::col(j, lane)];
+                        ds.value[j] = common::weighted<Spec>(
+                            weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
+                    }
+                } else {
 #pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
+                    for (int j = 0; j < Scores::kCols; ++j)
+                        p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
+                    if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+#pragma unroll
+                    for (int j = 0; j < Scores::kCols; ++j)
+                        ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
+                }
 
                 Warp::post(p, board, lane);
                 Warp::accumulate(dv, board, do_tile, lane);
@@ -85,7 +102,7 @@ struct BackwardDkdv {
         }
         Warp::store_rows(dk, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, where.head),
                          params.dk_strides.row, first_key, params.seqlen_k, lane);
-        Warp::store_rows(dv, Real(1), params.dv + params.dv_strides.offset(where.batch, 0, where.head),
+        Warp::store_rows(dv, common::kept_scale<Spec>(params), params.dv + params.dv_strides.offset(where.batch, 0, where.head),
                          params.dv_strides.row, first_key, params.seqlen_k, lane);
     }
 };

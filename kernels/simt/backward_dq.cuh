@@ -10,7 +10,9 @@
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "simt/rows.cuh"
 
 namespace fa2::simt {
@@ -18,6 +20,7 @@ namespace fa2::simt {
 template <class Spec, bool kWithDkdv = false, class Params = fa2::Params>
 struct BackwardDq {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -37,7 +40,7 @@ struct BackwardDq {
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows q, dout, dq;
         Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
@@ -48,12 +51,13 @@ struct BackwardDq {
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int32 row = first_row + Scores::row(0, lane);
-        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q + row;
+        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
             __syncthreads();
             Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
@@ -65,12 +69,26 @@ struct BackwardDq {
             Scores p, ds;
             Warp::dot(p, q, k_tile, board, lane);
             Warp::dot(ds, dout, v_tile, board, lane);
+            if constexpr (common::kTakesWeights<Spec>) {
+                Scores weights = p;
+                const Scores products = p;
+                const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+                common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
+                                                  tile * kBc, lane, [&](int, int) { return lse_log2; });
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j)
-                p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
-            if (tile >= tiles.full_end) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+                for (int j = 0; j < Scores::kCols; ++j)
+                    ds.value[j] = common::weighted<Spec>(
+                        weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
+                if constexpr (Spec::kDbias)
+                    common::add_dbias<Spec>(ds, products, params, where.batch, where.head, first_row, tile * kBc, lane);
+            } else {
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
+                for (int j = 0; j < Scores::kCols; ++j)
+                    p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
+                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+#pragma unroll
+                for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
+            }
 
             if constexpr (kWithDkdv) {
                 Warp::post(p, board, lane);
@@ -83,7 +101,7 @@ struct BackwardDq {
                 __syncthreads();
                 add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);
-                add_tile(dv_tile, Real(1), params.dv + params.dv_strides.offset(where.batch, 0, head_kv),
+                add_tile(dv_tile, common::kept_scale<Spec>(params), params.dv + params.dv_strides.offset(where.batch, 0, head_kv),
                          params.dv_strides.row, tile * kBc, params.seqlen_k);
             }
         }

@@ -11,6 +11,8 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
+#include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -19,6 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct Forward {
     using Real = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -34,7 +37,7 @@ struct Forward {
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto mask = common::mask_of<Spec>(params);
 
         typename Warp::Rows q, o;
         Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
@@ -43,7 +46,8 @@ struct Forward {
         common::OnlineSoftmax<Real, 1, Scores::kLanesPerRow, common::exp2_accurate> softmax;
         softmax.reset();
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
             __syncthreads();
             Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
@@ -52,9 +56,11 @@ struct Forward {
 
             Scores scores;
             Warp::dot(scores, q, k_tile, board, lane);
+            common::modify_scores<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
+            if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-            for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
-            if (tile >= tiles.full_end)
+                for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
+            if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
                 common::mask_scores(scores, mask, first_row, tile * kBc, lane, -common::infinity<Real>());
             Real rescale[1];
             softmax.update(scores, rescale);
@@ -64,12 +70,13 @@ struct Forward {
 #pragma unroll
                 for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
             }
+            common::drop<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
             Warp::post(scores, board, lane);
             Warp::accumulate(o, board, v_tile, lane);
         }
 
         Real inverse_sum[1], lse[1];
-        softmax.finish(inverse_sum, lse);
+        common::finish_rows<Spec>(softmax, params, where.head, inverse_sum, lse);
 #pragma unroll
         for (int r = 0; r < Warp::kRows; ++r) {
             const Real factor = Warp::of_row(inverse_sum[0], r);
@@ -80,7 +87,7 @@ struct Forward {
                          first_row, params.seqlen_q, lane);
         const int32 row = first_row + Scores::row(0, lane);
         if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q + row] = lse[0];
+            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row] = lse[0];
     }
 };
 

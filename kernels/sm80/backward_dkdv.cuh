@@ -24,7 +24,9 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
 
@@ -33,6 +35,7 @@ namespace fa2::sm80 {
 template <class Spec, bool kWithDq = false, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = true;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -77,13 +80,13 @@ struct BackwardDkdv {
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
-    common::QueryTileRange tiles;
+    common::QueryTileRange<Spec::kWindow> tiles;
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
         const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
-        const auto tiles =
-            common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
+        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                           common::window_of<Spec>(params));
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
@@ -118,7 +121,7 @@ struct BackwardDkdv {
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * params.seqlen_q;
+        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * common::statistic_rows<Spec>(params);
         const bool valid = row < params.seqlen_q;
         if (thread < kBr) {
             const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
@@ -133,6 +136,27 @@ struct BackwardDkdv {
 
     __device__ uint32 exchange_address(int m, int s) const {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
+    }
+
+    // x, derivatives, times the weights of k-step s.
+    __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
+        if constexpr (Spec::kDropout) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float minus_delta[2];
+                load_shared(row_stats + (2 * s + h) * 32, minus_delta);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint32 pair = weights.reg[2 * h + i];
+                    float(&y)[4] = x.value[2 * s + h];
+                    y[2 * i] = common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
+                    y[2 * i + 1] =
+                        common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
+                }
+            }
+        } else {
+            common::multiply_k16<float16>(x, s, weights);
+        }
     }
 
     // The role's half of an iteration: 'own' is K or V, 'right' the query-side tile of the first product, 'second' that
@@ -150,7 +174,7 @@ struct BackwardDkdv {
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && !Spec::kDropout) load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -160,23 +184,34 @@ struct BackwardDkdv {
             x, [&](int m, int kk) { return ldmatrix_x4<false>(own.at(m, kk)); },
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
+        PackedFragment<Element, kBr / 8> packed[kM16];
         if constexpr (kProbability) {
-#pragma unroll
-            for (int n = 0; n < kBr / 8; ++n) {
-                float lse[2];
-                load_shared(row_stats + n * 32, lse);
+            if constexpr (common::kTakesWeights<Spec>) {
+                const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
+                    common::take_weights<true, Spec>(
+                        x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
+                        where.tile * kBc + pair * kPairKeys + 16 * m, lane,
+                        [&](int, int j) { return load_shared(row_stats + j / 2 * 32 + j % 2 * 4); });
+            } else {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
-            }
-            if (step.tile < tiles.full_begin) {
-                const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+                for (int n = 0; n < kBr / 8; ++n) {
+                    float lse[2];
+                    load_shared(row_stats + n * 32, lse);
 #pragma unroll
-                for (int m = 0; m < kM16; ++m)
-                    common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
-                                            lane, 0.0f);
+                    for (int m = 0; m < kM16; ++m)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
+                }
+                if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
+                    const auto mask = common::mask_of<Spec>(params);
+#pragma unroll
+                    for (int m = 0; m < kM16; ++m)
+                        common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
+                                                lane, 0.0f);
+                }
             }
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
@@ -191,13 +226,12 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s)
-                    common::multiply_k16<float16>(x[m], s, load_shared_operand(exchange_address(m, s)));
+                for (int s = 0; s < kBr / 16; ++s) weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
         }
 
-        PackedFragment<Element, kBr / 8> packed[kM16];
+        if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
+            for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
             const uint32 ds = smem + kDs + parity * ScoreTile::kBytes;
 #pragma unroll
@@ -233,6 +267,9 @@ struct BackwardDkdv {
         using Workspace = DqWorkspace<kBr, kD>;
         const int64 head = static_cast<int64>(where.batch) * params.num_heads + step.head;
         float* workspace = params.dq_accum + (head * ceil_div(params.seqlen_q, kBr) + step.tile) * Workspace::kTileElements;
+        if constexpr (Spec::kVarlen)
+            workspace = params.dq_accum + (common::first_workspace_tile<kBr>(params, where.batch, step.head) + step.tile) *
+                                              Workspace::kTileElements;
 #pragma unroll
         for (int m = 0; m < kPartM16; ++m)
 #pragma unroll
@@ -303,13 +340,14 @@ struct BackwardDkdv {
     // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
-        if constexpr (!kProbability)
+        if constexpr (!kProbability || Spec::kDropout)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) gradient[m].value[n][e] *= params.softmax_scale;
+                    for (int e = 0; e < 4; ++e)
+                        gradient[m].value[n][e] *= kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
         const auto where = common::tile_of_block<false>(params.schedule(), computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);

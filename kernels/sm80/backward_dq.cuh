@@ -11,7 +11,9 @@
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
+#include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 
@@ -20,6 +22,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct BackwardDq {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -50,8 +53,9 @@ struct BackwardDq {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
                         tiles.end, thread};
@@ -63,7 +67,7 @@ struct BackwardDq {
         ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
-        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
@@ -95,20 +99,32 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = minus_delta[m][e / 2];
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = Spec::kDropout ? 0.0f : minus_delta[m][e / 2];
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
+            Scores products[Spec::kDbias ? kM16 : 1];
+            if constexpr (Spec::kDbias)
+#pragma unroll
+                for (int m = 0; m < kM16; ++m) products[m] = p[m];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
+                if constexpr (common::kTakesWeights<Spec>) {
+                    const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+                    common::Unused unused;
+                    common::take_weights<false, Spec>(p[m], unused, masked, params, where.batch, where.head,
+                                                      first_row + warp_row + 16 * m, tile * kBc, lane,
+                                                      [&](int i, int) { return lse[m][i]; });
+                } else {
 #pragma unroll
-                for (int n = 0; n < kBc / 8; ++n)
+                    for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
-                if (tile >= tiles.full_end)
-                    common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                        for (int e = 0; e < 4; ++e)
+                            p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
+                    if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
+                        common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                }
             }
             multiply<Element, kD / 16>(
                 ds, [&](int m, int kk) { return ldmatrix_x4<false>(do_address.at(m, kk)); },
@@ -120,7 +136,12 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] *= p[m].value[n][e];
+                    for (int e = 0; e < 4; ++e)
+                        ds[m].value[n][e] =
+                            common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
+                if constexpr (Spec::kDbias)
+                    common::add_dbias<Spec>(ds[m], products[m], params, where.batch, where.head,
+                                            first_row + warp_row + 16 * m, tile * kBc, lane);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -4,12 +4,13 @@
 // 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
 #pragma once
 #include "common/params.cuh.j2"
+#include "common/sequence.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/smem_tile.cuh"
 
 namespace fa2::sm80 {
 
-template <class Spec>
+template <class Spec, class Params = fa2::Params>
 struct ConvertDq {
     using Element = typename Spec::Element;
     static constexpr int kBr = Spec::kBr;
@@ -21,6 +22,17 @@ struct ConvertDq {
         const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
         const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
         Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
+        int32 seqlen_q = params.seqlen_q;
+        if constexpr (Spec::kVarlen) {
+            const int32 number = head / params.num_heads, own_head = head % params.num_heads;
+            const auto rows =
+                common::rows_of_sequence(params.cu_seqlens_q, number, params.total_q, params.max_seqlen_q);
+            workspace = params.dq_accum + (common::first_workspace_tile<kBr>(params, number, own_head) + tile) *
+                                              Workspace::kTileElements;
+            dq = params.dq + params.dq_strides.offset(0, rows.first, own_head);
+            seqlen_q = rows.length;
+            if (tile * kBr >= seqlen_q) return;
+        }
 
         for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
             const int32 n8 = index % kChunks, g = index / kChunks % 8, m16 = index / (kChunks * 8);
@@ -33,7 +45,7 @@ struct ConvertDq {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int32 row = tile * kBr + 16 * m16 + g + 8 * i;
-                if (row >= params.seqlen_q) continue;
+                if (row >= seqlen_q) continue;
                 uint4 chunk;
                 chunk.x = common::pack<Element>(x[0][2 * i], x[0][2 * i + 1]);
                 chunk.y = common::pack<Element>(x[1][2 * i], x[1][2 * i + 1]);

@@ -13,6 +13,8 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -22,6 +24,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct ForwardRows {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -49,8 +52,9 @@ struct ForwardRows {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
         const Ring ring{smem + QTile::kBytes, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
@@ -81,16 +85,21 @@ struct ForwardRows {
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
             PackedFragment<Element, kBc / 8> p[kM16];
-            const bool masked = tile >= tiles.full_end;
+            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
             const bool try_reference = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                if (try_reference && softmax[m].try_reference(scores[m], params.scale_log2, p[m])) continue;
+                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
+                                            tile * kBc, lane);
+                if (try_reference &&
+                    softmax[m].try_reference(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m]))
+                    continue;
+                if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-                for (int n = 0; n < kBc / 8; ++n)
+                    for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
                 if (masked)
                     common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
                                         -common::infinity<float>());
@@ -103,6 +112,9 @@ struct ForwardRows {
                 p[m].set(scores[m]);
             }
 
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+                common::drop<Spec>(p[m], params, where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane);
             multiply<Element, kBc / 16>(
                 output, [&](int m, int kk) { return p[m].k16(kk); },
                 [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
@@ -112,11 +124,11 @@ struct ForwardRows {
         cp_async_wait<0>();
         __syncthreads();
         Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];
-            softmax[m].finish(inverse_sum, row_lse);
+            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse);
 #pragma unroll
             for (int n = 0; n < kD / 8; ++n)
 #pragma unroll

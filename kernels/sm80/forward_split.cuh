@@ -13,6 +13,8 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
+#include "common/score_mod.cuh"
+#include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -22,6 +24,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct ForwardSplit {
     using Element = typename Spec::Element;
+    static constexpr bool kByKeys = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -65,6 +68,14 @@ struct ForwardSplit {
             for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
     }
 
+    __device__ void drop(Packed (&p)[kM16], const Params& params, const common::TileCoordinates& where, int32 first_row,
+                         int32 first_key) const {
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+            common::drop<Spec>(p[m], params, where.batch, where.head, first_row + pair * kPairRows + 16 * m, first_key,
+                               lane);
+    }
+
     // O += P V over one half of the tile's keys; V's lane addresses start at that half.
     template <class FetchP>
     __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<KeyTile, MatrixOrder::kRowsFirst>& v,
@@ -98,8 +109,9 @@ struct ForwardSplit {
         const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-        const common::Mask<Spec::kCausal> mask{params.seqlen_k, params.seqlen_k - params.seqlen_q};
+        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                         common::window_of<Spec>(params));
+        const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys,
                         params.k + params.k_strides.offset(where.batch, 0, head_kv),
@@ -135,14 +147,22 @@ struct ForwardSplit {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
+            const int32 first_key = tile * kBc + half * kHalfKeys;
+#pragma unroll
+            for (int m = 0; m < kM16; ++m)
+                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + pair_row + 16 * m,
+                                            first_key, lane);
             Packed p[kM16];
-            const bool masked = tile >= tiles.full_end;
+            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
             if (!masked && tile != tiles.end - 1) {
                 float share[kM16][2];
                 bool fits = true;
 #pragma unroll
-                for (int m = 0; m < kM16; ++m) fits &= softmax[m].attempt(scores[m], params.scale_log2, p[m], share[m]);
+                for (int m = 0; m < kM16; ++m)
+                    fits &= softmax[m].attempt(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m],
+                                               share[m]);
+                drop(p, params, where, first_row, first_key);
                 write_p(p);
                 kept = barrier_all(barrier(), 64, fits);
                 if (kept)
@@ -153,10 +173,11 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
+                    if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
-                    for (int n = 0; n < kHalfKeys / 8; ++n)
+                        for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
                     if (masked)
                         common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
                                             lane, -common::infinity<float>());
@@ -173,6 +194,7 @@ struct ForwardSplit {
                         for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                     p[m].set(scores[m]);
                 }
+                drop(p, params, where, first_row, first_key);
                 write_p(p);
                 barrier_sync(barrier(), 64);
             }
@@ -199,11 +221,11 @@ struct ForwardSplit {
             for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
         exchange(total, [](float a, float b) { return a + b; });
 
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * params.seqlen_q;
+        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];
-            softmax[m].finish(total[m], inverse_sum, row_lse);
+            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse, total[m]);
 #pragma unroll
             for (int n = 0; n < kHalfCols / 8; ++n)
 #pragma unroll

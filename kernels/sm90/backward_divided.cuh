@@ -12,7 +12,7 @@
 // bank conflicts, as float16 whatever the element type: P is in [0, 1], where that keeps eleven bits.
 //
 // A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV
-// or dK is multiplied. Groups are naturally apart, since one waits for the other's P. (Not yet measured on a GPU.)
+// or dK is multiplied. Groups are naturally apart, since one waits for the other's P.
 #pragma once
 #include "sm90/backward_group.cuh"
 
@@ -68,7 +68,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, 1.0f, params_.dv, memory_.value(), 16 * warp_);
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), 16 * warp_);
         else
             Base::store_gradient(gradient_, params_.softmax_scale, params_.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
@@ -82,19 +82,32 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
-        Base::start_from(scores, kProbability ? memory_.lse(stage) : memory_.delta(stage));
-        Base::issue_scores(scores, own_operand_, scores_operand_ + offset);
+        constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
+        const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
+        Base::template start_scores<kFromStatistic>(scores, statistic);
+        Base::template issue_scores<kFromStatistic>(scores, own_operand_, scores_operand_ + offset, statistic);
         wgmma_wait<0>();
         pin(scores);
-        arrive(kProbability ? empty_query : empty_dout);
-        if constexpr (kProbability) {
-            Base::template exponentiate<kMasked>(scores, step, own_.first_key);
+        // A statistic that the product has not started from is read with P or dS.
+        constexpr bool kReadsStatistic = kProbability ? common::kTakesWeights<Spec> : Spec::kDropout;
+        if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
+        Rounded rounded;
+        if constexpr (kProbability && common::kTakesWeights<Spec>) {
+            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage));
             give_p(scores);
         } else {
-            take_p(scores);
+            if constexpr (kProbability) {
+                Base::template exponentiate<kMasked>(scores, step, own_.first_key);
+                give_p(scores);
+            } else {
+                take_p(scores, memory_.delta(stage));
+            }
+            rounded.set(scores);
         }
-        Rounded rounded;
-        rounded.set(scores);
+        if constexpr (kReadsStatistic) {
+            __syncwarp();
+            arrive(kProbability ? empty_query : empty_dout);
+        }
         if constexpr (kWithDq && !kProbability) Base::store_ds(rounded, 0);
 
         mbarrier_wait(kProbability ? full_dout : full_query, parity);
@@ -131,14 +144,32 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         exchanged_.advance();
     }
 
-    __device__ __forceinline__ void take_p(Scores& derivatives) {
+    __device__ __forceinline__ void take_p(Scores& derivatives, uint32 statistic) {
         mbarrier_wait(memory_.full_p(exchanged_.slot()), exchanged_.parity());
 #pragma unroll
-        for (int s = 0; s < kBr / 16; ++s)
-            common::multiply_k16<float16>(derivatives, s, load_shared_operand(lane_of_p(s)));
+        for (int s = 0; s < kBr / 16; ++s) {
+            const OperandA weights = load_shared_operand(lane_of_p(s));
+            if constexpr (Spec::kDropout)
+                weight_k16(derivatives, s, weights, statistic);
+            else
+                common::multiply_k16<float16>(derivatives, s, weights);
+        }
         __syncwarp();
         arrive(memory_.empty_p(exchanged_.slot()));
         exchanged_.advance();
+    }
+
+    __device__ __forceinline__ void weight_k16(Scores& derivatives, int s, const OperandA& weights,
+                                               uint32 statistic) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = derivatives.value[2 * s + r / 2][r % 2 * 2 + e];
+                const float weight = e == 0 ? common::unpack_lo<float16>(weights.reg[r])
+                                            : common::unpack_hi<float16>(weights.reg[r]);
+                x = common::weighted<Spec>(weight, x, Base::statistic_of(statistic, 4 * s + r / 2 * 2 + e), params_);
+            }
     }
 
     const uint64 own_operand_, scores_operand_, gradient_operand_, key_columns_, ds_operand_;

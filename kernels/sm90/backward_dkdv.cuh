@@ -7,18 +7,19 @@
 // A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
 // dV are summed in registers in a fixed order. Its warp groups:
 //
-//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta; most registers are given away
+//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one passes dS on; most registers are
+//           given away
 //   1, 2    consumers. Up to head_dim 128 each has 64 of 128 keys (backward_keys.cuh); beyond, dV and dK of 64 keys are
 //           all that the registers of one group each hold (backward_divided.cuh)
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] with dQ |
-//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | barriers
+//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | ones | barriers
 //
 // Barriers, a pair for each stage of Q and dO and each buffer of dS and P: `full` completes when TMA has brought all
 // bytes and the statistic is written (when all writers' warps have written), `empty` when each reading warp has said
-// that it is through.
+// that it is through. dS is `written` before it is `full`.
 //
 // dK and dV leave through the rows of K and V, 16 a warp, by TMA. Columns past head_dim and rows past the sequences
 // arrive as zeros, and are not written where gradients go.
@@ -47,6 +48,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
+        if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
         __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {

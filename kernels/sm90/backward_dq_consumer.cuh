@@ -30,6 +30,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
+#include "common/weights.cuh"
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
@@ -41,10 +42,11 @@ class BackwardDqConsumer {
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
     using Element = typename Spec::Element;
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
     // Of three groups, the middle one may pass over key tiles whose stages the one that waits for it has not emptied.
-    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !Spec::kCausal);
+    static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
     static constexpr int kStartBarrier = 1, kOutputBarrier = kStartBarrier + Shape::kGroups;  // one each for a group
 
     using Scores = QuadFragment<kBc / 8>;
@@ -67,18 +69,23 @@ class BackwardDqConsumer {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
             load_rows(tile);
             skip(keys);
-            int32 block = keys.count - 1;
-            first_step(tile, block, block >= keys.full);
+            int32 block = keys.end - 1;
+            first_step(tile, keys, block,
+                       block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)));
             if (kStagger && tiles_.turn == 1 && group_ > 0)
                 barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             dq_.fill(0.0f);
             --block;
-            if constexpr (Spec::kCausal) {
+            if constexpr (kRightLimit) {
 #pragma unroll 1
-                for (; block >= keys.full; --block) step<true>(tile, block);
+                for (; block >= keys.full_end; --block) step<true>(tile, keys, block);
             }
 #pragma unroll 1
-            for (; block >= 0; --block) step<false>(tile, block);
+            for (; block >= (kLeftLimit ? keys.full_begin : 0); --block) step<false>(tile, keys, block);
+            if constexpr (kLeftLimit) {
+#pragma unroll 1
+                for (; block >= (kLeftLimit ? keys.begin : 0); --block) step<true>(tile, keys, block);
+            }
             issue_dq();
             wait_for_dq<0>();
             store(tile);
@@ -99,22 +106,22 @@ class BackwardDqConsumer {
     // ---------------------------------------------------------------------------------------------------------- steps
 
     // A tile's first key tile, up to its dS.
-    __device__ __forceinline__ void first_step(const TileInSlot& tile, int32 block, bool masked) {
+    __device__ __forceinline__ void first_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                               bool masked) {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         issue_scores_of(keys_);
         wgmma_wait<0>();
         pin(scores_);
-        if (block == 0) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
         issue_dp();
-        if (masked) mask(tile, block);
-        exponentiate();
-        finish_ds(block);
+        exponentiate(tile, block, masked);
+        finish_ds(keys, block);
     }
 
     // From the dS of the present key tile to that of the next, `block`.
     template <bool kMasked>
-    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block) {
+    __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         if constexpr (Shape::kScoresFirst) {
             issue_scores_of(keys_.next());
             issue_dq();
@@ -127,21 +134,27 @@ class BackwardDqConsumer {
             wgmma_wait<0>();
             pin(scores_);
         }
-        if (block == 0) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         issue_dp();
-        if constexpr (kMasked) mask(tile, block);
-        exponentiate();
+        exponentiate(tile, block, kMasked);
         if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
-        finish_ds(block);
+        finish_ds(keys, block);
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
-    // P, where S was.
-    __device__ __forceinline__ void exponentiate() {
+    // P, or what weighs dP, where S was.
+    __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
+        if constexpr (common::kTakesWeights<Spec>) {
+            common::Unused unused;
+            common::take_weights<false, Spec>(scores_, unused, masked, params_, tile.batch(), tile.head(),
+                                              first_row(tile), block * kBc, lane_,
+                                              [&](int i, int) { return -minus_lse_[i]; });
+            return;
+        }
+        if (masked) mask(tile, block);
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
@@ -150,17 +163,21 @@ class BackwardDqConsumer {
                     common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
     }
 
-    __device__ __forceinline__ void finish_ds(int32 block) {
+    __device__ __forceinline__ void finish_ds(const GroupKeys& keys, int32 block) {
         wgmma_wait<0>();
         pin(dp_);
         release_value();
-        if (Shape::kOwnOutput && block == 0 && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                ds_.set(i, n, scores_.value[n][2 * i] * (dp_.value[n][2 * i] + minus_delta_[i]),
-                        scores_.value[n][2 * i + 1] * (dp_.value[n][2 * i + 1] + minus_delta_[i]));
+                ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
+    }
+    __device__ __forceinline__ float derivative(int n, int i, int column) const {
+        const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
+        if constexpr (Spec::kDropout) return common::weighted<Spec>(p, dp, minus_delta_[i], params_);
+        return p * (dp + minus_delta_[i]);
     }
 
     // ------------------------------------------------------------------------------------------------------- products
@@ -217,7 +234,7 @@ class BackwardDqConsumer {
     }
 
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
-        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+        if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) {
                 mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());

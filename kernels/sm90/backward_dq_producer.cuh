@@ -27,7 +27,7 @@ class BackwardDqProducer {
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 2; block >= 0; --block) {
+            for (int32 block = tile.key_tiles - 2; block >= (common::kLeftLimit<Spec> ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block);
                 load_value(tile, block);
             }
@@ -39,7 +39,7 @@ class BackwardDqProducer {
     __device__ void publish(const QueryTile& tile) {
         const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
-        store_tile(address, tile);
+        store_tile<Spec>(address, tile);
         mbarrier_arrive(memory_.full_tile(slot));
         tiles_.advance();
     }

@@ -40,7 +40,7 @@ struct BackwardDqShape {
     // The order of the products, see the consumer. The first one's dP is computed while dQ still takes in the dS of the
     // key tile before: registers hold all four at a time, and what else the loop needs, which is the most where it has
     // a masked copy and many k-steps.
-    static constexpr int kBesidesTiles = Spec::kCausal && kD > 128 ? 60 : 28;
+    static constexpr int kBesidesTiles = common::kRightLimit<Spec> && kD > 128 ? 60 : 28;
     static constexpr bool kScoresFirst =
         kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
 };

@@ -8,6 +8,7 @@
 // dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
 #pragma once
 #include "common/mask.cuh"
+#include "common/weights.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/wgmma_backward.cuh.j2"
 
@@ -33,6 +34,8 @@ class BackwardGroup {
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
+    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    static constexpr bool kFromLse = !common::kTakesWeights<Spec>, kFromDelta = !Spec::kDropout;
 
     __device__ BackwardGroup(const Params& params, const Memory& memory)
         : params_(params),
@@ -41,19 +44,29 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: under a mask, tiles that it cuts come first.
+    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each step
+    // looks whether it needs the mask: one more copy of the code would be serialised.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
-        const KeyTile& own = group.own_;
+        const KeyTile<Spec>& own = group.own_;
         const int32 end = own.first_query_head + group.params_.heads_per_group;
 #pragma unroll 1
         for (int32 head = own.first_query_head; head < end; ++head) {
             int32 tile = own.tiles.begin;
 #pragma unroll 1
-            for (; tile < own.tiles.full_begin; ++tile) group.template step<true>({head, tile});
+            for (; tile < (common::kLeftLimit<Spec> ? own.tiles.end : own.tiles.full_begin); ++tile)
+                group.template step<true>({head, tile});
+            if constexpr (!common::kLeftLimit<Spec>) {
 #pragma unroll 1
-            for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
+                for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
+            }
         }
+    }
+
+    template <bool kMasked>
+    __device__ __forceinline__ bool needs_mask(const QueryStep& step) const {
+        return kMasked && (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin ||
+                           step.tile >= own_.tiles.full_end);
     }
 
     // Every column of x is its query's statistic.
@@ -70,10 +83,26 @@ class BackwardGroup {
         }
     }
 
-    // x += (64 rows of K or V) (Q or dO)^T.
-    __device__ __forceinline__ static void issue_scores(Scores& x, uint64 keys, uint64 queries) {
-        pin(x);
+    // A query's statistic, for the column j of this lane.
+    __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
+        return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
+    }
+
+    // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...
+    template <bool kFromStatistic>
+    __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
+        if constexpr (!kFromStatistic)
+            x.fill(0.0f);
+        else if constexpr (!Shape::kStatisticsAsStep)
+            start_from(x, statistic);
+    }
+    // ... then this.
+    template <bool kFromStatistic>
+    __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
+        constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
+        if constexpr (!kAsStep) pin(x);
         wgmma_fence();
+        if constexpr (kAsStep) wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
         for (int s = 0; s < kD / 16; ++s)
             wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
@@ -96,15 +125,23 @@ class BackwardGroup {
     // P^T from what the product has left. 2^-inf is zero: so are rows without a visible key, and what the mask covers.
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
-        if constexpr (kMasked) {
-            const common::Mask<Spec::kCausal> mask{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-            common::mask_transposed(x, mask, step.tile * kBr, first_key + 16 * warp_, lane_,
+        if (needs_mask<kMasked>(step)) {
+            common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
                                     -common::infinity<float>());
         }
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
+    }
+
+    // P^T for dV, rounded, and what weighs dP^T, where the product was.
+    template <bool kMasked>
+    __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
+                                           uint32 statistic) const {
+        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
+                                         first_key + 16 * warp_, lane_,
+                                         [&](int, int j) { return -statistic_of(statistic, j); });
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.
@@ -115,9 +152,8 @@ class BackwardGroup {
         const uint32 address = panel + row * kPanelRowBytes + chunk * 16;
 #pragma unroll
         for (int s = 0; s < kBr / 16; ++s) stmatrix_x4_transposed(address + s * 16 * kPanelRowBytes, ds.k16(s));
-        async_proxy_fence();
         __syncwarp();
-        arrive(memory_.full_ds(buffer));
+        arrive(memory_.written_ds(buffer));
         written_.advance();
     }
 
@@ -143,12 +179,14 @@ class BackwardGroup {
     }
 
     // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
-    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
+    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits. It
+    // walks before it is used. To change it after that would wait for all additions to have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
         arrive(memory_.empty_ds(read_.slot()));
         read_.advance();
+        workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
         // Where K is transposed, a panel of it may be wider than its columns.
         constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
         if (kAllRows || row16 < Workspace::kRows / 16) {
@@ -157,8 +195,8 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        const int32 tiles = next.tile == own_.tiles.begin ? own_.tiles.begin + 1 : 1;  // past those nobody here sees
-        workspace_ += static_cast<int64>(tiles) * Workspace::kTileElements;
+        // Past those that nobody here sees.
+        tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
     // Warps speak with one lane, when all have done what it says.
@@ -177,8 +215,13 @@ class BackwardGroup {
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
         const int64 head = static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head;
-        workspace_ = params.dq_accum + (head * own_.tiles.end + own_.tiles.begin) * Workspace::kTileElements +
+        workspace_ = params.dq_accum + (head * query_tiles() + own_.tiles.begin) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
+    }
+
+    // Of a head, whether they are seen here or not.
+    __device__ __forceinline__ int32 query_tiles() const {
+        return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
     // 16 rows of a gradient leave by way of rows of K or V, of which this warp takes those from `row` on.
@@ -210,9 +253,10 @@ class BackwardGroup {
     const Params& params_;
     const Memory memory_;
     const int32 warp_, lane_;
-    const KeyTile own_;
+    const KeyTile<Spec> own_;
     RingPosition<2> written_, read_;  // of dS
-    float* workspace_ = nullptr;      // of the step whose dQ is next
+    float* workspace_ = nullptr;      // of the step whose dQ was added last
+    int32 tiles_to_walk_ = 0;
 };
 
 }  // namespace fa2::sm90

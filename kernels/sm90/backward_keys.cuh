@@ -73,7 +73,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         else
             barrier_sync(Base::kStoreBarrier + kGroup, kGroupThreads);
         const int32 row = kGroup * kGroupRows + 16 * warp_;
-        Base::store_gradient(dv_, 1.0f, params_.dv, memory_.value(), row);
+        Base::store_gradient(dv_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), row);
         Base::store_gradient(dk_, params_.softmax_scale, params_.dk, memory_.key(), row);
         if (lane_ == 0) tma_store_wait();
     }
@@ -86,25 +86,37 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Rounded p, ds;
 
         mbarrier_wait(memory_.full_query(stage), parity);
-        Base::start_from(scores, memory_.lse(stage));
+        Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
         if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
-        Base::issue_scores(scores, key_operand_, query_operand_ + offset);
+        Base::template issue_scores<Base::kFromLse>(scores, key_operand_, query_operand_ + offset, memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
-        Base::start_from(derivatives, memory_.delta(stage));
+        Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
         wgmma_wait<0>();
         pin(scores);
-        Base::issue_scores(derivatives, value_operand_, dout_operand_ + offset);
+        Base::template issue_scores<Base::kFromDelta>(derivatives, value_operand_, dout_operand_ + offset,
+                                                      memory_.delta(stage));
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
-        Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
-        p.set(scores);
+        if constexpr (common::kTakesWeights<Spec>) {
+            Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
+                                                 memory_.lse(stage));
+        } else {
+            Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
+            p.set(scores);
+        }
         Base::issue_gradient(dv_, p, dout_operand_ + offset + kQueryRows);
         wgmma_wait<1>();
         pin(derivatives);
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) derivatives.value[n][e] *= scores.value[n][e];
+            for (int e = 0; e < 4; ++e)
+                if constexpr (Spec::kDropout)
+                    derivatives.value[n][e] =
+                        common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
+                                               Base::statistic_of(memory_.delta(stage), 2 * n + e % 2), params_);
+                else
+                    derivatives.value[n][e] *= scores.value[n][e];
         ds.set(derivatives);
 
         Dq dq;

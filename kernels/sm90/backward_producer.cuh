@@ -1,12 +1,16 @@
 // The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after
-// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta.
+// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta. The
+// last makes dS, which the multiplying groups write, visible to wgmma.
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
+//
+// Where features change scores, products start from zero, and the first is -lse in base 2.
 //
 // A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
 // zero. In shared memory a lane's numbers of 16 queries, which are those of columns 2t, 2t + 1, 2t + 8 and 2t + 9
 // (t = lane % 4), lie together.
 #pragma once
+#include "common/score_mod.cuh"
 #include "sm90/backward_shape.cuh"
 
 namespace fa2::sm90 {
@@ -15,6 +19,8 @@ template <class Spec, class Shape>
 class BackwardProducer {
     using Memory = BackwardMemory<Shape>;
     static constexpr int kBr = Shape::kBr;
+    template <bool kLse>
+    static constexpr bool kAsStep = Shape::kStatisticsAsStep && (kLse ? !common::kTakesWeights<Spec> : !Spec::kDropout);
 
   public:
     __device__ BackwardProducer(const Params& params, const Memory& memory)
@@ -25,6 +31,7 @@ class BackwardProducer {
         if (warp == 0 && threadIdx.x == 0) load_tiles();
         if (warp == 1) prepare<true>();
         if (warp == 2) prepare<false>();
+        if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
     }
 
   private:
@@ -72,11 +79,25 @@ class BackwardProducer {
                      step.head, own_.batch);
     }
 
+    // A fence waits for all that its thread has sent to memory. The groups have their additions to dQ on the way, for
+    // most of a step, so that another thread fences what they write.
+    __device__ void pass_ds_on() const {
+        RingPosition<2> ring;
+#pragma unroll 1
+        for (QueryStep step = first_step(); is_valid(step); advance(step)) {
+            mbarrier_wait(memory_.written_ds(ring.slot()), ring.parity());
+            async_proxy_fence();
+            mbarrier_arrive(memory_.full_ds(ring.slot()));
+            ring.advance();
+        }
+    }
+
     // The numbers of the next tile are on the way from memory while the warp waits for the buffer.
     template <bool kLse>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
-        const float factor = kLse ? -1.0f / params_.softmax_scale : -1.0f;
+        constexpr float kMinusLog2e = -common::kLog2e;
+        const float factor = !kLse ? -1.0f : common::kTakesWeights<Spec> ? kMinusLog2e : -1.0f / params_.softmax_scale;
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];
@@ -88,7 +109,15 @@ class BackwardProducer {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
-            if (lane < kBr / 4) store_shared((kLse ? memory_.lse(stage) : memory_.delta(stage)) + lane * 16, x);
+            const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
+            if constexpr (kAsStep<kLse>) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (query_of<kLse>(lane, i) < kBr) store_statistic(statistic, query_of<kLse>(lane, i), x[i]);
+                async_proxy_fence();
+            } else {
+                if (lane < kBr / 4) store_shared(statistic + lane * 16, x);
+            }
             mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
             advance(step);
             if (!is_valid(step)) break;
@@ -101,18 +130,23 @@ class BackwardProducer {
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
         const float* rows = (kLse ? params_.lse : params_.delta) + head * params_.seqlen_q;
-        const int32 first = step.tile * kBr + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 row = first + i / 2 * 8 + i % 2;
+            const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
-            if (lane < kBr / 4 && row < params_.seqlen_q) x[i] = rows[row];
+            if (query < kBr && row < params_.seqlen_q) x[i] = rows[row];
         }
+    }
+
+    // The i-th of four queries of a lane.
+    template <bool kLse>
+    __device__ static int32 query_of(int32 lane, int i) {
+        return kAsStep<kLse> ? 32 * i + lane : lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
     }
 
     const Params& params_;
     const Memory memory_;
-    const KeyTile own_;
+    const KeyTile<Spec> own_;
 };
 
 }  // namespace fa2::sm90

@@ -5,6 +5,7 @@
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
+#include "sm90/statistic.cuh"
 
 namespace fa2::sm90 {
 
@@ -29,10 +30,13 @@ struct BackwardShape {
     static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // of 64 keys
     static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
-    static constexpr int kStatisticBytes = kBr * 4;
-    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 8);
+    // Statistics as k-steps; or as what accumulators are loaded with, where shared memory is full (divided) or wgmma
+    // does not need all that it delivers.
+    static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
+    static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);
     static constexpr int kSharedBytes = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
-                                        2 * (kDsBytes + kPBytes) + kBarrierBytes;
+                                        2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
@@ -45,18 +49,23 @@ struct QueryStep {
     int32 head, tile;
 };
 
-// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. No key is without a query
-// that sees it, so there is at least one step.
+// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. There is at least one
+// step: without a left limit no key is without a query that sees it, and with one such keys have one that is masked.
+template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
-    common::QueryTileRange tiles;
+    common::QueryTileRange<Spec::kWindow> tiles;
 };
 
 template <class Spec>
-__device__ __forceinline__ KeyTile key_tile(const Params& params) {
+__device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
-    return {where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
-            common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k)};
+    KeyTile<Spec> tile = {
+        where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
+        common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                    common::window_of<Spec>(params))};
+    if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
+    return tile;
 }
 
 // Where everything is.
@@ -75,7 +84,10 @@ struct BackwardMemory {
     __device__ uint32 p(uint32 buffer) const { return ds(2) + buffer * Shape::kPBytes; }
     __device__ uint32 lse(uint32 stage) const { return p(2) + stage * Shape::kStatisticBytes; }
     __device__ uint32 delta(uint32 stage) const { return lse(Shape::kStages) + stage * Shape::kStatisticBytes; }
-    __device__ uint32 barrier(uint32 index) const { return delta(Shape::kStages) + 8 * index; }
+    __device__ uint32 ones() const { return delta(Shape::kStages); }
+    __device__ uint32 barrier(uint32 index) const {
+        return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
+    }
     // Full: what is named is there. Empty: all warps that read it are through with it.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
@@ -87,6 +99,7 @@ struct BackwardMemory {
     __device__ uint32 empty_ds(uint32 buffer) const { return barrier(4 + 4 * Shape::kStages + buffer); }
     __device__ uint32 full_p(uint32 buffer) const { return barrier(6 + 4 * Shape::kStages + buffer); }
     __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 written_ds(uint32 buffer) const { return barrier(10 + 4 * Shape::kStages + buffer); }
 
     __device__ void init_barriers() const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
@@ -99,7 +112,8 @@ struct BackwardMemory {
             mbarrier_init(empty_dout(i), kConsumerWarps);
         }
         for (uint32 i = 0; i < 2; ++i) {
-            mbarrier_init(full_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
+            mbarrier_init(written_ds(i), Shape::kDivided ? kWarpsOfGroup : kConsumerWarps);
+            mbarrier_init(full_ds(i), 1);
             mbarrier_init(empty_ds(i), kConsumerWarps);
             mbarrier_init(full_p(i), kWarpsOfGroup);
             mbarrier_init(empty_p(i), kWarpsOfGroup);

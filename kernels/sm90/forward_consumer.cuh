@@ -18,6 +18,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
+#include "common/score_mod.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
@@ -29,6 +30,7 @@ class ForwardConsumer {
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
@@ -59,27 +61,33 @@ class ForwardConsumer {
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
-        p.set(scores_);
+        take_first(tile, keys, p);
         output_.fill(0.0f);
         while (true) {
-            int32 block = keys.count - 2;
-            if constexpr (Spec::kCausal) {
+            int32 block = keys.end - 2;
+            if constexpr (kRightLimit) {
 #pragma unroll 1
-                for (; block >= keys.full; --block) masked_step(tile, block, p);
+                for (; block >= keys.full_end; --block) masked_step(tile, keys, block, p);
             }
             if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block >= 1; block -= 2) {
-                    step(p, other_p, false);
-                    step(other_p, p, block == 1);
+                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
+                    step(tile, block, p, other_p, false);
+                    step(tile, block - 1, other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
                 }
-                if (block == 0) {
-                    step(p, other_p, true);
+                if (block == (kLeftLimit ? keys.full_begin : 0)) {
+                    step(tile, block, p, other_p, block == (kLeftLimit ? keys.begin : 0));
                     p = other_p;
+                    --block;
                 }
             } else {
 #pragma unroll 1
-                for (; block >= 0; --block) step(p, p, block == 0);
+                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block)
+                    step(tile, block, p, p, block == (kLeftLimit ? keys.begin : 0));
+            }
+            if constexpr (kLeftLimit) {
+#pragma unroll 1
+                for (; block >= (kLeftLimit ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -96,7 +104,7 @@ class ForwardConsumer {
                 pin_exponentials(next_softmax);
                 wait_for_output();
                 skip_values(keys);
-                p.set(scores_);
+                take_first(next, keys, p);
             } else {
                 mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
                 issue_output(p);
@@ -111,7 +119,7 @@ class ForwardConsumer {
                 }
                 first_scores(next, keys, next_softmax);
                 skip_values(keys);
-                p.set(scores_);
+                take_first(next, keys, p);
             }
             output_.fill(0.0f);
             softmax_ = next_softmax;
@@ -130,39 +138,49 @@ class ForwardConsumer {
     // ---------------------------------------------------------------------------------------------------------- steps
 
     // From P of the present key tile to that of the next, which needs no mask.
-    __device__ __forceinline__ void step(Probabilities& present, Probabilities& next, bool is_last) {
+    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
+                                         Probabilities& next, bool is_last) {
         issue_both(present);
+        modify(tile, block);
         if (is_last) release_query();
         bool kept;
         float rescale[2];
         if constexpr (kTwoP) {
             kept = exponentials(next, rescale);
+            drop(tile, block, next);
             wait_for_output();
             pin(present);
         } else {
             wait_for_output();
             kept = exponentials(next, rescale);
+            drop(tile, block, next);
         }
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
     // The same for a key tile that needs it. These are few, and take the plain way.
-    __device__ __forceinline__ void masked_step(const TileInSlot& tile, int32 block, Probabilities& p) {
+    __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                                Probabilities& p) {
         issue_both(p);
-        if (block == 0) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
+        modify(tile, block);
         mask(tile, block);
         float rescale[2];
-        softmax_.update_raw(scores_, params_.scale_log2, rescale);
+        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
         pin_exponentials(softmax_);
         wait_for_output();
         multiply_output(rescale);
         p.set(scores_);
+        drop(tile, block, p);
     }
 
     // Whether the reference stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
-        if (__builtin_expect(softmax_.template try_reference<2>(scores_, params_.scale_log2, p), 1)) return true;
-        softmax_.update_raw(scores_, params_.scale_log2, rescale);
+        if (__builtin_expect(softmax_.template try_reference<2>(
+                                 scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, p),
+                             1))
+            return true;
+        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
         p.set(scores_);
         return false;
     }
@@ -180,21 +198,34 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
-        const int32 block = keys.count - 1;
-        if (block == 0) release_query();
-        if (block >= keys.full) mask(tile, block);
+        const int32 block = keys.end - 1;
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
+        modify(tile, block);
+        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0))) mask(tile, block);
         float rescale[2];
         softmax.reset();
-        softmax.update_raw(scores_, params_.scale_log2, rescale);
+        softmax.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+    }
+    __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
+        p.set(scores_);
+        drop(tile, keys.end - 1, p);
     }
 
     __device__ __forceinline__ void pin_exponentials(const Softmax& softmax) const {
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
+    __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
+        if constexpr (common::kModifiesScores<Spec>)
+            common::modify_scores<Spec>(scores_, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+    }
+    __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
+        if constexpr (Spec::kDropout)
+            common::drop<Spec>(p, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+    }
+
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        const common::Mask<Spec::kCausal> visible{params_.seqlen_k, params_.seqlen_k - params_.seqlen_q};
-        common::mask_scores(scores_, visible, first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
@@ -203,7 +234,7 @@ class ForwardConsumer {
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
-        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+        if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) {
                 mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
@@ -212,7 +243,7 @@ class ForwardConsumer {
         }
     }
     __device__ __forceinline__ void skip_values(const GroupKeys& keys) {
-        if constexpr (Spec::kCausal && kMaxSkipped > 0) {
+        if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) {
                 mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
@@ -314,7 +345,7 @@ class ForwardConsumer {
     // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        softmax_.finish(inverse_sum, row_lse);
+        common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         float* lse = params_.lse + (static_cast<int64>(batch) * params_.num_heads + head) * params_.seqlen_q;
 #pragma unroll

@@ -25,12 +25,12 @@ class ForwardProducer {
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // under way during this tile
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block > 0; --block) {
+            for (int32 block = tile.key_tiles - 1; block > (common::kLeftLimit<Spec> ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block - 1);
                 load_value(tile, block);
             }
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
-            load_value(tile, 0);
+            load_value(tile, (common::kLeftLimit<Spec> ? tile.first_key_tile : 0));
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
             tile = next;
@@ -42,7 +42,7 @@ class ForwardProducer {
     __device__ void publish(const QueryTile& tile) {
         const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
-        store_tile(address, tile);
+        store_tile<Spec>(address, tile);
         mbarrier_arrive(memory_.full_tile(slot));
         tiles_.advance();
     }

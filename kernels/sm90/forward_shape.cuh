@@ -1,5 +1,6 @@
 // What the forward's two roles agree on: sizes, the shared-memory map and the barriers.
 #pragma once
+#include "common/score_mod.cuh"
 #include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
@@ -33,7 +34,8 @@ struct ForwardShape {
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
     static_assert(kConsumerRegisters >= kAtEntry);
     // P of two tiles at a time: the next one's exponentials then run under the product that uses this one's.
-    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + 48 <= kConsumerRegisters;
+    static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec> ? 72 : 48;
+    static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;
 };
 
 // Where everything is.

@@ -11,20 +11,20 @@ namespace fa2::sm90 {
 inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
-// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first; those from
-// `full_key_tiles` on need the mask. Rows that see no key have one all the same, wholly masked, which leaves them
-// without a sum. A tile without key tiles is the end of the work.
+// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first, `first_key_tile`
+// (0 without a left limit); those from `full_key_tiles` on need the mask. Rows that see no key have one all the same,
+// wholly masked, which leaves them without a sum. A tile without key tiles is the end of the work.
 struct alignas(32) QueryTile {
-    int32 key_tiles, full_key_tiles, first_row, head, batch;
+    int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile;
 };
 
 template <class Spec>
 __device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
-    if (index < 0) return {0, 0, 0, 0, 0};
+    if (index < 0) return {0, 0, 0, 0, 0, 0};
     const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
-    const auto keys =
-        common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k);
-    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch};
+    const auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
+        where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
+    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch, keys.begin};
 }
 
 // A tile that is read where it lies, member by member.
@@ -36,29 +36,34 @@ struct TileInSlot {
     __device__ int32 first_row() const { return load_shared(address + 8); }
     __device__ int32 head() const { return load_shared(address + 12); }
     __device__ int32 batch() const { return load_shared(address + 16); }
+    __device__ int32 first_key_tile() const { return load_shared(address + 20); }
 };
+template <class Spec>
 __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile) {
     store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
     store_shared(address + 16, tile.batch);
+    if constexpr (common::kLeftLimit<Spec>) store_shared(address + 20, tile.first_key_tile);
 }
 
-// The key tiles that a group's rows see: those that it passes over, how many are left, and from which on it needs the
-// mask.
+// The key tiles that a group's rows see: those that it passes over, then [begin, end), of which [full_begin, full_end)
+// need no mask.
 struct GroupKeys {
-    int32 skipped, count, full;
+    int32 skipped, end, full_end, full_begin, begin;
 };
 
-// Under a causal mask the tile's last key tiles may be for its lower groups alone; a group passes over at most
-// `most_skipped` of them.
+// Under a right limit the tile's last key tiles may be for its lower groups alone; a group passes over at most
+// `most_skipped` of them. What is left of a lower group's left limit it takes with the mask.
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
-    if constexpr (!Spec::kCausal) return {0, tile.key_tiles(), tile.full_key_tiles()};
+    if constexpr (!common::kRightLimit<Spec>) return {0, tile.key_tiles(), tile.full_key_tiles(), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
-    const auto own =
-        common::key_tiles_of<true, kGroupRows, Spec::kBc>(group_tile, params.seqlen_q, params.seqlen_k);
+    const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
+        group_tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
     const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), most_skipped);
-    return {skipped, all - skipped, own.full_end};
+    int32 begin = 0;
+    if constexpr (common::kLeftLimit<Spec>) begin = tile.first_key_tile();
+    return {skipped, all - skipped, own.full_end, own.full_begin, begin};
 }
 
 // Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.

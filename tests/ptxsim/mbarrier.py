@@ -79,7 +79,7 @@ class Mbarriers:
         barrier.missing_bytes -= nbytes
         if tag is not None:
             if barrier.publishing is None:
-                barrier.publishing = np.zeros(self.machine.race.entities, np.int32)
+                barrier.publishing = np.zeros_like(self.machine.race.seen[0])
             barrier.publishing[tag[0]] = max(barrier.publishing[tag[0]], tag[1])
         self.advance(barrier)
 

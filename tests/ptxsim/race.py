@@ -61,11 +61,10 @@ class RaceDetector:
         return shared_bytes // 2 * (3 * machine_warps * cluster_size + 2) * 4
 
     def reset(self) -> None:
-        self.seen = np.zeros((self.num_warps, self.entities), np.int32)  # what a warp has seen of everyone's clock
+        # What a warp has seen of everyone's clock, and beside it, what of that it knows to be behind a proxy fence.
+        self.seen = np.zeros((self.num_warps, 2 * self.entities), np.int32)
         self.seen[np.arange(self.num_warps), self.local] = 1
         self.agent_clock = np.zeros((self.num_warps // self.warps, self.entities), np.int32)
-        self.fenced = np.zeros(self.num_warps, np.int32)
-        self.seen_at_fence = np.zeros_like(self.seen)
         self.writer = np.zeros(self.granules, np.int32)
         self.write_clock = np.zeros(self.granules, np.int32)
         self.read_clock = np.zeros((self.granules, self.readers), np.int32)
@@ -89,8 +88,7 @@ class RaceDetector:
         self.seen[warps, self.local[warps]] += 1
 
     def proxy_fence(self, warps: np.ndarray) -> None:
-        self.fenced[warps] = self.seen[warps, self.local[warps]]
-        self.seen_at_fence[warps] = self.seen[warps]
+        self.seen[warps, self.entities :] = self.seen[warps, : self.entities]
         self.seen[warps, self.local[warps]] += 1
 
     def agent(self, kind: str, warps: np.ndarray) -> np.ndarray:
@@ -109,7 +107,7 @@ class RaceDetector:
     def publish_copies(self, warps: np.ndarray, published: np.ndarray | None) -> np.ndarray:
         """A barrier is to be told when the cp.async copies of these warps so far are done."""
         self.commit("cp.async", warps)
-        published = np.zeros(self.entities, np.int32) if published is None else published
+        published = np.zeros_like(self.seen[0]) if published is None else published
         agents = self.agent("cp.async", warps)
         published[agents] = np.maximum(published[agents], self.agent_clock[self.cluster[warps], agents])
         return published
@@ -167,19 +165,16 @@ class RaceDetector:
         column = warps[:, None]
         self._after_writes("asynchronous read", column, places)
         writer, clock = self.writer[places], self.write_clock[places]
-        first = self.cluster[warps[0]] * self.warps
         by_warp = (writer < self.warps) & (clock > 0)
-        unfenced = by_warp & (clock > self.fenced[first + np.minimum(writer, self.warps - 1)])
+        unfenced = by_warp & (clock > self.seen[column, self.entities + writer])
         if unfenced.any():
-            unfenced = unfenced & (clock > self.seen_at_fence[column, writer])
-            if unfenced.any():
-                row, k = np.argwhere(unfenced)[0]
-                where = self._where(int(places[0, k]))
-                raise PtxError(
-                    f"{where} was written by warp {int(writer[0, k])} and is read through the async proxy "
-                    f"(for warp {int(self.local[warps[row]])}) without fence.proxy.async",
-                    int(warps[row]) * 32,
-                )
+            row, k = np.argwhere(unfenced)[0]
+            where = self._where(int(places[0, k]))
+            raise PtxError(
+                f"{where} was written by warp {int(writer[0, k])} and is read through the async proxy "
+                f"(for warp {int(self.local[warps[row]])}) without fence.proxy.async",
+                int(warps[row]) * 32,
+            )
         agents = self.agent(kind, warps)
         for warp, agent in zip(warps, agents, strict=True):
             self.read_clock[places[0], agent] = self.agent_clock[self.cluster[warp], agent] + 1
@@ -193,7 +188,7 @@ class RaceDetector:
 
     def _after_writes(self, what: str, warps: np.ndarray, places: np.ndarray, own: np.ndarray | None = None) -> None:
         writer = self.writer.take(places)
-        bad = self.write_clock.take(places) > self.seen.take(warps * self.entities + writer)
+        bad = self.write_clock.take(places) > self.seen.take(warps * (2 * self.entities) + writer)
         if own is not None:
             bad &= writer != own
         if bad.any():

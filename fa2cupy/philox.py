@@ -1,0 +1,113 @@
+"""Dropout: which probabilities are dropped, as a function of their place and the seed. This is the definition.
+
+P_ij of sequence b (its number in the batch) and query head h is dropped iff ``word(b, h, i, j) < threshold``, where
+i and j count from the start of the sequence's queries and keys and
+
+    threshold = min(round(dropout_p * 2**32), 2**32 - 1)         an unsigned 32-bit integer
+    key       = (seed mod 2**32, seed div 2**32)                 two words, low first
+    counter   = (8 * (j div 16) + j mod 8,                       word 0: which keys
+                 8 * (i div 16) + i mod 8,                       word 1: which queries
+                 h,                                              word 2: the query head, also with grouped K/V heads
+                 b)                                              word 3
+    word(b, h, i, j) = Philox4x32-10(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
+
+What is kept is multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept, rounded to
+the accumulators' type.
+
+The four words of a call serve the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of an aligned tile of
+16 x 16. In the accumulators of mma.sync and wgmma one thread holds just these four, whether the tile is of S or of S^T,
+so that kernels draw one call for four elements and exchange nothing. Nothing else enters: not the tile, the method, the
+family or the lengths. The forward and the backward find the same mask anew, and nothing is stored.
+
+Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
+1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
+between two rounds the key grows by (W0, W1). Dropout is that of Srivastava et al. (2014), on P after the softmax.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["dropout_scale", "dropout_threshold", "kept", "philox4x32"]
+
+_ROUNDS = 10
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """The words below it are dropped."""
+    return min(round(dropout_p * 2**32), 2**32 - 1)
+
+
+def dropout_scale(dropout_p: float) -> float:
+    """The factor of what is kept."""
+    return 2**32 / (2**32 - dropout_threshold(dropout_p))
+
+
+def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
+    """Philox4x32-10.
+
+    Parameters
+    ----------
+    counter : tuple of four ndarray of uint64
+        Words below 2**32, of at least one axis; they are broadcast against each other.
+    key : tuple of two int
+        Words below 2**32.
+
+    Returns
+    -------
+    tuple of four ndarray of uint64
+        Words below 2**32.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        first, second = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (
+            (second >> _HALF) ^ c1 ^ np.uint64(k0), second & _LOW, (first >> _HALF) ^ c3 ^ np.uint64(k1), first & _LOW
+        )  # fmt: skip
+        k0, k1 = (k0 + _W0) % 2**32, (k1 + _W1) % 2**32
+    return c0, c1, c2, c3
+
+
+def kept(dropout_p: float, seed: int, sequence: int, heads: slice, queries: slice, keys: slice, xp=np):
+    """Which elements of a tile of P are kept, by the definition above.
+
+    Parameters
+    ----------
+    dropout_p : float
+    seed : int
+    sequence : int
+        b.
+    heads, queries, keys : slice
+        h, i and j: start and stop, no step.
+    xp : module, optional
+        ``numpy`` or ``cupy``.
+
+    Returns
+    -------
+    ndarray of bool, shape (heads, queries, keys)
+    """
+
+    def words(numbers, axis: int):
+        return xp.asarray(numbers, dtype="uint64").reshape([-1 if n == axis else 1 for n in range(3)])
+
+    # Whole blocks of 16 x 16 that cover the tile; the tile is cut out in the end.
+    rows, columns = (slice(part.start // 16, -(-part.stop // 16)) for part in (queries, keys))
+    counter = (
+        words(np.arange(8 * columns.start, 8 * columns.stop), 2),
+        words(np.arange(8 * rows.start, 8 * rows.stop), 1),
+        words(np.arange(heads.start, heads.stop), 0),
+        words([sequence], 0),
+    )
+    threshold = np.uint64(dropout_threshold(dropout_p))
+    drawn = [word >= threshold for word in philox4x32(counter, (seed % 2**32, seed // 2**32))]
+    shape = (heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start)
+    # drawn[2 a + b] has element (i, j) = (16 y + 8 a + r, 16 x + 8 b + c) of the head at [head, 8 y + r, 8 x + c].
+    blocks = xp.stack(drawn).reshape(2, 2, shape[0], shape[1], 8, shape[2], 8)
+    whole = blocks.transpose(2, 3, 0, 4, 5, 1, 6).reshape(shape[0], 16 * shape[1], 16 * shape[2])
+    first_row, first_column = queries.start - 16 * rows.start, keys.start - 16 * columns.start
+    return whole[:, first_row:, first_column:][:, : queries.stop - queries.start, : keys.stop - keys.start]

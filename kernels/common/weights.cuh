@@ -1,0 +1,108 @@
+// The backward's side of score_mod.cuh: P from products, and what dP - delta is multiplied by.
+#pragma once
+#include "common/score_mod.cuh"
+
+namespace fa2::common {
+
+// From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative,
+// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base 2.
+// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse>
+__device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
+                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
+                                             Lse lse) {
+    using Fragment = QuadFragment<kN8>;
+    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto mask = mask_of<Spec>(params);
+    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
+                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
+#pragma unroll
+    for (int s = 0; s < kN8 / 2; ++s) {
+        float even[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int32 column = Fragment::col(4 * s + e, 0);
+            const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
+            uint32 kept = 0xf;
+            if constexpr (Spec::kDropout)
+                kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
+                const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
+                const auto modified = mod.at(x(i, j), first, queries + 8 * a, keys + 8 * b);
+                const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                const float probability = hidden ? 0.0f : exp2_approx(modified.score - lse(i, j));
+                const bool keep = kept >> w & 1;
+                const float weight = Spec::kDbias ? probability : probability * modified.slope;
+                x(i, j) = keep ? weight : -weight;
+                const float own = keep ? probability : 0.0f;
+                if (e == 0)
+                    even[a][b] = own;
+                else
+                    p.set(i, n8, even[a][b], own);
+            }
+        }
+    }
+}
+// The same for fragments of which each element is on its own.
+template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
+__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params, int32 batch,
+                                             int32 head, int32 first_query, int32 first_key, int32 lane, Lse lse) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto mask = mask_of<Spec>(params);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
+            const int32 query = first_query + (kTransposed ? column : row);
+            const int32 key = first_key + (kTransposed ? row : column);
+            const auto modified = mod.at(x(i, j), mod.place(query, key), 0, 0);
+            const bool hidden = masked && mask.hides(query, key);
+            const Real probability = hidden ? Real(0) : exp2_accurate(modified.score - lse(i, j));
+            bool keep = true;
+            if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
+            const Real weight = Spec::kDbias ? probability : probability * modified.slope;
+            x(i, j) = keep ? weight : -weight;
+            p(i, j) = keep ? probability : Real(0);
+        }
+}
+
+// Adds the gradient of scores to that of the bias, and makes that of the products of it. Where the bias repeats, several
+// elements are added to one.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products, const Record& params, int32 batch,
+                                          int32 head, int32 first_query, int32 first_key, int32 lane) {
+    const auto mod = score_mod<Spec>(params, batch, head);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
+            if (query < params.seqlen_q && key < params.seqlen_k)
+                atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
+            ds(i, j) *= mod.at(products(i, j), mod.place(query, key), 0, 0).slope;
+        }
+}
+
+// For kernels without dV.
+struct Unused {
+    template <class Real>
+    __device__ void set(int, int, Real, Real) {}
+};
+
+// The gradient of a product from its weight, dP (which has started from -delta without dropout, from zero with it) and
+// -delta.
+template <class Spec, class Real, class Record>
+__device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
+    if constexpr (Spec::kDropout) {
+        const Real kept = fma(params.dropout_scale, dp, minus_delta);
+        return sign_bit(weight) ? -weight * minus_delta : weight * kept;
+    } else {
+        return weight * dp;
+    }
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,8 @@
+// The gradient of the sinks, the same for every family.
+#include "common/spec.cuh.j2"
+#include "common/dsink.cuh"
+
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps)
+{{ symbol }}(const fa2::Params params) {
+    fa2::common::Dsink<fa2::Spec>::run(params);
+}

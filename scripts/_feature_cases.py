@@ -1,0 +1,246 @@
+"""What scripts/features.py measures: features at the sizes of the benchmark, and the kernels that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from _measure import Problem, Tensors, flops
+
+from fa2cupy.device import DeviceInfo
+from fa2cupy.families import choose_family, choose_method, method_of_dbias
+from fa2cupy.plan import plan_backward, plan_forward
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.score_strides import contiguous_score_strides, feature_strides
+from fa2cupy.spec import KernelSpec
+from fa2cupy.testing import make_inputs
+from fa2cupy.tiles import OPERATIONS as TILED
+
+__all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
+
+DTYPE, TOKENS, MODEL_DIM = "bfloat16", 16384, 2048
+HEAD_DIMS = (64, 128)
+SEQLENS = (2048, 16384)
+#: Longest sequences with arrays as large as the scores.
+LONGEST_SCORES = 2048
+#: Rows and heads of what is held against float64.
+SMALL_TOKENS, SMALL_HEADS = 512, 2
+#: Lengths of packed sequences, for 16384 tokens.
+PACKED = (2557, 131, 1801, 503, 1031, 249, 2297, 647, 1543, 377, 761, 1287, 199, 1913, 313, 775)
+
+Options = dict[str, object]
+
+
+class Feature(NamedTuple):
+    """A feature alone, beside the causal mask.
+
+    Attributes
+    ----------
+    options : callable
+        The keywords, from an array module, a problem of any size and a seed.
+    small : dict
+        Keywords that are others on a small problem, for the feature to matter there.
+    window : int or None
+        Keys that are visible to the left of the diagonal.
+    gradients : tuple of str
+        What `fa2cupy.backward` gives besides dq, dk and dv.
+    only_backward : bool
+        The forward is that of another feature.
+    of_scores : bool
+        There is an array as large as the scores.
+    """
+
+    options: Callable[[object, Problem, int], Options] = lambda xp, problem, seed: {}
+    small: Mapping[str, object] = {}
+    window: int | None = None
+    gradients: tuple[str, ...] = ()
+    only_backward: bool = False
+    of_scores: bool = False
+
+
+def _window(left: int) -> Feature:
+    return Feature(lambda xp, problem, seed: {"window": (left, 0)}, {"window": (min(left, 200), 0)}, window=left)
+
+
+def _slopes(xp, problem: Problem, seed: int) -> Options:
+    """2^(-8 h / num_heads), h from 1, as Press et al. 2022."""
+    heads = np.arange(1, problem.num_heads + 1)
+    return {"alibi_slopes": xp.asarray(2.0 ** (-8 * heads / problem.num_heads), "float32")}
+
+
+def _padding(xp, problem: Problem, seed: int) -> Options:
+    """Sequences of three quarters of the length and up."""
+    lengths = problem.seqlen - problem.seqlen * (1 + np.arange(problem.batch)) // (4 * problem.batch)
+    return {"key_padding_mask": xp.asarray(np.arange(problem.seqlen) < lengths[:, None])}
+
+
+def _mask(xp, problem: Problem, seed: int) -> Options:
+    """Nine of ten keys, the same for all heads."""
+    shape = (problem.batch, 1, problem.seqlen, problem.seqlen)
+    return {"mask": xp.random.RandomState(seed).random_sample(shape) < 0.9}
+
+
+def _bias(xp, problem: Problem, seed: int) -> Options:
+    """For each head, the same for the whole batch."""
+    shape = (1, problem.num_heads, problem.seqlen, problem.seqlen)
+    drawn = xp.random.RandomState(seed).standard_normal(shape)
+    return {"bias": drawn.astype("float32").astype(problem.numpy_dtype)}
+
+
+def _sink(xp, problem: Problem, seed: int) -> Options:
+    return {"sink": xp.asarray(np.linspace(-1, 2, problem.num_heads), "float32")}
+
+
+def _offsets(problem: Problem) -> np.ndarray:
+    """Where packed sequences start: the lengths of `PACKED`, scaled to the number of tokens."""
+    ends = np.cumsum((0, *PACKED)) * problem.batch * problem.seqlen
+    return (ends // sum(PACKED)).astype("int32")
+
+
+def _packed(xp, problem: Problem, seed: int) -> Options:
+    offsets = _offsets(problem)
+    longest = int(np.diff(offsets).max())
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"cu_seqlens_q": xp.asarray(offsets), "cu_seqlens_k": xp.asarray(offsets), **lengths}
+
+
+FEATURES = {
+    "plain": Feature(),
+    "window127": _window(127),
+    "window1023": _window(1023),
+    "window4095": _window(4095),
+    "softcap": Feature(lambda xp, problem, seed: {"softcap": 30.0}, {"softcap": 2.0}),
+    "alibi": Feature(_slopes),
+    "padding": Feature(_padding),
+    "mask": Feature(_mask, of_scores=True),
+    "bias": Feature(_bias, of_scores=True),
+    "dbias": Feature(_bias, of_scores=True, gradients=("dbias",), only_backward=True),
+    "sink": Feature(_sink, gradients=("dsink",)),
+    "dropout": Feature(lambda xp, problem, seed: {"dropout_p": 0.1, "seed": 1 + seed}),
+    "packed": Feature(_packed),
+}
+
+
+class Kernels(NamedTuple):
+    """The method that a call takes (empty in a forward), the families of its kernels in words, and all its kernels."""
+
+    method: str
+    family: str
+    specs: tuple[KernelSpec, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A feature at one size. Packed sequences have the tokens of a batch of equal lengths, whose size is given."""
+
+    feature: str
+    problem: Problem
+    small: bool = False
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """What is measured of it."""
+        return ("backward",) if FEATURES[self.feature].only_backward else ("forward", "backward")
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """What a backward gives besides dq, dk and dv."""
+        return FEATURES[self.feature].gradients
+
+    @property
+    def window(self) -> int | None:
+        """Keys that are visible to the left of the diagonal."""
+        return FEATURES[self.feature].window
+
+    @property
+    def plain(self) -> Case:
+        """What it is compared to."""
+        return dataclasses.replace(self, feature="plain")
+
+    def options(self, xp, seed: int) -> Options:
+        """The keywords of the feature, causal among them."""
+        feature = FEATURES[self.feature]
+        changed = feature.small if self.small else {}
+        return {"causal": self.problem.causal, **feature.options(xp, self.problem, seed), **changed}
+
+    def arrays(self, tensors: Tensors) -> tuple:
+        """q, k, v and do as the call takes them."""
+        shape = self.problem.shape
+        if self.feature == "packed":
+            shape = (shape[0] * shape[1], *shape[2:])
+        return tuple(array.reshape(shape) for array in (tensors.q, tensors.k, tensors.v, tensors.do))
+
+    def flops(self, operation: str) -> float:
+        """Floating-point operations on the pairs that causal masks, windows and packed sequences leave."""
+        problem, left = self.problem, self.window
+        if self.feature == "packed":
+            pairs = float((np.diff(_offsets(problem)).astype("float64") ** 2).sum()) / 2
+        elif left is None:
+            return problem.flops(operation)
+        else:
+            pairs = problem.batch * float(np.minimum(np.arange(problem.seqlen), left).sum() + problem.seqlen)
+        return flops(operation, problem.num_heads * pairs, problem.head_dim)
+
+    def shrunk(self) -> Case:
+        """The same on few tokens and heads, for float64. Its kernels are the same if it is given the method."""
+        batch = self.problem.batch if self.feature == "packed" else 1
+        sizes = {"batch": batch, "seqlen": max(1, SMALL_TOKENS // batch), "num_heads": SMALL_HEADS}
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes), small=True)
+
+    def inputs(self, xp) -> tuple:
+        """New q, k, v and do, the same for each array module."""
+        problem = self.problem
+        sizes = {"seqlen_q": problem.seqlen, "head_dim": problem.head_dim}
+        drawn = make_inputs(problem.dtype, batch=problem.batch, num_heads=problem.num_heads, **sizes, xp=xp)
+        return self.arrays(Tensors(*drawn))
+
+    def kernels(self, device: DeviceInfo, operation: str, family: str | None) -> Kernels:
+        """What a call takes, found out without one.
+
+        Raises
+        ------
+        UnsupportedProblemError
+            The family does not have the feature.
+        """
+        small = self.shrunk()
+        options = small.options(np, 0)
+        attention = AttentionProblem.from_arrays(*small.inputs(np)[:3], **options)
+        rows = attention.kernel_strides(attention.q_shape)
+        strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(options)
+        method = ""
+        if operation == "forward":
+            plan = plan_forward(attention, device, strides, family=family)
+        else:
+            row = choose_family("backward", attention.dtype, device, family, (*attention.needs, *self.gradients))
+            tokens = self.problem.seqlen * (self.problem.batch if self.feature == "packed" else 1)
+            method = choose_method(row.name, dataclasses.replace(attention, seqlen_q=tokens), None, False)
+            if "dbias" in self.gradients:
+                method = method_of_dbias(row, method, False, attention, options["bias"])
+                strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
+            plan = plan_backward(attention, device, strides, method, family=family, more=self.gradients)
+        specs = tuple(stage.spec for stage in plan.stages)
+        families = dict.fromkeys(spec.family for spec in specs if spec.operation in TILED)
+        return Kernels(method, "+".join(families), specs)
+
+    def __str__(self) -> str:
+        return f"{self.feature} {self.problem}"
+
+
+def all_cases(features: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int]) -> Iterator[Case]:
+    """The sizes of each feature, those that share their inputs one after the other."""
+    for head_dim in head_dims:
+        for seqlen in seqlens:
+            problem = Problem(DTYPE, head_dim, seqlen, TOKENS // seqlen, MODEL_DIM // head_dim, True)
+            for name in features:
+                fits = (FEATURES[name].window or 0) + 1 < seqlen
+                fits = fits and (seqlen <= LONGEST_SCORES or not FEATURES[name].of_scores)
+                if fits and name != "packed":
+                    yield Case(name, problem)
+        if "packed" in features:
+            seqlen = TOKENS // len(PACKED)
+            problem = Problem(DTYPE, head_dim, seqlen, len(PACKED), MODEL_DIM // head_dim, True)
+            yield Case("plain", problem)
+            yield Case("packed", problem)

@@ -1,0 +1,97 @@
+"""PyTorch's FlexAttention, compiled, as a peer for features that are functions of scores and of masks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from _feature_cases import Case
+from _measure import Candidate, Gpu, Tensors, taking_turns
+from _peers import TorchPeer
+
+__all__ = ["FlexAttention"]
+
+
+class FlexAttention(TorchPeer):
+    """``torch.compile`` of ``flex_attention`` with PyTorch's own choice of tiles.
+
+    The forward runs without autograd. The backward runs through it, on the graph that a forward outside of what is
+    timed has left.
+    """
+
+    name = "torch flex"
+    features = ("softcap", "alibi", "window1023")
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(gpu)
+        import torch._dynamo
+        import torch._functorch.config
+        from torch.nn.attention import flex_attention
+
+        self._module = flex_attention
+        # Else a compiled backward may run only once on what its forward saved.
+        torch._functorch.config.donated_buffer = False
+        self._case, self._function = None, None
+
+    def supports(self, case: Case, operation: str) -> bool:
+        """Whether the comparison makes sense."""
+        return case.feature in self.features
+
+    def candidate(
+        self, case: Case, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
+    ) -> Candidate:
+        """The operation on rotating inputs. The first one of a case makes the mask and resets the compiler."""
+        if case != self._case:
+            self._case, self._function = None, None
+            self._function, self._case = self._compiled(case, options[0]), case
+        torch, function = self.torch, self._function
+        inputs = [tuple(map(self.own, case.arrays(tensors))) for tensors in sets]
+        if operation == "forward":
+            calls = [lambda q=q, k=k, v=v: (function(q, k, v),) for q, k, v, _ in inputs]
+            return Candidate(self.name, taking_turns(calls), torch.no_grad)
+        calls = []  # of a backward
+        for q, k, v, do in inputs:
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
+            with torch.enable_grad():
+                o = function(*leaves)
+            calls.append(functools.partial(torch.autograd.grad, o, leaves, do, retain_graph=True))
+        return Candidate(self.name, taking_turns(calls))
+
+    def _compiled(self, case: Case, options: Mapping[str, object]) -> Callable:
+        """A function of q, k and v."""
+        torch, seqlen = self.torch, case.problem.seqlen
+        torch._dynamo.reset()  # the number of variants of a function that it compiles is limited
+        visible = _causal if case.window is None else _windowed(case.window)
+        block_mask = self._module.create_block_mask(visible, None, None, seqlen, seqlen, device="cuda")
+        score_mod = None
+        if case.feature == "softcap":
+            score_mod = _softcap(torch, options["softcap"])
+        elif case.feature == "alibi":
+            score_mod = _alibi(torch.from_dlpack(options["alibi_slopes"]))
+        compiled = torch.compile(self._module.flex_attention, dynamic=False, fullgraph=True)
+        return lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask)
+
+
+def _causal(b, h, i, j):
+    return i >= j
+
+
+def _windowed(left: int) -> Callable:
+    def visible(b, h, i, j):
+        return (i >= j) & (i - j <= left)
+
+    return visible
+
+
+def _softcap(torch, cap: float) -> Callable:
+    def score_mod(score, b, h, i, j):
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
+
+
+def _alibi(slopes) -> Callable:
+    def score_mod(score, b, h, i, j):
+        return score + slopes[h] * (j - i)  # where a key is visible, the distance is i - j
+
+    return score_mod

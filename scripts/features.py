@@ -1,0 +1,341 @@
+"""What the features of attention cost: each alone beside the plain causal call, and beside PyTorch's FlexAttention.
+
+    python scripts/features.py                          about three minutes on an H100, most of it PyTorch's compiler
+    python scripts/features.py --no-flex                about a minute
+    python scripts/features.py --features softcap alibi --head-dims 128 --seqlens 16384
+    python scripts/features.py --families default sm80  a row for each family
+
+16384 tokens of bfloat16 (batch * seqlen), num_heads * head_dim = 2048, causal, standard normal inputs, forward and
+backward by the default method:
+
+    window127, ...         ``window=(127, 0)``, where it is shorter than the sequences
+    softcap                30
+    alibi, padding, sink   slopes by head; keys hidden at the end of each sequence; a sink by head, with its gradient
+    mask, bias, dbias      arrays as large as the scores of one head or batch, up to 2048 keys; dbias is a backward that
+                           gives the gradient of the bias, too
+    dropout                0.1
+    packed                 16 sequences of 131 to 2557 rows, beside 16 of 1024
+
+Results are checked first: ours on 512 rows against float64, by the kernels that are timed, and FlexAttention's against
+ours; what is wrong is reported and not timed. Then plain, feature and FlexAttention take turns in rounds, on inputs
+larger than twice the L2 cache. ``tflops`` counts the pairs of query and key that causal masks, windows and packed
+sequences leave, but not what masks and padding hide. ``over_plain`` is the median over rounds of the time of the plain
+call over that of the feature, with the same ``family=``: 1 costs nothing, and windows are above it. For packed
+sequences it is their TFLOP/s over those of the equal lengths. Without a family they may run on kernels of different
+ones: ``family`` says on which. ``ratio`` is that of FlexAttention's time over ours, by the first of --families: above
+1, ours is faster. Writes features.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from _check import FeatureCheck, check_equal, check_finite
+from _feature_cases import FEATURES, HEAD_DIMS, SEQLENS, TOKENS, Case, Kernels, all_cases
+from _flex import FlexAttention
+from _measure import (
+    Candidate,
+    Gpu,
+    Tensors,
+    progress,
+    results_folder,
+    sets_beyond_cache,
+    taking_turns,
+    time_in_rounds,
+    write_csv,
+)
+from _peers import available_peers
+
+import fa2cupy
+from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.families import FAMILIES
+
+COLUMNS = (
+    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "feature", "operation",
+    "family", "method", "provider", "ms_median", "ms_min", "ms_max", "tflops", "over_plain", "ratio",
+)  # fmt: skip
+OURS, DEFAULT = "fa2cupy", "default"
+BUDGET_MS = 8.0
+
+#: The least over_plain that is wanted, by feature and seqlen (None: any), and the least ratio.
+GOALS = {("window1023", 16384): 5.0, ("softcap", None): 0.85, ("alibi", None): 0.85, ("packed", None): 0.9}
+RATIO_GOAL = 1.3
+
+
+class Timed(NamedTuple):
+    """One of ours, ready to be timed: the names of two candidates, the plain one last, and what it runs on."""
+
+    name: str
+    plain: str
+    kernels: Kernels
+
+
+class FeatureBenchmark:
+    """One run: the device, FlexAttention if it is there, and what has been measured so far."""
+
+    def __init__(self, gpu: Gpu, peers: Sequence[FlexAttention], families: Sequence[str], rounds: int):
+        self.gpu, self.peers, self.rounds = gpu, peers, rounds
+        self.families = {name: None if name == DEFAULT else name for name in families}
+        self.rows: list[dict[str, object]] = []
+        self.failures: list[str] = []
+        self._rng = random.Random(0)
+        self._inputs: tuple[object, list[Tensors]] = (None, [])
+        self._checks: dict[tuple, Exception | None] = {}
+        self._stamp = {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+
+    def compile(self, cases: Iterable[Case]) -> None:
+        """Compiles what the cases will need, side by side."""
+        specs = []
+        for case in cases:
+            for operation in case.operations:
+                for family in self.families.values():
+                    for each in (case.plain, case):
+                        try:
+                            specs += each.kernels(self.gpu.info, operation, family).specs
+                        except UnsupportedProblemError:
+                            continue  # which will be said where it is measured
+        self.gpu.compile(specs)
+
+    def measure(self, case: Case, write: Callable[[str], object]) -> None:
+        """Checks and times a case. What fails is noted; the rest goes on."""
+        try:
+            self._release()
+            sets = self._sets(case)
+            options = [case.options(self.gpu.xp, seed) for seed in range(len(sets))]
+        except Exception as error:  # no memory for a bias, say: the next case may do with less
+            self._fail(f"FAILED: {case}: {describe_error(error)}")
+            return
+        for operation in case.operations:
+            try:
+                self._measure(case, operation, sets, options, write)
+            except Exception as error:  # of the clock or the device, in candidates that have worked before
+                self._fail(f"FAILED: {case} {operation}: {describe_error(error)}")
+
+    def _measure(self, case: Case, operation: str, sets: list[Tensors], options: list[dict], write) -> None:
+        candidates, timed, results = self._ours(case, operation, sets, options, write)
+        if not timed:
+            return
+        peers = self._theirs(case, operation, sets, options, results, write)
+        times = time_in_rounds(self.gpu, [*candidates, *peers], self.rounds, BUDGET_MS, self._rng)
+        work = case.flops(operation) / case.plain.flops(operation) if case.feature == "packed" else 1.0
+        for one in timed:
+            row = self._row(case, operation, OURS, times[one.name])
+            row.update(family=one.kernels.family, method=one.kernels.method)
+            row["over_plain"] = work * median_ratio(times[one.plain], times[one.name])
+            write(describe(row))
+        for peer in peers:
+            row = self._row(case, operation, peer.name, times[peer.name])
+            row["ratio"] = median_ratio(times[peer.name], times[timed[0].name])
+            write(describe(row))
+
+    def _ours(
+        self, case: Case, operation: str, sets: list[Tensors], options: list[dict], write
+    ) -> tuple[list[Candidate], list[Timed], tuple]:
+        """The candidates and their names by family, if their results are right, and the results of the first."""
+        candidates, timed, first = [], [], ()
+        for label, family in self.families.items():
+            try:
+                kernels = self._verified(case, operation, family)
+                one = self._candidate(f"{case.feature} {label}", case, operation, sets, options, family, kernels.method)
+                results = one.call()
+                check_finite(self.gpu.xp, results[:1] if operation == "forward" else results)
+                pair = [one]
+                if case != case.plain:
+                    method = self._verified(case.plain, operation, family).method
+                    plain = [case.plain.options(self.gpu.xp, 0)] * len(sets)
+                    pair.append(self._candidate(f"plain {label}", case.plain, operation, sets, plain, family, method))
+                    pair[-1].call()
+            except UnsupportedProblemError as error:
+                write(f"  {case} {operation}: without {label}: {describe_error(error)[:160]}")
+            except AssertionError as error:
+                self._fail(f"WRONG: {case} {operation} ({label}): {error}")
+            except Exception as error:  # this family's rows are lost, the others are not
+                self._fail(f"FAILED: {case} {operation} ({label}): {describe_error(error)}")
+            else:
+                candidates += pair
+                timed.append(Timed(one.name, pair[-1].name, kernels))
+                first = first or results
+        return candidates, timed, first
+
+    def _theirs(
+        self, case: Case, operation: str, sets: list[Tensors], options: list[dict], ours: tuple, write
+    ) -> list[Candidate]:
+        """The peers' candidates whose results are ours."""
+        candidates = []
+        for peer in self.peers:
+            if not peer.supports(case, operation):
+                continue
+            try:
+                candidate = peer.candidate(case, sets, options, operation)
+                with candidate.mode():
+                    theirs = peer.arrays(operation, candidate.call())
+            except Exception as error:  # a compiler that refuses, or no memory
+                write(f"  {case} {operation}: without {peer.name}: {describe_error(error)[:160]}")
+                continue
+            try:
+                check_equal(case.problem, ours[: len(theirs)], theirs)
+                candidates.append(candidate)
+            except AssertionError as error:  # one of the two is wrong
+                self._fail(f"WRONG: {case} {operation}: {peer.name}: {error}")
+        return candidates
+
+    def _candidate(
+        self, name: str, case: Case, operation: str, sets: list[Tensors], options: list[dict], family: str | None,
+        method: str,
+    ) -> Candidate:
+        """A call on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""
+        calls, gradients = [], {f"return_{gradient}": True for gradient in case.gradients}
+        for tensors, keywords in zip(sets, options, strict=True):
+            q, k, v, do = case.arrays(tensors)
+            forward = partial(fa2cupy.forward, q, k, v, family=family, **keywords)
+            if operation == "forward":
+                calls.append(forward)
+            else:
+                arguments = (q, k, v, *forward(), do)
+                how = {"method": method, "family": family, **gradients}
+                calls.append(partial(fa2cupy.backward, *arguments, **how, **keywords))
+        return Candidate(name, taking_turns(calls))
+
+    def _verified(self, case: Case, operation: str, family: str | None) -> Kernels:
+        """The kernels of a call, held against float64 on few rows, once for each choice of them."""
+        kernels = case.kernels(self.gpu.info, operation, family)
+        key = (kernels, case.feature, case.problem.head_dim, operation, family)
+        if key not in self._checks:
+            small, xp = case.shrunk(), self.gpu.xp
+            self._checks[key] = None
+            try:
+                check = FeatureCheck(*small.inputs(xp), gradients=small.gradients, **small.options(xp, 0))
+                check.verify(operation, kernels.method or None, family)
+            except Exception as error:
+                self._checks[key] = error
+        if self._checks[key] is not None:
+            raise self._checks[key]
+        return kernels
+
+    def _sets(self, case: Case) -> list[Tensors]:
+        """Inputs beyond the cache, those of the last case if they fit."""
+        problem = case.problem
+        if self._inputs[0] != problem:
+            self._inputs = (None, [])
+            self.gpu.release()
+            count = sets_beyond_cache(3 * problem.tensor_bytes, self.gpu.info.l2_bytes)
+            self._inputs = (problem, [self.gpu.tensors(problem, seed) for seed in range(count)])
+        return self._inputs[1]
+
+    def _row(self, case: Case, operation: str, provider: str, samples: list[float]) -> dict[str, object]:
+        median = statistics.median(samples)
+        row = {
+            **self._stamp, **vars(case.problem), "causal": int(case.problem.causal), "feature": case.feature,
+            "operation": operation, "provider": provider, "ms_median": median, "ms_min": min(samples),
+            "ms_max": max(samples), "tflops": case.flops(operation) / median / 1e9,
+        }  # fmt: skip
+        self.rows.append(row)
+        return row
+
+    def _release(self) -> None:
+        self.gpu.release()
+        for peer in self.peers:
+            peer.release()
+
+    def _fail(self, text: str) -> None:
+        self.failures.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Of two candidates' times, round by round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def describe_error(error: Exception) -> str:
+    """The first line, and what kind of error it is."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def describe(row: dict[str, object]) -> str:
+    """A row as a line of the table."""
+    how = " ".join(str(row[name]) for name in ("family", "method") if row.get(name))
+    line = (
+        f"{row['feature']:11s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
+        f"{row['provider']:11s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
+        f"{row['tflops']:8.1f} TFLOP/s"
+    )
+    if "over_plain" in row:
+        line += f"{row['over_plain']:7.2f} of plain"
+    return f"{line}{row['ratio']:7.2f} x our time" if "ratio" in row else line
+
+
+def summary(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The worst of what there are goals for."""
+    ratios = {(feature, None): RATIO_GOAL for feature in FlexAttention.features}
+    lines = []
+    for column, goals in (("over_plain", GOALS), ("ratio", ratios)):
+        for (feature, seqlen), goal in goals.items():
+            for operation in ("forward", "backward"):
+                name = (feature, operation)
+                own = [row for row in rows if (row["feature"], row["operation"]) == name and column in row]
+                worst = min((row[column] for row in own if seqlen in (None, row["seqlen"])), default=None)
+                if worst is not None:
+                    lines.append(f"{feature:11s}{operation:9s} {column:11s}worst {worst:6.2f}, wanted {goal}")
+    return lines
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, names, families = parser.add_argument, tuple(FEATURES), (DEFAULT, *[row.name for row in FAMILIES])
+    add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    add("--head-dims", nargs="+", type=int, default=HEAD_DIMS, metavar="N")
+    add("--seqlens", nargs="+", type=int, default=SEQLENS, metavar="N", help=f"divisors of {TOKENS}, but for packed")
+    add("--families", nargs="+", choices=families, default=(DEFAULT,), metavar="NAME", help=f"of {', '.join(families)}")
+    add("--no-flex", action="store_true", help="without FlexAttention, whose compiler takes most of the time")
+    add("--rounds", type=int, default=5)
+    add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
+    options = parser.parse_args(arguments)
+    bad = [seqlen for seqlen in options.seqlens if seqlen < 1 or TOKENS % seqlen]
+    if bad:
+        parser.error(f"--seqlens: {bad} do not divide {TOKENS}")
+    return options
+
+
+def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> FeatureBenchmark:
+    """All cases. What there is by then is written after each."""
+    peers = available_peers(gpu, () if options.no_flex else ("flex",), {"flex": FlexAttention})
+    benchmark = FeatureBenchmark(gpu, peers, options.families, options.rounds)
+    cases = list(all_cases(options.features, options.head_dims, options.seqlens))
+    print("compiling")
+    benchmark.compile(cases)
+    with progress(len(cases), "features") as bar:
+        for case in cases:
+            benchmark.measure(case, bar.write)
+            write_csv(folder / "features.csv", COLUMNS, benchmark.rows)
+            bar.update()
+    return benchmark
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a result was wrong or one of ours failed."""
+    options = parse_arguments(arguments)
+    try:
+        gpu = Gpu()
+    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
+        print(f"this needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+        return 2
+    folder = results_folder(gpu.name, options.out)
+    benchmark = run(options, gpu, folder)
+    print("", *map(describe, benchmark.rows), "", *summary(benchmark.rows), f"written to {folder}", sep="\n")
+    for text in benchmark.failures:
+        print(text, file=sys.stderr)
+    return 1 if benchmark.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

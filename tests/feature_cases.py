@@ -1,0 +1,105 @@
+"""Arguments of every feature for given sizes, and one check of a whole call against the reference."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+import fa2cupy
+from fa2cupy import TileConfig
+from fa2cupy.testing import Expectation, make_inputs
+
+METHODS = ("single_pass", "two_pass")
+SIZES = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
+
+
+def accumulator(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def numbers(shape: tuple, dtype: str, seed: int = 7) -> np.ndarray:
+    drawn = np.random.default_rng(seed).standard_normal(shape)
+    return drawn.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def booleans(shape: tuple, seed: int = 8) -> np.ndarray:
+    return np.random.default_rng(seed).random(shape) < 0.7
+
+
+def options_of(name: str, dtype: str, sizes: dict) -> dict:
+    """The keywords of one row of the table; `sizes` as for `make_inputs`."""
+    batch, heads, rows, keys = sizes["batch"], sizes["num_heads"], sizes["seqlen_q"], sizes["seqlen_k"]
+    wide = accumulator(dtype)
+    padding = np.arange(keys) < np.array([keys - 5 - 3 * b for b in range(batch)])[:, None]
+    return {
+        "causal": lambda: {"causal": True},
+        "window": lambda: {"window": (9, 4)},
+        "window left": lambda: {"window": (7, None)},
+        "window right": lambda: {"window": (None, 3)},
+        "softcap": lambda: {"softcap": 0.8},
+        "alibi": lambda: {"alibi_slopes": np.linspace(0.02, 0.4, heads).astype(wide)},
+        "alibi by batch": lambda: {"alibi_slopes": abs(numbers((batch, heads), wide))},
+        "bias": lambda: {"bias": numbers((batch, heads, rows, keys), dtype)},
+        "bias of heads": lambda: {"bias": numbers((heads, rows, keys), wide)},
+        "bias of keys": lambda: {"bias": numbers((batch, 1, 1, keys), dtype)},
+        "bias of one row": lambda: {"bias": numbers((keys,), wide)},
+        "bias of queries": lambda: {"bias": numbers((1, heads, rows, 1), dtype)},
+        "mask": lambda: {"mask": booleans((batch, heads, rows, keys))},
+        "mask of rows": lambda: {"mask": booleans((batch, 1, rows, keys))},
+        "padding": lambda: {"key_padding_mask": padding},
+        "sink": lambda: {"sink": numbers((heads,), wide)},
+        "dropout": lambda: {"dropout_p": 0.3, "seed": 0x123456789ABCDEF0},
+    }[name]()
+
+
+ROWS = (
+    "causal", "window", "window left", "window right", "softcap", "alibi", "alibi by batch", "bias", "bias of heads",
+    "bias of keys", "bias of one row", "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
+)  # fmt: skip
+
+
+def keyword(name: str) -> str:
+    """What two cases must not share to be combined."""
+    return name.split()[0]
+
+
+def extras(options: dict) -> dict:
+    """The switches of every gradient that there is besides dq, dk and dv."""
+    return {f"return_d{name}": True for name in ("bias", "sink") if options.get(name) is not None}
+
+
+def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConfig | None = None, **options) -> dict:
+    """All results of a call by name, each written into an array of NaN."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    more = extras(options)
+    names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+    o, lse = fa2cupy.forward(q, k, v, **options, config=config, out=expected.unwritten("o", "lse"))
+    gradients = fa2cupy.backward(
+        q, k, v, o, lse, do, **options, **more, dlse=dlse, method=method, config=config, out=expected.unwritten(*names)
+    )
+    return {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
+
+
+def check(inputs: tuple, *, dlse=None, config: TileConfig | None = None, **options) -> None:
+    """Forward and both backward methods against the reference."""
+    expected = Expectation(*inputs, dlse=dlse, **options)
+    for method in METHODS:
+        results = run(inputs, dlse=dlse, method=method, config=config, **options)
+        expected.check(**results, spec=(method, config))
+
+
+def inputs_of(dtype: str = "float64", **sizes) -> tuple:
+    return make_inputs(dtype, **(SIZES | sizes))
+
+
+def assert_bits_equal(results: dict, others: dict) -> None:
+    assert results.keys() == others.keys()
+    for name, result in results.items():
+        np.testing.assert_array_equal(result, others[name], err_msg=name)
+
+
+def assert_close(results: dict, others: dict, tolerance: float = 1e-12) -> None:
+    assert results.keys() == others.keys()
+    for name, result in results.items():
+        np.testing.assert_allclose(result, others[name], rtol=tolerance, atol=tolerance, err_msg=name)

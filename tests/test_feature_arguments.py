@@ -1,0 +1,364 @@
+"""Features that do not fit: the right exception, a text that names the argument, nothing written or launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from feature_cases import SIZES, inputs_of, numbers, options_of, run
+
+import fa2cupy
+from fa2cupy import UnsupportedProblemError, families
+from fa2cupy.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.testing import make_inputs
+
+OFFSETS = {"cu_seqlens_q": np.array([0, 20, 37], "int32"), "cu_seqlens_k": np.array([0, 53, 53], "int32")}
+
+
+class OnlyDlpack:
+    def __dlpack__(self):
+        raise RuntimeError("not to be called")
+
+
+def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+WRONG = {
+    "unknown": ({"windo": (1, 1)}, TypeError, "^unexpected keyword argument 'windo'; the features are window, softcap"),
+    "window number": ({"window": 4}, TypeError, r"^window: expected a tuple \(left, right\), got int"),
+    "window triple": ({"window": (1, 2, 3)}, TypeError, r"^window: expected a tuple \(left, right\), got 3 elements"),
+    "window float": ({"window": (1.0, 2)}, TypeError, r"^window \(left\): expected an int or None, got float"),
+    "window bool": ({"window": (1, True)}, TypeError, r"^window \(right\): expected an int or None, got bool"),
+    "window -1": (
+        {"window": (-1, 0)}, ValueError,
+        r"^window \(left\): expected at least 0, or None for no limit, got -1",
+    ),
+    "softcap zero": ({"softcap": 0.0}, ValueError, "^softcap: expected a positive number, or None for no cap, got 0.0"),
+    "softcap nan": ({"softcap": float("nan")}, ValueError, "^softcap: expected a positive number, got nan"),
+    "softcap inf": ({"softcap": float("inf")}, ValueError, "^softcap: expected a positive number, got inf"),
+    "softcap text": ({"softcap": "50"}, TypeError, "^softcap: expected a real number or None, got str"),
+    "slopes list": (
+        {"alibi_slopes": [0.1] * 4}, TypeError,
+        "^alibi_slopes: expected a numpy.ndarray .* got builtins.list",
+    ),
+    "slopes dtype": (
+        {"alibi_slopes": zeros(4, dtype="float64")}, TypeError,
+        "^alibi_slopes: expected dtype float32, got float64",
+    ),
+    "slopes shape": (
+        {"alibi_slopes": zeros(2)}, ValueError,
+        r"^alibi_slopes: expected shape \(4,\) or \(2, 4\) .* got \(2,\)",
+    ),
+    "bias dlpack": ({"bias": OnlyDlpack()}, TypeError, "^bias: expected a numpy.ndarray .*from_dlpack"),
+    "bias dtype": ({"bias": zeros(37, 53, dtype="float16")}, TypeError, "^bias: expected dtype float32, got float16"),
+    "bias shape": (
+        {"bias": zeros(4, 53, 37)}, ValueError,
+        r"^bias: expected a shape that can be broadcast to \(batch, .*\) = \(2, 4, 37, 53\), got \(4, 53, 37\)",
+    ),
+    "bias heads": ({"bias": zeros(2, 2, 37, 53)}, ValueError, "^bias: expected a shape that can be broadcast"),
+    "bias rank": ({"bias": zeros(1, 2, 4, 37, 53)}, ValueError, "^bias: expected a shape that can be broadcast"),
+    "mask dtype": ({"mask": zeros(37, 53)}, TypeError, "^mask: expected dtype bool, got float32"),
+    "mask shape": ({"mask": zeros(37, 50, dtype="bool")}, ValueError, "^mask: expected a shape that can be broadcast"),
+    "padding dtype": (
+        {"key_padding_mask": zeros(2, 53, dtype="int8")}, TypeError,
+        "^key_padding_mask: expected dtype bool",
+    ),
+    "padding shape": (
+        {"key_padding_mask": zeros(53, dtype="bool")}, ValueError,
+        r"^key_padding_mask: expected shape \(2, 53\) to match q and k, got \(53,\)",
+    ),
+    "sink dtype": ({"sink": zeros(4, dtype="float16")}, TypeError, "^sink: expected dtype float32, got float16"),
+    "sink shape": ({"sink": zeros(1)}, ValueError, r"^sink: expected shape \(4,\) .* got \(1,\)"),
+    "dropout one": (
+        {"dropout_p": 1.0, "seed": 1}, ValueError,
+        "^dropout_p: expected a number from 0 to below 1, got 1.0",
+    ),
+    "dropout negative": ({"dropout_p": -0.1, "seed": 1}, ValueError, "^dropout_p: expected a number from 0 to below 1"),
+    "dropout nan": (
+        {"dropout_p": float("nan"), "seed": 1}, ValueError,
+        "^dropout_p: expected a number from 0 to below 1",
+    ),
+    "dropout None": ({"dropout_p": None, "seed": 1}, TypeError, "^dropout_p: expected a real number, got NoneType"),
+    "dropout bool": ({"dropout_p": True, "seed": 1}, TypeError, "^dropout_p: expected a real number, got bool"),
+    "seed missing": ({"dropout_p": 0.1}, ValueError, "^seed: dropout needs one"),
+    "seed float": ({"dropout_p": 0.1, "seed": 1.0}, TypeError, "^seed: expected an int, got float"),
+    "seed negative": (
+        {"dropout_p": 0.1, "seed": -1}, ValueError,
+        r"^seed: expected an int from 0 to below 2\*\*64, got -1",
+    ),
+    "seed large": ({"seed": 2**64}, ValueError, r"^seed: expected an int from 0 to below 2\*\*64"),
+    "packed rank": (OFFSETS, ValueError, r"^cu_seqlens_q: packed sequences need q, k and v of 3 axes .*, got 4"),
+    "lengths alone": (
+        {"max_seqlen_k": 9}, ValueError,
+        "^max_seqlen_k: is for packed sequences, which need cu_seqlens_q",
+    ),
+}  # fmt: skip
+WRONG_PACKED = {
+    "one alone": (
+        {"cu_seqlens_k": None}, ValueError,
+        "^cu_seqlens_k: packed sequences need it together with cu_seqlens_q",
+    ),
+    "other alone": (
+        {"cu_seqlens_q": None}, ValueError,
+        "^cu_seqlens_q: packed sequences need it together with cu_seqlens_k",
+    ),
+    "offsets dtype": (
+        {"cu_seqlens_q": np.array([0, 20, 37])}, TypeError,
+        "^cu_seqlens_q: expected dtype int32, got int64",
+    ),
+    "offsets list": (
+        {"cu_seqlens_q": [0, 20, 37]}, TypeError,
+        "^cu_seqlens_q: expected a numpy.ndarray .* got builtins.list",
+    ),
+    "offsets rank": (
+        {"cu_seqlens_q": zeros(3, 1, dtype="int32")}, ValueError,
+        r"^cu_seqlens_q: expected shape \(batch \+ 1,\)",
+    ),
+    "offsets none": (
+        {"cu_seqlens_q": zeros(0, dtype="int32")}, ValueError,
+        r"^cu_seqlens_q: expected shape \(batch \+ 1,\)",
+    ),
+    "offsets lengths": (
+        {"cu_seqlens_k": zeros(4, dtype="int32")}, ValueError,
+        r"^cu_seqlens_k: expected shape \(3,\) to match cu_seqlens_q, got \(4,\)",
+    ),
+    "length float": ({"max_seqlen_q": 20.0}, TypeError, "^max_seqlen_q: expected an int or None, got float"),
+    "length negative": ({"max_seqlen_q": -1}, ValueError, "^max_seqlen_q: expected at least 0, got -1"),
+    "slopes batch": ({"alibi_slopes": zeros(1, 4)}, ValueError, r"^alibi_slopes: expected shape \(4,\) or \(2, 4\)"),
+    "padding batch": (
+        {"key_padding_mask": zeros(53, dtype="bool")}, ValueError,
+        r"^key_padding_mask: expected shape \(2, 53\)",
+    ),
+    "bias lengths": (
+        {"bias": zeros(37, 53), "max_seqlen_q": 20}, ValueError, r"^bias: .* = \(2, 4, 20, 53\), got \(37, 53\)"
+    ),
+}  # fmt: skip
+
+
+def assert_refused(inputs: tuple, good: dict, options: dict, error: type, match: str) -> None:
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v, **good)
+    out = np.full_like(o, 7), np.full_like(lse, 7)
+    gradients = tuple(np.full_like(array, 7) for array in (q, k, v))
+    for call in (
+        lambda: fa2cupy.forward(q, k, v, **options, out=out),
+        lambda: fa2cupy.backward(q, k, v, o, lse, do, **options, out=gradients),
+        lambda: fa2cupy.attention(q, k, v, **options),
+    ):
+        with pytest.raises(error, match=match) as raised:
+            call()
+        assert raised.type is error
+    assert all((array == 7).all() for array in (*out, *gradients))
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_features_that_do_not_fit(mistake):
+    options, error, match = WRONG[mistake]
+    assert_refused(inputs_of("float32"), {}, options, error, match)
+
+
+@pytest.mark.parametrize("mistake", WRONG_PACKED)
+def test_packed_sequences_that_do_not_fit(mistake):
+    options, error, match = WRONG_PACKED[mistake]
+    inputs = tuple(array[0] for array in inputs_of("float32", batch=1))
+    assert_refused(inputs, OFFSETS, OFFSETS | options, error, match)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"return_dbias": True}, ValueError, "^return_dbias: there is no bias"),
+        ({"return_dsink": True, "bias": zeros(1)}, ValueError, "^return_dsink: there is no sink"),
+        ({"return_dbias": 1, "bias": zeros(1)}, TypeError, "^return_dbias: expected a bool, got int"),
+        ({"dlse": zeros(2, 4, 36)}, ValueError, r"^dlse: expected shape \(2, 4, 37\) .* got \(2, 4, 36\)"),
+        ({"dlse": zeros(2, 4, 37, dtype="float64")}, TypeError, "^dlse: expected dtype float32 .* got float64"),
+        ({"dlse": 1.0}, TypeError, "^dlse: expected a numpy.ndarray or cupy.ndarray, got builtins.float"),
+    ],
+)
+def test_options_of_backward(options, error, match):
+    q, k, v, do = inputs_of("float32")
+    o, lse = fa2cupy.forward(q, k, v)
+    out = tuple(np.full_like(array, 7) for array in (q, k, v))
+    with pytest.raises(error, match=match):
+        fa2cupy.backward(q, k, v, o, lse, do, **options, out=out)
+    assert all((array == 7).all() for array in out)
+
+
+def test_outputs_have_one_array_for_each_gradient():
+    q, k, v, do = inputs_of("float32")
+    bias, sink = zeros(4, 1, 53), zeros(4)
+    o, lse = fa2cupy.forward(q, k, v, bias=bias, sink=sink)
+    options = {"bias": bias, "sink": sink, "return_dsink": True, "return_dbias": True}
+    with pytest.raises(TypeError, match=r"^out: expected a tuple \(dq, dk, dv, dbias, dsink\) of arrays or None"):
+        fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None))
+    with pytest.raises(ValueError, match=r"^out \(dbias\): expected shape \(4, 1, 53\) .* got \(4, 53\)"):
+        fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None, zeros(4, 53), None))
+    with pytest.raises(ValueError, match=r"^out \(dbias\): overlaps bias in memory"):
+        fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None, bias, None))
+    mine = np.full_like(sink, np.nan)
+    results = fa2cupy.backward(q, k, v, o, lse, do, **options, out=(None, None, None, None, mine))
+    assert len(results) == 5
+    assert results[4] is mine
+    assert np.isfinite(mine).all()
+
+
+def test_a_bias_may_be_in_the_accumulators_dtype():
+    q, k, v, do = inputs_of("float16")
+    for dtype in ("float16", "float32"):
+        assert run((q, k, v, do), bias=numbers((1, 53), dtype))["dbias"].dtype == dtype
+
+
+def test_lower_ranks():
+    q, k, v, do = make_inputs("float64", seqlen_q=6, seqlen_k=9, num_heads=2, head_dim=4)
+    bias, padding, slopes = numbers((6, 9), "float64"), np.arange(9) < 7, np.array([0.1, 0.4])
+    options = {"bias": bias, "alibi_slopes": slopes, "sink": slopes, "dropout_p": 0.3, "seed": 2}
+    full = run((q, k, v, do), **options, key_padding_mask=padding[None])
+    lower = run((q[0], k[0], v[0], do[0]), **options, key_padding_mask=padding)
+    for name, result in lower.items():
+        np.testing.assert_array_equal(result, full[name] if name in ("dbias", "dsink") else full[name][0])
+    own = {"bias": bias, "alibi_slopes": slopes[:1], "sink": slopes[:1], "key_padding_mask": padding}
+    single = run((q[0, :, 0], k[0, :, 0], v[0, :, 0], do[0, :, 0]), **own)
+    with_heads = run(tuple(a[0, :, :1] for a in (q, k, v, do)), **own)
+    np.testing.assert_array_equal(single["o"], with_heads["o"][:, 0])
+
+
+# --------------------------------------------------------------------------------------------------- what kernels need
+
+
+def features_of(**options) -> Features:
+    return AttentionProblem.from_arrays(*inputs_of("float32")[:3], **options).features
+
+
+def test_every_feature_has_its_row_and_its_numbers():
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
+    only_kernels = {"wide_bias", "dbias", "dlse"}
+    assert names | only_kernels == set(KERNEL_NEEDS)
+    arrays = {array for name, need in KERNEL_NEEDS.items() if name not in only_kernels for array in need.arrays}
+    assert arrays == set(ARRAY_FEATURES)
+    everything = dataclasses.replace(
+        NO_FEATURES, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
+        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_FEATURES, wide_bias=True,
+    )  # fmt: skip
+    assert everything.needs == tuple(name for name in KERNEL_NEEDS if name not in ("dbias", "dlse"))
+    assert everything.flags == tuple(KERNEL_NEEDS[name].flag for name in everything.needs)
+    assert everything.record(100, 200, everything.window, 0.25) == {
+        "window_left": 3, "window_right": 100, "scale_over_softcap": 0.125, "softcap_log2": 2 / math.log(2),
+        "dropout_threshold": 2**31, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
+        "total_q": 100, "total_k": 200, "num_sequences": 2,
+    }  # fmt: skip
+    assert len(everything.flags) == len(set(everything.flags))
+
+
+def test_neutral_values_need_nothing():
+    assert NO_FEATURES.needs == ()
+    assert NO_FEATURES.record(5, 6, (None, None), 1.0) == {}
+    assert features_of(window=(None, None), softcap=None, dropout_p=0, seed=5, bias=None, sink=None) == NO_FEATURES
+
+
+def test_lengths_are_not_part_of_what_is_compiled():
+    assert features_of(window=(10**12, 0)).flags == features_of(window=(1, 1)).flags == ("kWindow",)
+    assert features_of().record(37, 53, (10**12, 0), 1.0) == {}
+    assert features_of(window=(1, 1)).record(37, 53, (10**12, 0), 1.0) == {"window_left": 53, "window_right": 0}
+
+
+def test_causal_is_the_right_limit_of_a_window():
+    problem = AttentionProblem.from_arrays(*inputs_of("float32")[:3], causal=True, window=(3, 9))
+    assert problem.feature_values == {"window_left": 3, "window_right": 0}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    pytest.importorskip("cupy")
+    from fake_gpu import fake_gpu
+
+    with fake_gpu(monkeypatch) as stages:
+        yield stages
+
+
+GPU_ROWS = ("window", "softcap", "alibi", "bias", "mask", "padding", "sink", "dropout")
+GPU_FEATURES = {name: options_of(name, "float16", SIZES) for name in GPU_ROWS}
+
+
+@pytest.fixture
+def without_features(monkeypatch):
+    """Families that have none."""
+    monkeypatch.setattr(families, "FAMILIES", tuple(dataclasses.replace(row, features=()) for row in families.FAMILIES))
+
+
+@pytest.mark.parametrize("name", GPU_FEATURES)
+def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_features, name):
+    from fake_gpu import place
+
+    from fa2cupy import gpu
+
+    options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in GPU_FEATURES[name].items()}
+    (need,) = AttentionProblem.from_arrays(*inputs_of("float16")[:3], **GPU_FEATURES[name]).needs
+    q, k, v, do = (place(array) for array in inputs_of("float16"))
+    o, lse = gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+    launched.clear()
+    match = rf"^{need}: a kernel family for (forward|backward) with float16 .*: there is sm90.*; sm80.*; NumPy arrays"
+    with pytest.raises(UnsupportedProblemError, match=match):
+        gpu.forward(q, k, v, False, None, "bshd", None, None, None, options)
+    tail = (False, None, None, None, False, "bshd", None, None, None)
+    with pytest.raises(UnsupportedProblemError, match=match):
+        gpu.backward(q, k, v, o, lse, do, *tail, features=options)
+    with pytest.raises(UnsupportedProblemError, match="^dlse: a kernel family for backward"):
+        gpu.backward(q, k, v, o, lse, do, *tail, dlse=lse)
+    with pytest.raises(ValueError, match="^return_dbias: there is no bias"):
+        gpu.backward(q, k, v, o, lse, do, *tail, return_dbias=True)
+    with pytest.raises(UnsupportedProblemError, match=rf"^{need}: family 'sm80' for forward"):
+        gpu.forward(q, k, v, False, None, "bshd", None, None, "sm80", options)
+    assert not launched
+
+
+def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_features, monkeypatch):
+    from fake_gpu import gapped, place
+
+    from fa2cupy import gpu
+
+    q, k, v, _ = (place(array[0]) for array in inputs_of("float16", batch=1))
+    offsets = {name: place(array) for name, array in OFFSETS.items()}
+    with pytest.raises(UnsupportedProblemError, match="^cu_seqlens: a kernel family for forward"):
+        gpu.forward(q, k, v, False, None, "bshd", None, None, None, offsets)
+    monkeypatch.setattr(gpu, "AdaptedCall", None)  # what the kernels refuse is not copied for them first
+    q, k, v, do = (gapped(array) for array in inputs_of("float16", head_dim_v=24))
+    lse = place(zeros(2, 4, 37))
+    with pytest.raises(UnsupportedProblemError, match="^head_dim_v: a kernel family for forward"):
+        gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+    with pytest.raises(UnsupportedProblemError, match="^head_dim_v: a kernel family for backward"):
+        gpu.backward(q, k, v, do, lse, do, False, None, None, None, False, "bshd", None, None, None)
+    assert not launched
+
+
+def test_gpu_calls_check_before_they_refuse(launched):
+    from fake_gpu import place
+
+    from fa2cupy import gpu
+
+    q, k, v, _ = (place(array) for array in inputs_of("float16"))
+    elsewhere = place(zeros(4))
+    elsewhere.device_id = 1
+    for options, error, match in (
+        ({"softcap": -1.0}, ValueError, "^softcap: "),
+        ({"bias": [0.0]}, TypeError, "^bias: expected a numpy.ndarray"),
+        ({"sink": elsewhere}, ValueError, "^sink: expected an array on device 0 like q, got device 1"),
+    ):
+        with pytest.raises(error, match=match):
+            gpu.forward(q, k, v, False, None, "bshd", None, None, None, options)
+    assert not launched
+    gpu.forward(q, k, v, False, None, "bshd", None, None, None, {"window": (None, None), "dropout_p": 0.0})
+    assert len(launched) == 1
+
+
+def test_a_family_with_the_feature_is_taken():
+    from fa2cupy.device import DeviceInfo
+
+    row = dataclasses.replace(families.FAMILIES[1], features=("softcap", "window"))
+    device = DeviceInfo.named("sm_90")
+    assert row.supports("forward", "float16", device, ("window",))
+    assert not row.supports("forward", "float16", device, ("window", "bias"))
+    assert "with softcap, window" in str(row)

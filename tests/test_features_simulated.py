@@ -1,0 +1,307 @@
+"""Features in the kernels of every family, executed without a GPU: forward and both backward methods against the
+reference. What holds for every launch is in README.md of this folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_gpu import backward, forward, place  # noqa: E402
+from feature_cases import accumulator, numbers, options_of  # noqa: E402
+from simulator import simulated_gpu  # noqa: E402
+
+from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox  # noqa: E402
+from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
+from fa2cupy.tiles import OPERATIONS  # noqa: E402
+
+pytestmark = pytest.mark.simulated
+
+METHODS = ("single_pass", "two_pass")
+SMALL = TileConfig(32, 32, 2, 2)
+#: (family, dtype, head_dim) and a tile for each kernel; the Hopper backward above 128 columns is another one.
+FAMILIES = {
+    "simt": ("float32", 24, TileConfig(8, 8, 2)),
+    "simt double": ("float64", 24, TileConfig(8, 8, 2)),
+    "sm80": ("float16", 40, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
+    "sm80 wide": ("bfloat16", 160, {"backward": TileConfig(32, 32, 4, 2), "backward_dkdv": TileConfig(32, 32, 4, 2)}),
+    "sm90": ("float16", 64, {"forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 64, 12, 2)}),
+    "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
+    "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
+}
+#: (seqlen_q, seqlen_k): ragged, several tiles, more keys than queries and the other way round.
+LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
+
+
+def config_of(name: str) -> object:
+    tiles = FAMILIES[name][2]
+    return {"forward": SMALL, "backward_dq": SMALL, **tiles} if name.startswith("sm80") else tiles
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, monkeypatch):
+    """A key of the table, and the stages that were launched."""
+    with simulated_gpu(monkeypatch) as launched:
+        yield request.param, launched
+
+
+def draw(name: str, lengths: tuple[int, int], **sizes) -> tuple:
+    dtype, head_dim, _ = FAMILIES[name]
+    sizes = {"num_heads": 2, "num_heads_kv": 1, **sizes}
+    inputs = make_inputs(dtype, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, **sizes)
+    return tuple(place(x) for x in inputs)
+
+
+def check(
+    family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, dlse=None, others=(), **options
+) -> None:
+    """All results of a call, and that its kernels are of the family, with the feature where it matters."""
+    name, launched = family
+    q, k, v, do = inputs
+    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    o, lse = forward(q, k, v, **own, **options)
+    expected.check(o=o, lse=lse)
+    more = {f"return_d{key}": True for key in ("bias", "sink") if key in options}
+    names = ("dq", "dk", "dv", *(key.removeprefix("return_") for key in more))
+    if "bias" in options and name.startswith("sm90"):
+        own["family"] = None
+        others = ("sm80",)  # whose kernel by query tiles adds up dbias
+        own["config"] = {**own["config"], "backward_dq": SMALL}
+    for method in methods:
+        gradients = backward(q, k, v, o, lse, do, method=method, dlse=dlse, **more, **own, **options)
+        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+    specs = [stage.spec for stage in launched if stage.spec.operation in OPERATIONS]
+    assert {spec.family for spec in specs} == {name.split()[0], *others}
+    assert used is None or all(used in spec.features for spec in specs)
+
+
+def lengths_of(name: str) -> tuple:
+    return LENGTHS[name.split()[0]]
+
+
+class TestWindow:
+    @pytest.mark.parametrize("window", [(0, 0), (9, 4), (40, 70), (None, 3), (70, None)], ids=str)
+    @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+    def test_against_the_reference(self, family, causal, window):
+        for lengths in lengths_of(family[0]):
+            check(family, draw(family[0], lengths), causal=causal, window=window, used="window")
+
+    def test_keys_outside_the_band_are_not_loaded(self, family):
+        name = family[0]
+        rows = 40 if name.startswith("simt") else 300
+        q, k, v, do = draw(name, (rows, rows), num_heads=1)
+        own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None, "window": (3, 2)}
+        o, lse = forward(q, k, v, **own)
+        k[:, -1], v[:, -1] = np.nan, np.nan
+        poisoned, _ = forward(q, k, v, **own)
+        # NaN reaches the last tiles alone, whose products it is part of.
+        assert np.array_equal(poisoned[:, : rows // 4], o[:, : rows // 4])
+
+
+#: Each as `feature_cases.options_of` calls it.
+SCORES = (
+    "softcap", "alibi", "alibi by batch", "bias", "bias of heads", "bias of keys", "bias of one row",
+    "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
+)  # fmt: skip
+
+
+def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batch: int = 1) -> dict:
+    """The keywords of several rows, their arrays on the device."""
+    sizes = {"batch": batch, "num_heads": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    given = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+    return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+
+
+def dlse_like(inputs: tuple) -> np.ndarray:
+    batch, rows, heads, _ = inputs[0].shape
+    return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
+
+
+class TestScores:
+    @pytest.mark.parametrize("row", SCORES)
+    def test_each_feature(self, family, row):
+        lengths = lengths_of(family[0])[0]
+        inputs = draw(family[0], lengths)
+        # A bias that is the same for all keys has the gradient 0 without one for lse.
+        dlse = dlse_like(inputs) if row == "bias of queries" else None
+        check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
+
+    @pytest.mark.parametrize("rows", [(), ("sink", "softcap")], ids=("plain", "sink"))
+    def test_a_gradient_for_lse(self, family, rows):
+        lengths = lengths_of(family[0])[0]
+        inputs = draw(family[0], lengths, batch=2)
+        options = options_for(family[0], rows, lengths)
+        check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            ("softcap", "dropout"),
+            ("softcap", "bias of heads", "mask of rows", "sink"),
+            ("alibi by batch", "padding", "dropout", "window"),
+            ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
+        ],
+        ids="+".join,
+    )
+    def test_several(self, family, rows):
+        lengths = lengths_of(family[0])[1]
+        inputs = draw(family[0], lengths, batch=2)
+        check(family, inputs, **options_for(family[0], rows, lengths, batch=2))
+
+
+@pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("name", ("simt", "sm80"))
+def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dims):
+    sizes = {"seqlen_q": 20, "seqlen_k": 27, "num_heads": 2, "num_heads_kv": 1, "layout": layout}
+    inputs = make_inputs(FAMILIES[name][0], head_dim=head_dims[0], head_dim_v=head_dims[1], **sizes)
+    with simulated_gpu(monkeypatch) as launched:
+        check((name, launched), tuple(map(place, inputs)), layout=layout, causal=True)
+
+
+#: (queries, keys) of each sequence, some without.
+SEQUENCES = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+
+
+@pytest.fixture(params=("simt", "simt double", "sm80", "sm80 wide"))
+def packed_family(request, monkeypatch):
+    with simulated_gpu(monkeypatch) as launched:
+        yield request.param, launched
+
+
+class TestPackedSequences:
+    @staticmethod
+    def draw(name: str, before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
+        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
+        rows = [int(ends[-1]) + behind for ends in offsets]
+        inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
+        return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
+
+    @pytest.mark.parametrize("longest", [None, (40, 70)], ids=("unknown", "known"))
+    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
+    def test_against_the_reference(self, packed_family, options, longest):
+        inputs, offsets = self.draw(packed_family[0], before=3, behind=4)
+        lengths = {} if longest is None else dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
+        check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
+
+    def test_with_features(self, packed_family):
+        name = packed_family[0]
+        inputs, offsets = self.draw(name, behind=2, num_heads=4, num_heads_kv=2)
+        sizes = {"batch": len(SEQUENCES), "num_heads": 4, "seqlen_q": 40, "seqlen_k": 70}
+        rows = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
+        features = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+        features["key_padding_mask"] = numbers((len(SEQUENCES), 70), "float32", 3) < 0.7
+        features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
+        check(packed_family, inputs, max_seqlen_q=40, max_seqlen_k=70, **offsets, **features, causal=True, softcap=2.0)
+
+    @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
+    def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):
+        name = packed_family[0]
+        q, k, v, do = (place(x[0]) for x in draw(name, (85, 85)))
+        offsets = {"cu_seqlens_q": place(np.array(wrong, "int32")), "cu_seqlens_k": place(np.array(wrong, "int32"))}
+        own = {"config": config_of(name), "family": name.split()[0], "causal": True, **offsets}
+        o, lse = forward(q, k, v, **own)
+        for method in METHODS:
+            backward(q, k, v, o, lse, do, method=method, **own)  # the interpreter stops what leaves an array
+
+    def test_offsets_are_not_read_on_the_host(self, packed_family):
+        inputs, offsets = self.draw(packed_family[0])
+        q, k, v, _ = inputs
+        own = {"config": config_of(packed_family[0]), "family": packed_family[0].split()[0]}
+        o, _ = forward(q, k, v, **own, **offsets)
+        for array in offsets.values():
+            array[1:] = array[-1]  # one sequence and six empty ones, in the prepared call
+        again, _ = forward(q, k, v, **own, **offsets)
+        assert not np.array_equal(o, again)
+        Expectation(q, k, v, **offsets).check(o=again)
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
+    name = family[0]
+    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    return forward(*inputs[:3], **own, **options)
+
+
+class TestProperties:
+    def test_dropout_is_the_definition_bit_for_bit(self, family):
+        """With q = 0 all P are equal, and with the identity for v, o shows which were kept."""
+        name = family[0]
+        head_dim = FAMILIES[name][1]
+        q, k, v, _ = draw(name, (head_dim, head_dim), num_heads_kv=2)
+        q[...], v[...] = 0, np.eye(head_dim)[:, None].astype(v.dtype)
+        o, _ = run_forward(family, (q, k, v), dropout_p=0.4, seed=2**40 + 77)
+        everything = slice(0, head_dim)
+        kept = philox.kept(0.4, 2**40 + 77, 0, slice(0, 2), everything, everything)
+        assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
+
+    def test_neutral_values_change_no_bit(self, family):
+        name = family[0]
+        inputs = draw(name, lengths_of(name)[0])
+        keys = lengths_of(name)[0][1]
+        plain = run_forward(family, inputs)
+        for options in ({"window": (keys, keys)}, {"dropout_p": 0.0, "seed": 3}):
+            for result, wanted in zip(run_forward(family, inputs, **options), plain, strict=True):
+                assert np.array_equal(result, wanted), options
+
+    def test_a_sink_of_minus_infinity_is_none(self, family):
+        inputs = draw(family[0], lengths_of(family[0])[1])
+        sink = place(np.full(2, -np.inf, accumulator(FAMILIES[family[0]][0])))
+        o, lse = run_forward(family, inputs, sink=sink, causal=True)
+        Expectation(*inputs, causal=True).check(o=o, lse=lse)
+
+    def test_a_seed_travels_with_the_call(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            inputs = tuple(place(x) for x in make_inputs("float32", seqlen_q=8, head_dim=8))
+            tile = {"config": TileConfig(8, 8, 2)}
+            results = [forward(*inputs[:3], dropout_p=0.5, seed=seed, **tile)[0] for seed in (1, 2**63, 1)]
+            assert len(gpu._prepared) == 1
+        assert np.array_equal(results[0], results[2]) and not np.array_equal(results[0], results[1])
+
+
+class TestGradients:
+    INPUTS = {"seqlen_q": 20, "seqlen_k": 30, "num_heads": 2, "num_heads_kv": 1, "head_dim": 16}
+
+    def test_a_given_delta_and_a_gradient_for_lse(self, monkeypatch):
+        with simulated_gpu(monkeypatch) as launched:
+            q, k, v, do = (place(x) for x in make_inputs("float32", **self.INPUTS))
+            own = {"config": TileConfig(8, 8, 2), "causal": True}
+            o, lse = forward(q, k, v, **own)
+            dlse = place(numbers((1, 2, 20), "float32"))
+            delta = gpu.delta(o, do, "bshd", None)
+            launched.clear()
+            gradients = backward(q, k, v, o, lse, do, delta=delta, dlse=dlse, **own)
+            assert "delta" not in [stage.spec.operation for stage in launched]
+            Expectation(q, k, v, do, dlse=dlse, causal=True).check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+            with pytest.raises(ValueError, match="^dlse: expected shape"):
+                backward(q, k, v, o, lse, do, delta=delta, dlse=place(numbers((1, 1, 20), "float32")), **own)
+
+    def test_results_into_arrays_of_the_callers(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = (place(x) for x in make_inputs("float16", **self.INPUTS))
+            bias, sink = place(numbers((2, 1, 30), "float16")), place(numbers((2,), "float32"))
+            options = {"bias": bias, "sink": sink, "causal": True}
+            expected = Expectation(q, k, v, do, **options)
+            o, lse = forward(q, k, v, family="sm80", **options)
+            names = ("dq", "dk", "dv", "dbias", "dsink")
+            out = tuple(map(place, expected.unwritten(*names)))
+            more = {"return_dbias": True, "return_dsink": True}
+            results = backward(q, k, v, o, lse, do, family="sm80", out=out, **more, **options)
+            assert all(result is given for result, given in zip(results, out, strict=True))
+            expected.check(**dict(zip(names, results, strict=True)))
+            with pytest.raises(ValueError, match=r"^out \(dbias\): overlaps bias"):
+                backward(q, k, v, o, lse, do, family="sm80", out=(None, None, None, bias, None), **more, **options)
+
+    def test_a_sum_in_any_order_is_not_deterministic(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = (place(x) for x in make_inputs("float32", **self.INPUTS))
+            own = {"config": TileConfig(8, 8, 2), "return_dbias": True, "deterministic": True}
+            o, lse = forward(q, k, v, config=TileConfig(8, 8, 2))
+            with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
+                backward(q, k, v, o, lse, do, bias=place(numbers((30,), "float32")), **own)
+            backward(q, k, v, o, lse, do, bias=place(numbers((1, 2, 20, 30), "float32")), **own)

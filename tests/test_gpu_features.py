@@ -1,0 +1,188 @@
+"""On a GPU: every feature on every family that has it, against the float64 reference, and what must hold besides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from feature_cases import METHODS, ROWS, accumulator, extras, numbers, options_of
+
+import fa2cupy
+from fa2cupy import philox
+from fa2cupy.device import DeviceInfo
+from fa2cupy.families import FAMILIES
+from fa2cupy.testing import Expectation, make_inputs
+
+cp = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+HALF, WIDE = ("float16", "bfloat16"), ("float32", "float64")
+LENGTHS = ((113, 203), (300, 170), (1, 147), (513, 512))
+#: Several kernels' main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of whole and split rows.
+HEAD_DIMS = (64, 128, 256)
+
+
+def families_of(dtype: str) -> list[str | None]:
+    """Those that the device could run beside the one that it would: None, then names."""
+    names = [row.name for row in FAMILIES if row.supports("forward", dtype, DeviceInfo.current())]
+    return [None, *names[1:]]
+
+
+def on_device(options: dict) -> dict:
+    return {name: cp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
+def draw(dtype: str, lengths: tuple, head_dim: int, **sizes) -> tuple:
+    sizes = {"batch": 2, "num_heads": 4, "num_heads_kv": 2, **sizes}
+    return make_inputs(dtype, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, xp=cp, **sizes)
+
+
+def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) -> None:
+    """Forward and both methods of each family, into NaN-filled arrays."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    more = extras(options)
+    names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+    for family in families:
+        o, lse = fa2cupy.forward(q, k, v, **options, out=expected.unwritten("o", "lse"), family=family)
+        expected.check(spec=family, o=o, lse=lse)
+        for method in METHODS:
+            gradients = fa2cupy.backward(
+                q, k, v, o, lse, do, dlse=dlse, method=method, family=family, out=expected.unwritten(*names),
+                **more, **options,
+            )  # fmt: skip
+            expected.check(spec=(method, family), **dict(zip(names, gradients, strict=True)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_each_feature_in_half_precision(head_dim, name):
+    """The device's own family for every head_dim; of the others one for each, in turn: compiling takes the time here."""
+    turn = HEAD_DIMS.index(head_dim) + ROWS.index(name)
+    lengths, dtype = LENGTHS[turn % len(LENGTHS)], HALF[turn % 2]
+    first, *others = families_of(dtype)
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if name == "bias of queries" else None
+    families = [first, *others[turn % len(others) : turn % len(others) + 1]] if others else [first]
+    check(draw(dtype, lengths, head_dim), families, dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", WIDE)
+def test_each_feature_in_ieee_arithmetic(dtype, name):
+    for lengths in LENGTHS[:3]:
+        sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+        dlse = cp.asarray(numbers((2, 4, lengths[0]), accumulator(dtype))) if name == "bias of queries" else None
+        check(draw(dtype, lengths, 48), families_of(dtype), dlse=dlse, **on_device(options_of(name, dtype, sizes)))
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float64"))
+@pytest.mark.parametrize("head_dim", (64, 192))
+def test_all_at_once(dtype, head_dim):
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 260, "seqlen_k": 390}
+    rows = ("window", "softcap", "alibi by batch", "bias of heads", "mask of rows", "padding", "sink", "dropout")
+    options = {key: value for row in rows for key, value in options_of(row, dtype, sizes).items()}
+    dlse = cp.asarray(numbers((2, 4, 260), accumulator(dtype)))
+    check(draw(dtype, (260, 390), head_dim), families_of(dtype), dlse=dlse, **on_device(options | {"window": (90, 40)}))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (31, 0), (128, 128), (None, 64), (700, None)], ids=str)
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_windows(head_dim, causal, window):
+    for lengths in ((1024, 1024), (300, 900), (900, 300)):
+        check(draw("bfloat16", lengths, head_dim, batch=1), [None], causal=causal, window=window)
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_values_with_a_head_dim_of_their_own(dtype, head_dims):
+    check(draw(dtype, (200, 250), head_dims[0], head_dim_v=head_dims[1]), [None], causal=True)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_dropout_is_the_definition_bit_for_bit(dtype):
+    """With q = 0 all P are equal, and with the identity for v, o shows which were kept."""
+    length = 96
+    q, k, v, _ = draw(dtype, (length, length), length, batch=2, num_heads_kv=4)
+    q[...], v[...] = 0, cp.eye(length, dtype="float32")[:, None].astype(v.dtype)
+    kept = np.stack([philox.kept(0.4, 77, b, slice(0, 4), slice(0, length), slice(0, length)) for b in range(2)])
+    for family in families_of(q.dtype.name):
+        o, _ = fa2cupy.forward(q, k, v, dropout_p=0.4, seed=77, family=family)
+        assert np.array_equal(o.transpose(0, 2, 1, 3).get() != 0, kept)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_new_seed_is_no_new_kernel(method):
+    from fa2cupy import gpu
+
+    inputs = draw("float16", (128, 128), 64)
+    q, k, v, do = inputs
+    outputs = []
+    for seed in (1, 2, 1):
+        o, lse = fa2cupy.forward(q, k, v, dropout_p=0.5, seed=seed)
+        outputs.append((o, *fa2cupy.backward(q, k, v, o, lse, do, dropout_p=0.5, seed=seed, method="two_pass")))
+        prepared = len(gpu._prepared)
+    assert len(gpu._prepared) == prepared
+    assert not cp.array_equal(outputs[0][0], outputs[1][0])
+    assert all(cp.array_equal(a, b) for a, b in zip(outputs[0], outputs[2], strict=True))
+
+
+# --------------------------------------------------------------------------------------------------- packed sequences
+
+SEQUENCES = ((5, 9), (0, 3), (400, 170), (4, 0), (1, 700), (0, 0), (350, 370), (128, 128))
+
+
+def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple[tuple, dict]:
+    offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
+    inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1)
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    return tuple(x[0] for x in inputs), dict(zip(names, map(cp.asarray, offsets), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 30)}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("head_dim", (64, 192))
+@pytest.mark.parametrize("dtype", (*HALF, *WIDE))
+def test_packed_sequences(dtype, head_dim, options):
+    inputs, offsets = packed(dtype, head_dim, before=3, behind=40)
+    check_packed(inputs, **offsets, **options)
+    check_packed(inputs, **offsets, **options, max_seqlen_q=400, max_seqlen_k=700)
+
+
+def check_packed(inputs: tuple, **options) -> None:
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, **options)
+    o, lse = fa2cupy.forward(q, k, v, **options, out=expected.unwritten("o", "lse"))
+    expected.check(o=o, lse=lse)
+    for method in METHODS:
+        out = expected.unwritten("dq", "dk", "dv")
+        fa2cupy.backward(q, k, v, o, lse, do, method=method, out=out, **options)
+        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), out, strict=True)))
+
+
+def test_packed_sequences_are_captured_in_a_graph():
+    """What reads offsets on the host cannot be captured."""
+    (q, k, v, do), offsets = packed("float16", 64)
+    options = {**offsets, "causal": True}
+    o, lse = fa2cupy.forward(q, k, v, **options)
+    plain = fa2cupy.backward(q, k, v, o, lse, do, method="two_pass", **options)
+    stream = cp.cuda.Stream(non_blocking=True)
+    out = tuple(cp.empty_like(x) for x in (o, lse, *plain))
+    with stream:
+        stream.begin_capture()
+        fa2cupy.forward(q, k, v, **options, out=out[:2])
+        fa2cupy.backward(q, k, v, *out[:2], do, method="two_pass", out=out[2:], **options)
+        graph = stream.end_capture()
+        graph.launch()
+    stream.synchronize()
+    for result, wanted in zip(out, (o, lse, *plain), strict=True):
+        assert cp.array_equal(result, wanted)
+
+
+@pytest.mark.parametrize("wrong", [(0, 500, 20, 850), (-7, 90, 15, 400), (3, 10, 2**31 - 1, 600), (900, 950, 990, 1200)])
+def test_offsets_that_lie_do_not_stop_the_device(wrong):
+    q, k, v, do = (x[0] for x in draw("float16", (850, 850), 64, batch=1))
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cp.asarray(wrong, dtype="int32"))
+    o, lse = fa2cupy.forward(q, k, v, **offsets)
+    for method in METHODS:
+        fa2cupy.backward(q, k, v, o, lse, do, method=method, **offsets)
+    cp.cuda.Device().synchronize()

@@ -1,0 +1,202 @@
+"""Packed sequences are a loop over them; packed q, k and v are views."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from feature_cases import METHODS, assert_bits_equal, assert_close, booleans, check, inputs_of, numbers, run
+
+import fa2cupy
+from fa2cupy import TileConfig
+from fa2cupy.testing import make_inputs
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+TILE = TileConfig(8, 8, 1)
+LENGTHS = [(5, 9), (0, 3), (17, 17), (4, 0), (1, 30), (0, 0), (20, 6)]
+ROWS = ("o", "dq"), ("dk", "dv")  # results with the rows of queries, and of keys
+
+
+def packed(dtype: str = "float64", before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
+    """q, k, v, do of 3 axes, with rows of no sequence before and behind, and the offsets."""
+    offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*LENGTHS, strict=True)]
+    rows = {f"seqlen_{side}": int(ends[-1]) + behind for side, ends in zip("qk", offsets, strict=True)}
+    q, k, v, do = inputs_of(dtype, batch=1, **rows, **sizes)
+    return (q[0], k[0], v[0], do[0]), {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1]}
+
+
+def part(name: str, array: np.ndarray, offsets: dict, number: int) -> np.ndarray:
+    side = "cu_seqlens_k" if name in ("k", "v", "dk", "dv") else "cu_seqlens_q"
+    rows = slice(*offsets[side][number : number + 2])
+    return array[:, rows] if name in ("lse", "dlse") else array[rows]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 2)},
+    "softcap and sink": {"softcap": 0.7, "sink": np.array([0.1, -1.0, 2.0, 0.0])},
+    "alibi": {"alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4]), "causal": True},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("outside", [(0, 0), (3, 4)])
+def test_it_is_a_loop_over_sequences_bit_for_bit(outside, name, method):
+    options = OPTIONS[name]
+    inputs, offsets = packed(before=outside[0], behind=outside[1])
+    dlse = numbers((4, len(inputs[0])), "float64")
+    results = run(inputs, **offsets, **options, dlse=dlse, config=TILE, method=method)
+    dsink = np.zeros(4)
+    inside = {True: np.zeros(len(inputs[0]), bool), False: np.zeros(len(inputs[1]), bool)}
+    for number in range(len(LENGTHS)):
+        own = tuple(part(n, a, offsets, number) for n, a in zip(("q", "k", "v", "do"), inputs, strict=True))
+        single = run(own, **options, dlse=part("dlse", dlse, offsets, number), config=TILE, method=method)
+        dsink += single.pop("dsink", 0)
+        assert_bits_equal({n: part(n, results[n], offsets, number) for n in single}, single)
+        for of_queries, side in ((True, "cu_seqlens_q"), (False, "cu_seqlens_k")):
+            inside[of_queries][slice(*offsets[side][number : number + 2])] = True
+    for of_queries, names in zip((True, False), ROWS, strict=True):
+        for result in names:
+            assert not results[result][~inside[of_queries]].any()
+    assert (results["lse"][:, ~inside[True]] == -np.inf).all()
+    if "sink" in options:
+        np.testing.assert_allclose(results["dsink"], dsink, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_against_the_reference(layout, dtype):
+    inputs, offsets = packed(dtype, behind=3)
+    if layout == "bhsd":
+        inputs = tuple(array.transpose(1, 0, 2) for array in inputs)
+    wide = "float64" if dtype == "float64" else "float32"
+    features = {
+        "bias": numbers((4, 20, 30), dtype),
+        "mask": booleans((7, 1, 20, 30)),
+        "sink": numbers((4,), wide),
+        "alibi_slopes": abs(numbers((7, 4), wide)),
+        "key_padding_mask": booleans((7, 30), 3),
+    }
+    lengths = {"max_seqlen_q": 20, "max_seqlen_k": 30}
+    check(inputs, **offsets, **lengths, **features, layout=layout, causal=True, softcap=2.0, config=TILE)
+    check(inputs, **offsets, layout=layout, window=(6, 3), dropout_p=0.2, seed=9, config=TILE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_lengths_are_a_batch(method):
+    q, k, v, do = inputs_of(batch=3, seqlen_q=11, seqlen_k=13)
+    features = {
+        "bias": numbers((3, 1, 11, 13), "float64"), "mask": booleans((3, 4, 11, 13)), "sink": numbers((4,), "float64"),
+        "alibi_slopes": abs(numbers((3, 4), "float64")), "key_padding_mask": booleans((3, 13), 3), "softcap": 1.5,
+        "dropout_p": 0.3, "seed": 4, "causal": True, "config": TILE, "method": method,
+    }  # fmt: skip
+    batch = run((q, k, v, do), **features)
+    rows = tuple(array.reshape(-1, *array.shape[2:]) for array in (q, k, v, do))
+    offsets = {"cu_seqlens_q": np.arange(4, dtype="int32") * 11, "cu_seqlens_k": np.arange(4, dtype="int32") * 13}
+    results = run(rows, **offsets, max_seqlen_q=11, max_seqlen_k=13, **features)
+    batch["lse"] = batch["lse"].transpose(1, 0, 2)
+    assert_bits_equal({name: result.reshape(batch[name].shape) for name, result in results.items()}, batch)
+
+
+def test_a_bias_for_all_sequences_gets_the_sum_of_their_gradients():
+    inputs, offsets = packed()
+    bias = numbers((4, 20, 30), "float64")
+    lengths = {"max_seqlen_q": 20, "max_seqlen_k": 30}
+    results = run(inputs, **offsets, **lengths, bias=bias, config=TILE)
+    total = np.zeros_like(bias)
+    for number, (rows, keys) in enumerate(LENGTHS):
+        own = tuple(part(n, a, offsets, number) for n, a in zip(("q", "k", "v", "do"), inputs, strict=True))
+        total[:, :rows, :keys] += run(own, bias=bias[:, :rows, :keys], config=TILE)["dbias"]
+    np.testing.assert_allclose(results["dbias"], total, rtol=1e-12, atol=1e-14)
+    assert results["dbias"].any()
+
+
+def test_rows_of_no_sequence_reach_nothing():
+    inputs, offsets = packed(before=2, behind=5)
+    clean = run(inputs, **offsets, causal=True, config=TILE)
+    dirty = tuple(array.copy() for array in inputs)
+    for array in dirty:
+        array[:2] = array[-5:] = np.nan
+    assert_bits_equal(run(dirty, **offsets, causal=True, config=TILE), clean)
+
+
+def test_no_sequence_at_all():
+    inputs, _ = packed()
+    none = np.zeros(1, "int32")
+    results = run(inputs, cu_seqlens_q=none, cu_seqlens_k=none)
+    assert not any(results[name].any() for name in ("o", "dq", "dk", "dv"))
+    assert (results["lse"] == -np.inf).all()
+
+
+BAD_OFFSETS = {
+    "falls": ([0, 9, 5, 47], [0, 10, 20, 65], r"^cu_seqlens_q: expected offsets that grow .* got \[0, 9, 5"),
+    "negative": ([-1, 9, 15, 47], [0, 10, 20, 65], "^cu_seqlens_q: expected offsets that grow"),
+    "too far": ([0, 9, 15, 47], [0, 10, 20, 66], "^cu_seqlens_k: expected offsets that grow from 0 to at most 65"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_OFFSETS)
+def test_offsets_that_lie_are_refused(mistake):
+    q, k, v, do = packed()[0]
+    *offsets, match = BAD_OFFSETS[mistake]
+    good = {"cu_seqlens_q": np.array([0, 9, 15, 47], "int32"), "cu_seqlens_k": np.array([0, 10, 20, 65], "int32")}
+    o, lse = fa2cupy.forward(q, k, v, **good)
+    bad = dict(zip(good, (np.array(numbers, "int32") for numbers in offsets), strict=True))
+    out = np.full_like(o, 7), np.full_like(lse, 7)
+    with pytest.raises(ValueError, match=match):
+        fa2cupy.forward(q, k, v, **bad, out=out)
+    gradients = tuple(np.full_like(array, 7) for array in (q, k, v))
+    with pytest.raises(ValueError, match=match):
+        fa2cupy.backward(q, k, v, o, lse, do, **bad, out=gradients)
+    assert all((array == 7).all() for array in (*out, *gradients))
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_longer_sequences_than_promised_are_refused(side):
+    inputs, offsets = packed()
+    longest = max(lengths["qk".index(side)] for lengths in LENGTHS)
+    fa2cupy.forward(*inputs[:3], **offsets, **{f"max_seqlen_{side}": longest})
+    with pytest.raises(ValueError, match=f"^max_seqlen_{side}: a sequence has {longest} rows, more than {longest - 1}"):
+        fa2cupy.forward(*inputs[:3], **offsets, **{f"max_seqlen_{side}": longest - 1})
+
+
+class TestPackedProjections:
+    """qkv of (batch, seqlen, 3, heads, head_dim): its parts are views, of the gradient's too."""
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_in_a_batch(self, method):
+        qkv = numbers((2, 30, 3, 4, 8), "float32")
+        do = numbers((2, 30, 4, 8), "float32", 9)
+        views = tuple(qkv[:, :, part] for part in range(3))
+        copies = tuple(view.copy() for view in views)
+        o, lse = fa2cupy.forward(*views, causal=True)
+        dqkv = np.full_like(qkv, np.nan)
+        out = tuple(dqkv[:, :, part] for part in range(3))
+        returned = fa2cupy.backward(*views, o, lse, do, causal=True, method=method, out=out)
+        assert all(a is b for a, b in zip(returned, out, strict=True))
+        expected = fa2cupy.backward(*copies, *fa2cupy.forward(*copies, causal=True), do, causal=True, method=method)
+        np.testing.assert_array_equal(dqkv, np.stack(expected, axis=2))
+
+    def test_with_packed_sequences_and_grouped_heads(self):
+        qkv = numbers((47, 6, 8), "float64")  # four query heads, a key and a value head
+        do = numbers((47, 4, 8), "float64", 9)
+        views = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
+        offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, 20, 21, 47], "int32"))
+        dqkv = np.full_like(qkv, np.nan)
+        o, lse = fa2cupy.forward(*views, **offsets, causal=True)
+        fa2cupy.backward(
+            *views, o, lse, do, **offsets, causal=True, out=(dqkv[:, :4], dqkv[:, 4:5], dqkv[:, 5:])
+        )
+        results = run((*(view.copy() for view in views), do), **offsets, causal=True)
+        np.testing.assert_array_equal(dqkv, np.concatenate([results["dq"], results["dk"], results["dv"]], axis=1))
+
+
+def test_the_closure_takes_features():
+    q, k, v, do = make_inputs("float64", seqlen_q=9, seqlen_k=12, head_dim=4)
+    features = {"bias": numbers((9, 12), "float64"), "sink": np.ones(2), "dropout_p": 0.2, "seed": 3, "causal": True}
+    o, backprop = fa2cupy.attention(q, k, v, **features, return_dbias=True, return_dsink=True)
+    results = run((q, k, v, do), **features)
+    names = ("dq", "dk", "dv", "dbias", "dsink")
+    assert_close({"o": o, **dict(zip(names, backprop(do), strict=True))}, {n: results[n] for n in ("o", *names)}, 0)
