@@ -34,6 +34,10 @@ FAMILIES = {
 LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
 
 
+#: Between its products a Hopper kernel does the same at head_dim 96 as at 64: scores are looked at once, which is slow.
+WITH_OWN_SCORES = [name for name in FAMILIES if name != "sm90 middle"]
+
+
 def config_of(name: str) -> object:
     tiles = FAMILIES[name][2]
     return {"forward": SMALL, "backward_dq": SMALL, **tiles} if name.startswith("sm80") else tiles
@@ -120,6 +124,7 @@ def dlse_like(inputs: tuple) -> np.ndarray:
 
 
 class TestScores:
+    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
     @pytest.mark.parametrize("row", SCORES)
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
@@ -145,8 +150,9 @@ class TestScores:
         ],
         ids="+".join,
     )
+    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
     def test_several(self, family, rows):
-        lengths = lengths_of(family[0])[1]
+        lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=2))
 
