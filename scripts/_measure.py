@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import functools
 import gc
 import importlib.util
@@ -166,6 +167,20 @@ class Gpu:
         """Gives unused memory of the pool back, so that other libraries can have it."""
         gc.collect()
         self.xp.get_default_memory_pool().free_all_blocks()
+
+
+def find_gpu() -> Gpu | None:
+    """The current device; where there is none, says what is missing and gives None."""
+    try:
+        return Gpu()
+    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
+        print(f"this needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+        return None
+
+
+def stamp_of(gpu: Gpu) -> dict[str, str]:
+    """The columns that say where and when a row was measured."""
+    return {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
 
 
 def _pool_meter(cupy, pool):

@@ -30,7 +30,6 @@ startup
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import random
 import statistics
@@ -43,12 +42,14 @@ from _measure import (
     Candidate,
     Gpu,
     Problem,
+    find_gpu,
     format_bytes,
     host_microseconds,
     progress,
     read_csv,
     results_folder,
     sets_beyond_cache,
+    stamp_of,
     time_in_rounds,
     write_csv,
 )
@@ -119,7 +120,7 @@ class Benchmark:
         self.failures: list[str] = []
         self._rng = random.Random(0)
         self._dropped: set[tuple[str, ...]] = set()
-        self.stamp = {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+        self.stamp = stamp_of(gpu)
 
     def speed(self, problem: Problem, operations: Iterable[str], write=print) -> None:
         """Checks and times all implementations on one problem."""
@@ -362,10 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if can_plot():
             print(*plot(read_csv(source), folder), sep="\n")
         return 0
-    try:
-        gpu = Gpu()
-    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
-        print(f"the benchmark needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+    gpu = find_gpu()
+    if gpu is None:
         return 2
     folder = results_folder(gpu.name, options.out)
     benchmark = run(options, gpu, folder)

@@ -29,7 +29,6 @@ ones: ``family`` says on which. ``ratio`` is that of FlexAttention's time over o
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import sys
@@ -45,9 +44,11 @@ from _measure import (
     Candidate,
     Gpu,
     Tensors,
+    find_gpu,
     progress,
     results_folder,
     sets_beyond_cache,
+    stamp_of,
     taking_turns,
     time_in_rounds,
     write_csv,
@@ -89,7 +90,7 @@ class FeatureBenchmark:
         self._rng = random.Random(0)
         self._inputs: tuple[object, list[Tensors]] = (None, [])
         self._checks: dict[tuple, Exception | None] = {}
-        self._stamp = {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+        self._stamp = stamp_of(gpu)
 
     def compile(self, cases: Iterable[Case]) -> None:
         """Compiles what the cases will need, side by side."""
@@ -324,10 +325,8 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> FeatureBenchmark
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or one of ours failed."""
     options = parse_arguments(arguments)
-    try:
-        gpu = Gpu()
-    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
-        print(f"this needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+    gpu = find_gpu()
+    if gpu is None:
         return 2
     folder = results_folder(gpu.name, options.out)
     benchmark = run(options, gpu, folder)

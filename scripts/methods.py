@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import random
 import statistics
 import sys
@@ -24,7 +23,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from _check import HeadCheck, check_equal
-from _measure import Gpu, Problem, progress, read_csv, results_folder, sets_beyond_cache, time_in_rounds, write_csv
+from _measure import (
+    Gpu,
+    Problem,
+    find_gpu,
+    progress,
+    read_csv,
+    results_folder,
+    sets_beyond_cache,
+    stamp_of,
+    time_in_rounds,
+    write_csv,
+)
 from _peers import Fa2cupy
 from _plots import can_plot, line_panels
 
@@ -105,13 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if can_plot():
             plot(read_csv(source), source.with_suffix(".png"))
         return 0
-    try:
-        gpu = Gpu()
-    except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
-        print(f"this needs a CUDA GPU and CuPy: {error}", file=sys.stderr)
+    gpu = find_gpu()
+    if gpu is None:
         return 2
     folder = results_folder(gpu.name, options.out)
-    stamp = {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+    stamp = stamp_of(gpu)
     work, rows, wrong, rng = list(problems(options.head_dims, options.tokens)), [], 0, random.Random(0)
     gpu.precompile(work, METHODS)
     with progress(len(work), "methods") as bar:

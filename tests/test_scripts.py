@@ -211,7 +211,7 @@ def test_benchmark_aborts_rows_with_wrong_results(small_benchmark, tmp_path, mon
             raise AssertionError("dq is off by a mile")
 
     monkeypatch.setattr(_check.HeadCheck, "verify", verify)
-    monkeypatch.setattr(benchmark, "Gpu", FakeGpu)
+    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
     arguments = "--dtypes float16 --head-dims 64 --seqlens 64 --rounds 1 --sections speed --peers".split()
     assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 1
     assert "WRONG: float16 d=64 seqlen=64" in capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
 def small_methods(monkeypatch):
     for name, value in {"TOKENS": (32, 64), "SEQLENS": (32, 64), "MODEL_DIM": 128, "ROUNDS": 1}.items():
         monkeypatch.setattr(methods, name, value)
-    monkeypatch.setattr(methods, "Gpu", FakeGpu)
+    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
 
 
 def test_methods_from_checks_to_files(small_methods, tmp_path):
@@ -363,7 +363,7 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
         return right(*arguments, **options)
 
     monkeypatch.setattr(features.fa2cupy, "forward", forward)
-    monkeypatch.setattr(features, "Gpu", FakeGpu)
+    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
     monkeypatch.setattr(features, "FlexAttention", FakeFlex)
     monkeypatch.setattr(FakeFlex, "factor", 2)
     arguments = "--features softcap alibi --head-dims 32 --seqlens 256 --rounds 1".split()
@@ -439,7 +439,7 @@ def test_benchmark_without_gpu_says_so(monkeypatch, capsys):
     def no_gpu():
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(benchmark, "Gpu", no_gpu)
+    monkeypatch.setattr(_measure, "Gpu", no_gpu)
     assert benchmark.main([]) == 2
     assert "needs a CUDA GPU and CuPy: no driver" in capsys.readouterr().err
 
