@@ -82,7 +82,6 @@ EXEMPTIONS = (
     Exemption("backward", 128, TileConfig(64, 128, 8, 2), 80, MEASURED),
     Exemption("backward", 256, TileConfig(64, 64, 8, 2), 44, MEASURED),
     Exemption("backward", 64, TileConfig(128, 128, 12, 2), 32, MEASURED),
-    Exemption("backward_dkdv", 64, TileConfig(128, 128, 12, 2), 8, MEASURED),
     Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
     Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
     Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),

@@ -273,7 +273,7 @@ MUTANTS = (
         "backward",
         "mbarrier_wait(memory_.full_query(stage), parity);\n        Base::template start_scores",
         "Base::template start_scores",
-        "uninitialised",
+        "proxy",
         HOPPER_ROWS,
     ),
     Mutant(
@@ -879,7 +879,7 @@ MUTANTS = (
         "bias past the last key",
         "forward",
         "column = min_of(first.key + keys, params_.seqlen_k - 1);",
-        "column = key;",
+        "column = first.key + keys;",
         "bounds",
         Problem(feature="bias"),
     ),
