@@ -10,6 +10,9 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -236,6 +239,24 @@ def test_a_kernel_with_a_feature_is_another_one(name):
     with_feature = dataclasses.replace(plain, features=(*base, name))
     assert with_feature.symbol != dataclasses.replace(plain, features=base).symbol
     assert cached_kernel(with_feature).cubin != cached_kernel(dataclasses.replace(plain, features=base)).cubin
+
+
+def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
+    """NVRTC 13 did not find a library of its own then."""
+    script = textwrap.dedent("""
+        from concurrent.futures import ThreadPoolExecutor
+        from fa2cupy.compiler import compile_source
+        from fa2cupy.source import render_kernel
+        from fa2cupy.spec import KernelSpec
+        from fa2cupy.tiles import TileConfig
+
+        tile = TileConfig(16, 1, 4)
+        sources = [render_kernel(KernelSpec("delta", "sm80", "sm_80", "float16", d, False, tile)) for d in (32, 64, 96, 128)]
+        with ThreadPoolExecutor(4) as threads:
+            print(len([kernel.cubin for kernel in threads.map(compile_source, sources)]))
+        """)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "4\n", run.stderr
 
 
 def test_nvrtc_is_given_no_include_path():

@@ -7,8 +7,8 @@
 // Where features change scores, products start from zero, and the first is -lse in base 2.
 //
 // A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
-// zero. In shared memory a lane's numbers of 16 queries, which are those of columns 2t, 2t + 1, 2t + 8 and 2t + 9
-// (t = lane % 4), lie together.
+// zero. In shared memory they are k-steps (statistic.cuh), or a lane's numbers of 16 queries, which are those of columns
+// 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
 #pragma once
 #include "common/score_mod.cuh"
 #include "sm90/backward_shape.cuh"
