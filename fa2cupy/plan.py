@@ -24,6 +24,7 @@ _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
 _DSINK_WARPS = 8
+_OF_QUERIES = ("q", "o", "dout", "dq")  # tensors that have their rows
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
 #: Element strides of the batch, row and head axes.
@@ -68,15 +69,21 @@ class _Planner:
 
     def _sizes(self, name: str) -> tuple[int, int, int]:
         problem = self.problem
-        if name in ("q", "o", "dout", "dq"):
+        if name in _OF_QUERIES:
             return problem.batch, problem.seqlen_q, problem.num_heads
         return problem.batch, problem.seqlen_k, problem.num_heads_kv
+
+    def _longest(self, name: str) -> int:
+        values = self.problem.feature_values
+        return values["max_seqlen_q" if name in _OF_QUERIES else "max_seqlen_k"]
 
     def _why_not_sm90(self, operation: str) -> str | None:
         if not self.problem.softmax_scale > 0:
             return f"softmax_scale={self.problem.softmax_scale} is not positive"
         if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
             return None  # nothing will be launched
+        if self.problem.is_packed and 0 in self.problem.score_shape[2:]:
+            return "all its sequences are empty"
         for name in param_layout(operation, "sm90", self.problem.dtype).maps:
             reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
             if reason:
@@ -85,8 +92,8 @@ class _Planner:
 
     def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
         problem = self.problem
-        sizes, strides = self._sizes(name), self.strides[name]
-        return tma.tensor_layout(problem.dtype, sizes, strides, problem.head_dim, problem.itemsize, box_rows)
+        array = (problem.dtype, self._sizes(name), self.strides[name], problem.head_dim, problem.itemsize, box_rows)
+        return tma.packed_layout(*array, self._longest(name)) if problem.is_packed else tma.tensor_layout(*array)
 
     def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
         return choose_tile(operation, self.family, self.problem, self.device, config)
@@ -109,7 +116,7 @@ class _Planner:
             "heads_per_group": problem.heads_per_group,
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
-            "batch": problem.score_shape[0] if tiled else problem.batch,
+            "batch": problem.batch,
             **problem.feature_values,
             **values,
         }
@@ -118,17 +125,25 @@ class _Planner:
         )
         return Stage(spec, blocks, constants, maps)
 
+    def num_tiles(self, axis: int, rows: int) -> int:
+        """Tiles of a head along an axis of the scores; of packed sequences, each starts with a tile of its own."""
+        problem = self.problem
+        if not problem.is_packed:
+            return -(-problem.score_shape[axis] // rows)
+        total = (problem.seqlen_q, problem.seqlen_k)[axis - 2]
+        return total // rows + problem.score_shape[0] if problem.score_shape[0] else 0
+
     def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
         problem = self.problem
-        num_tiles = -(-problem.score_shape[2] // tile.b_r)
+        num_tiles = self.num_tiles(2, tile.b_r)
         section = groups_per_section(problem, self.device, COLUMNS_BY_QUERIES) * problem.heads_per_group
         return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
 
     def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
         problem = self.problem
-        num_tiles = -(-problem.score_shape[3] // tile.b_c)
+        num_tiles = self.num_tiles(3, tile.b_c)
         columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
         section = groups_per_section(problem, self.device, columns)
         return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
@@ -137,8 +152,7 @@ class _Planner:
         self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
     ) -> Stage:
         layout = param_layout(operation, self.family, self.problem.dtype)
-        all_heads = heads * self.problem.score_shape[0]
-        blocks = num_tiles * all_heads
+        blocks = num_tiles * heads * self.problem.batch
         if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         return self.stage(
@@ -162,7 +176,7 @@ def plan_forward(
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
     planner = _Planner("forward", problem, device, strides, family)
     plan = _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
-    if problem.features.num_sequences is None:
+    if not problem.is_packed:
         return plan
     return replace(plan, cleared=("o",), hidden=("lse",))  # rows may be of no sequence
 
@@ -199,8 +213,7 @@ def plan_backward(
         planner = _Planner("dsink", problem, device, strides, None, more)
         stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
     cleared = ("dbias_accum",) if "dbias" in more else ()
-    packed = problem.features.num_sequences is not None  # rows may be of no sequence
-    cleared += ("dq", "dk", "dv") if packed else ()
+    cleared += ("dq", "dk", "dv") if problem.is_packed else ()  # rows may be of no sequence
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
@@ -212,15 +225,12 @@ def plan_backward(
         stages.append(planner.by_query_tiles("backward", tile))
         return _plan(*stages, workspaces=workspaces, cleared=tuple(dict.fromkeys(("dk", "dv", *cleared))))
     stages.append(planner.by_key_tiles("backward", tile))
-    batch, heads, longest, _ = problem.score_shape
-    num_tiles = -(-longest // tile.b_r)
-    tiles_of_head = batch * num_tiles
-    if problem.features.num_sequences is not None:  # each starts with a tile of its own
-        tiles_of_head = problem.seqlen_q // tile.b_r + batch
+    num_tiles = planner.num_tiles(2, tile.b_r)
+    all_tiles = problem.batch * problem.num_heads * num_tiles
     columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", heads * tiles_of_head * tile.b_r * columns * 4))
+    workspaces.append(Workspace("dq_accum", all_tiles * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
-    stages.append(planner.stage("convert_dq", convert, batch * heads * num_tiles, num_tiles=num_tiles))
+    stages.append(planner.stage("convert_dq", convert, all_tiles, num_tiles=num_tiles))
     return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
 
 

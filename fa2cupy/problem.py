@@ -174,10 +174,15 @@ class AttentionProblem:
         return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether sequences lie one behind the other along the rows."""
+        return self.features.num_sequences is not None
+
+    @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
         features = self.features
-        if features.num_sequences is None:
+        if not self.is_packed:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
         return features.num_sequences, self.num_heads, features.max_seqlen_q, features.max_seqlen_k
 

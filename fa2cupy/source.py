@@ -87,7 +87,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     if "cu_seqlens" in spec.features and values["scheduled"]:
-        pointers = [name for name in layout.pointers if name in _ROWS]
+        pointers = [name for name in layout.pointers if name in _ROWS and name not in layout.maps]
         values |= {
             "by_queries": [name for name in pointers if _ROWS[name] == "queries"],
             "by_keys": [name for name in pointers if _ROWS[name] == "keys"],

@@ -105,7 +105,9 @@ def _execute(launch: Launch, module: ptxsim.Module, seed: int | None, with_count
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:
     """As fa2cupy.tma.encode asks the driver for it."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[layout.dtype]
-    return bytes(ptxsim.tensor_map(address, kind, layout.sizes, layout.strides, (64, layout.box_rows, 1, 1), 128))
+    first = address - layout.rows_before * layout.strides[0]
+    box = (64, layout.box_rows, 1, 1)
+    return bytes(ptxsim.tensor_map(first, kind, layout.sizes, layout.strides, box, 128, within=address))
 
 
 class _Buffer:

@@ -172,40 +172,49 @@ def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dim
 
 
 #: (queries, keys) of each sequence, some without.
-SEQUENCES = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+SHORT = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+SEQUENCES = {"simt": SHORT, "sm80": SHORT, "sm90": ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))}
 
 
-@pytest.fixture(params=("simt", "simt double", "sm80", "sm80 wide"))
+@pytest.fixture(params=[name for name in FAMILIES if name != "sm90 middle"])
 def packed_family(request, monkeypatch):
     with simulated_gpu(monkeypatch) as launched:
         yield request.param, launched
 
 
+def longest_of(name: str) -> dict[str, int]:
+    queries, keys = (max(lengths) for lengths in zip(*SEQUENCES[name.split()[0]], strict=True))
+    return {"max_seqlen_q": queries, "max_seqlen_k": keys}
+
+
 class TestPackedSequences:
     @staticmethod
     def draw(name: str, before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
-        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
+        sequences = SEQUENCES[name.split()[0]]
+        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
         rows = [int(ends[-1]) + behind for ends in offsets]
         inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
-    @pytest.mark.parametrize("longest", [None, (40, 70)], ids=("unknown", "known"))
+    @pytest.mark.parametrize("longest", [False, True], ids=("unknown", "known"))
     @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
     def test_against_the_reference(self, packed_family, options, longest):
         inputs, offsets = self.draw(packed_family[0], before=3, behind=4)
-        lengths = {} if longest is None else dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        lengths = longest_of(packed_family[0]) if longest else {}
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
     def test_with_features(self, packed_family):
         name = packed_family[0]
         inputs, offsets = self.draw(name, behind=2, num_heads=4, num_heads_kv=2)
-        sizes = {"batch": len(SEQUENCES), "num_heads": 4, "seqlen_q": 40, "seqlen_k": 70}
-        rows = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
-        features = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
-        features["key_padding_mask"] = numbers((len(SEQUENCES), 70), "float32", 3) < 0.7
+        longest = longest_of(name)
+        rows, keys = longest.values()
+        sizes = {"batch": len(SHORT), "num_heads": 4, "seqlen_q": rows, "seqlen_k": keys}
+        names = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
+        features = {key: x for row in names for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+        features["key_padding_mask"] = numbers((len(SHORT), keys), "float32", 3) < 0.7
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
-        check(packed_family, inputs, max_seqlen_q=40, max_seqlen_k=70, **offsets, **features, causal=True, softcap=2.0)
+        check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
 
     @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
     def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):

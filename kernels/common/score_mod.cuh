@@ -65,7 +65,9 @@ class ScoreMod {
         if constexpr (Spec::kBias || Spec::kMask || Spec::kKeyPadding) {
             // Rows and keys past the end take the last one's: what comes of them is not used.
             const int32 row = min_of(first.query + queries, params_.seqlen_q - 1);
-            const int32 column = min_of(first.key + keys, params_.seqlen_k - 1);
+            // A packed sequence may be without a key.
+            const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
+            const int32 column = min_of(first.key + keys, last_key);
             if constexpr (Spec::kBias)
                 x.score += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
             if constexpr (Spec::kMask)

@@ -24,7 +24,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct ForwardSplit {
     using Element = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -106,7 +106,7 @@ struct ForwardSplit {
 
     __device__ void forward(const Params& params) const {
         const int32 thread = threadIdx.x;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,

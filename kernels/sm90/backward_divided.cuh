@@ -37,8 +37,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     using Dq = QuadFragment<kDqWidth / 8>;
 
   public:
-    __device__ BackwardDivided(const Params& params, const Memory& memory)
-        : Base(params, memory),
+    __device__ BackwardDivided(const Params& params, const Params& maps, const Memory& memory)
+        : Base(params, maps, memory),
           own_operand_(matrix_descriptor(kProbability ? memory.key() : memory.value(), 0)),
           scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
           gradient_operand_(
@@ -68,9 +68,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), 16 * warp_);
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(), 16 * warp_);
         else
-            Base::store_gradient(gradient_, params_.softmax_scale, params_.dk, memory_.key(), 16 * warp_);
+            Base::store_gradient(gradient_, params_.softmax_scale, Base::maps_.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
     }
 

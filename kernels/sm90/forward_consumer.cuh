@@ -58,6 +58,7 @@ class ForwardConsumer {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile();
+        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // nothing but indices that are nobody's
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
@@ -217,7 +218,8 @@ class ForwardConsumer {
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
+                                        block * kBc, lane_);
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (Spec::kDropout)
@@ -225,7 +227,8 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
+                            lane_, -common::infinity<float>());
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
@@ -347,11 +350,14 @@ class ForwardConsumer {
         float inverse_sum[2], row_lse[2];
         common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
-        float* lse = params_.lse + (static_cast<int64>(batch) * params_.num_heads + head) * params_.seqlen_q;
+        const auto& own = record_of<Spec>(params_, tile);
+        const auto place = query_place<Spec>(params_, batch);
+        float* lse =
+            own.lse + (static_cast<int64>(batch) * params_.num_heads + head) * common::statistic_rows<Spec>(params_);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Output::row(i, lane_);
-            if (lane_ % 4 == 0 && at < params_.seqlen_q) lse[at] = row_lse[i];
+            if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
         }
 
         uint32 box, panel_bytes;
@@ -372,7 +378,8 @@ class ForwardConsumer {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
+                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, place.row(row), head,
+                          place.batch(batch));
             tma_store_commit();
             mbarrier_arrive(tile.empty);
         }
