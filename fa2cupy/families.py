@@ -69,7 +69,7 @@ class Family:
         return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
 
 
-_ALL = (*OPERATIONS, "delta", "dsink", "convert_dq")
+_ALL = (*OPERATIONS, "delta", "dsink", "convert_dq", "clear_forward", "clear_backward")
 _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 _FEATURES = (
@@ -108,7 +108,7 @@ def choose_method(family: str, problem: AttentionProblem, method: str | None, de
         return method or "two_pass"
     if family == "sm90":
         rows = next((rows for limit, rows in _ONE_PASS_ON_SM90.items() if problem.head_dim <= limit), None)
-        if rows is not None and problem.seqlen_q >= rows[problem.causal]:
+        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal]:
             return "single_pass"
     return _DEFAULT_METHODS[family]
 

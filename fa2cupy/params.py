@@ -114,6 +114,13 @@ _RECORDS = {
     ),
     "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
     "dsink": ("lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")),
+    "clear_forward": ("o:output lse:output_accum", ("o",), (), ("num_heads",)),
+    "clear_backward": (
+        "dq:output dk:output dv:output",
+        ("dq", "dk", "dv"),
+        (),
+        ("num_heads", "heads_per_group"),
+    ),
     "backward_dq": (
         f"{_BACKWARD_INPUTS} dq:output",
         ("q", "k", "v", "dout", "dq"),

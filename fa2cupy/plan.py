@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from . import tma
 from .device import DeviceInfo
@@ -24,6 +23,9 @@ _LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
 _DSINK_WARPS = 8
+_CLEAR_WARPS = 4
+_COMMON = ("delta", "dsink", "clear_forward", "clear_backward")  # operations that all families share
+_ON_PACKED = ("convert_dq", "clear_forward", "clear_backward")  # operations besides the tiled ones that know sequences
 _OF_QUERIES = ("q", "o", "dout", "dq")  # tensors that have their rows
 _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
 
@@ -57,7 +59,7 @@ class _Planner:
         has_all = operation in OPERATIONS
         used = {
             **dict.fromkeys(self.problem.needs, has_all),
-            "cu_seqlens": "cu_seqlens" in self.problem.needs and (has_all or operation == "convert_dq"),
+            "cu_seqlens": self.problem.is_packed and (has_all or operation in _ON_PACKED),
             "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
             "dlse": "dlse" in self.more and operation == "delta",
             "dbias": "dbias" in self.more and self._owns_queries(operation),
@@ -103,7 +105,7 @@ class _Planner:
     ) -> Stage:
         problem = self.problem
         tiled = operation in OPERATIONS
-        family = "common" if operation in ("delta", "dsink") else self.family
+        family = "common" if operation in _COMMON else self.family
         arch = self.device.arch + self.arch_suffix
         features = self._features(operation)
         causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
@@ -131,7 +133,8 @@ class _Planner:
         if not problem.is_packed:
             return -(-problem.score_shape[axis] // rows)
         total = (problem.seqlen_q, problem.seqlen_k)[axis - 2]
-        return total // rows + problem.score_shape[0] if problem.score_shape[0] else 0
+        sequences = problem.score_shape[0]
+        return total // rows + sequences if total and sequences else 0
 
     def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
         """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
@@ -175,10 +178,8 @@ def plan_forward(
 ) -> Plan:
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
     planner = _Planner("forward", problem, device, strides, family)
-    plan = _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
-    if not problem.is_packed:
-        return plan
-    return replace(plan, cleared=("o",), hidden=("lse",))  # rows may be of no sequence
+    stage = planner.by_query_tiles("forward", planner.tile("forward", config))
+    return _plan(*_clear_rest("clear_forward", problem, device, strides), stage)
 
 
 def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
@@ -213,7 +214,7 @@ def plan_backward(
         planner = _Planner("dsink", problem, device, strides, None, more)
         stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
     cleared = ("dbias_accum",) if "dbias" in more else ()
-    cleared += ("dq", "dk", "dv") if problem.is_packed else ()  # rows may be of no sequence
+    stages += _clear_rest("clear_backward", problem, device, strides)
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
@@ -242,6 +243,18 @@ def _delta_stage(planner: _Planner) -> Stage:
     num_tiles = -(-problem.seqlen_q // rows_per_block)
     tile = TileConfig(rows_per_block, 1, _DELTA_WARPS)
     return planner.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
+
+
+def _clear_rest(
+    operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]
+) -> list[Stage]:
+    """What writes the rows that are of no packed sequence, which is for the device to find out."""
+    if not problem.is_packed:
+        return []
+    tile = TileConfig(1, 1, _CLEAR_WARPS)
+    rows = problem.seqlen_q if operation == "clear_forward" else max(problem.seqlen_q, problem.seqlen_k)
+    planner = _Planner(operation, problem, device, strides, None)
+    return [planner.stage(operation, tile, -(-rows // tile.num_threads) if problem.num_heads else 0)]
 
 
 def _box_rows(name: str, tile: TileConfig) -> int:

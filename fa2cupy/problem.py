@@ -179,6 +179,14 @@ class AttentionProblem:
         return self.features.num_sequences is not None
 
     @property
+    def typical_seqlen_q(self) -> int:
+        """Queries of a sequence; of packed ones about what most queries have beside them, from what the host knows."""
+        if not self.is_packed:
+            return self.seqlen_q
+        mean = self.seqlen_q // max(1, self.features.num_sequences)
+        return min(2 * mean, self.features.max_seqlen_q)
+
+    @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
         features = self.features

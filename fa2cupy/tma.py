@@ -102,8 +102,13 @@ def encode(layout: TensorLayout, address: int) -> bytes:
     Raises
     ------
     KernelLaunchError
-        The driver refuses.
+        The driver refuses, or the map would begin before address 0.
     """
+    if address < layout.rows_before * layout.strides[0]:
+        raise KernelLaunchError(
+            f"sequences of up to {layout.rows_before} packed rows of {layout.strides[0]} bytes are too long for TMA at the "
+            f"address {address:#x}: pass their longest lengths as max_seqlen_q and max_seqlen_k, or family='sm80'"
+        )
     from cuda.bindings import driver
 
     result, encoded = driver.cuTensorMapEncodeTiled(*_arguments(layout, address))
@@ -134,7 +139,7 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
 
 def _arguments(layout: TensorLayout, address: int) -> tuple:
     before, behind = _fixed_arguments(layout)
-    return (*before, (address - layout.rows_before * layout.strides[0]) % 2**64, *behind)
+    return (*before, address - layout.rows_before * layout.strides[0], *behind)
 
 
 class TensorMaps(dict):

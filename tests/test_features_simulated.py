@@ -194,6 +194,8 @@ class TestPackedSequences:
         offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
         rows = [int(ends[-1]) + behind for ends in offsets]
         inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
+        for x, of_queries in zip(inputs, (True, False, False, True), strict=True):  # what is of no sequence reaches nothing
+            x[:before], x[offsets[not of_queries][-1] :] = np.nan, np.nan
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
     @pytest.mark.parametrize("longest", [False, True], ids=("unknown", "known"))

@@ -136,6 +136,8 @@ def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple
     offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
     inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1)
     names = ("cu_seqlens_q", "cu_seqlens_k")
+    for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
+        x[0, :before] = x[0, int(ends[-1]) :] = np.nan  # what is of no sequence reaches nothing
     return tuple(x[0] for x in inputs), dict(zip(names, map(cp.asarray, offsets), strict=True))
 
 

@@ -15,6 +15,7 @@ from fa2cupy.compiler import compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import FAMILIES, choose_family, choose_method, choose_tile
+from fa2cupy.features import Features
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.settings import tuning_file
 from fa2cupy.source import render_kernel
@@ -363,3 +364,13 @@ def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
 def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causal, wanted):
     assert choose_method("sm90", backward_problem(head_dim, seqlen_q, causal), None, False) == wanted
     assert choose_method("sm80", backward_problem(head_dim, seqlen_q, causal), None, False) == "single_pass"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "wanted"),
+    [(16, 2557, "single_pass"), (64, 511, "two_pass"), (64, 16384, "two_pass"), (16, 16384, "single_pass")],
+)
+def test_of_packed_sequences_twice_the_mean_counts_but_no_more_than_the_longest(sequences, longest, wanted):
+    features = Features(num_sequences=sequences, max_seqlen_q=longest, max_seqlen_k=longest)
+    packed = dataclasses.replace(backward_problem(128, 16384, True), features=features)
+    assert choose_method("sm90", packed, None, False) == wanted
