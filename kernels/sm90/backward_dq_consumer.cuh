@@ -37,8 +37,10 @@
 
 namespace fa2::sm90 {
 
+// Terms of the head are a base: where there are none, a member would still have its place.
 template <class Spec>
-class BackwardDqConsumer {
+class BackwardDqConsumer : common::HeadTerms<Spec> {
+    using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
     using Element = typename Spec::Element;
@@ -151,7 +153,8 @@ class BackwardDqConsumer {
             common::Unused unused;
             common::take_weights<false, Spec>(scores_, unused, masked, params_, tile.batch(), tile.head(),
                                               first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; });
+                                              [&](int i, int) { return -minus_lse_[i]; },
+                                              static_cast<const Terms&>(*this));
             return;
         }
         if (masked) mask(tile, block);
@@ -265,6 +268,8 @@ class BackwardDqConsumer {
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const int64 head = static_cast<int64>(tile.batch()) * params_.num_heads + tile.head();
+        if constexpr (Spec::kAlibi)
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         const float *lse = params_.lse + head * params_.seqlen_q, *delta = params_.delta + head * params_.seqlen_q;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
