@@ -190,8 +190,7 @@ _CONTIGUOUS = ("dlse", "cu_seqlens_q", "cu_seqlens_k")  # arrays that need no st
 _FEATURE_VALUES = {
     "window_left": "int",
     "window_right": "int",
-    "scale_over_softcap": "real",
-    "softcap_log2": "real",
+    **dict.fromkeys(KERNEL_NEEDS["softcap"].values + KERNEL_NEEDS["alibi_slopes"].values, "real"),
     "dropout_threshold": "word",
     "dropout_scale": "real",
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),

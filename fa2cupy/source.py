@@ -73,6 +73,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "element": DTYPES[spec.dtype][0],
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
+        "positive_scale": str(spec.family == "sm90").lower(),
         "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,

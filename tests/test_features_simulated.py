@@ -3,6 +3,8 @@ reference. What holds for every launch is in README.md of this folder."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from fake_gpu import backward, forward, place  # noqa: E402
 from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
-from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox  # noqa: E402
+from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox, softcap  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
 from fa2cupy.tiles import OPERATIONS  # noqa: E402
 
@@ -159,6 +161,85 @@ class TestScores:
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=2))
+
+
+ROWS_AND_KEYS = {"sm80": (48, 64), "sm90": (64, 128)}
+
+
+def small_case(name: str, **sizes) -> tuple:
+    return draw(name, ROWS_AND_KEYS[name], num_heads=1, **sizes)
+
+
+def capped_lse(inputs: tuple, cap: float, tanh) -> np.ndarray:
+    """By any tanh, in float64."""
+    q, k = (np.asarray(x[0, :, 0], "float64") for x in inputs[:2])
+    scores = cap * tanh(q @ k.T / math.sqrt(q.shape[1]) / cap)
+    return np.log(np.exp(scores).sum(axis=1))
+
+
+def polynomial(x: np.ndarray) -> np.ndarray:
+    a, b, c = softcap.COEFFICIENTS
+    return x * (a + b * x**2 + c * x**4)
+
+
+@pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
+class TestCap:
+    """Scores of a warp's 16 rows at a time are capped by a polynomial if all of them are small, else by tanh."""
+
+    CAP = 8.0
+
+    def test_small_scores_and_large_ones_in_their_own_warps_and_in_one(self, family):
+        inputs = small_case(family[0])
+        inputs[0][:, 16:32] *= 30
+        inputs[0][:, 37] *= 30
+        check(family, inputs, softcap=self.CAP)
+
+    def test_small_scores_take_the_polynomial_and_no_others(self, family):
+        inputs = small_case(family[0])
+        q, k = inputs[0], inputs[1]
+        k[...] = k[:, :1]  # one score for all keys of a query, which are log(keys) under lse
+        scores = np.asarray(q[0, :, 0], "float64") @ np.asarray(k[0, 0, 0], "float64") / math.sqrt(q.shape[3])
+        wanted = np.where(np.arange(q.shape[1]) < 16, 0.9, 1.1) * softcap.LARGEST * self.CAP
+        q *= (wanted / abs(scores))[None, :, None, None].astype(q.dtype)
+        _, lse = run_forward(family, inputs, softcap=self.CAP)
+        by_polynomial, by_tanh = (capped_lse(inputs, self.CAP, tanh) for tanh in (polynomial, np.tanh))
+        off_polynomial, off_tanh = abs(lse[0, 0] - by_polynomial), abs(lse[0, 0] - by_tanh)
+        assert off_polynomial[:16].mean() < off_tanh[:16].mean() / 2  # products are rounded, too
+        assert off_tanh[16:].mean() < off_polynomial[16:].mean() / 5
+
+    def test_infinities_are_the_cap_and_nan_is_nan(self, family):
+        inputs = small_case(family[0])
+        q, k, v, _ = inputs
+        q[..., 0] = np.where(q[..., 0] < 0, -1, 1)
+        k[0, 5, 0, 0], k[0, 40, 0, 0], q[0, 3] = np.inf, -np.inf, np.nan
+        o, lse = run_forward(family, inputs, softcap=2.0)
+        assert np.isnan(np.asarray(o, "float32")[0, 3]).all() and np.isnan(lse[0, 0, 3])
+        others = np.arange(q.shape[1]) != 3
+        assert np.isfinite(np.asarray(o, "float32")[0, others]).all()
+        np.testing.assert_allclose(lse[0, 0, others], capped_lse(inputs, 2.0, np.tanh)[others], rtol=0, atol=2e-5)
+
+
+class TestAlibi:
+    @pytest.mark.parametrize("lengths", [(48, 96), (112, 40)], ids=str)
+    @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
+    @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
+    def test_on_both_sides_of_the_diagonal(self, family, rows, lengths):
+        inputs = draw(family[0], lengths, num_heads_kv=2)
+        check(family, inputs, **options_for(family[0], rows, lengths))
+
+    def test_a_scale_that_is_not_positive(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = small_case("sm80")
+            for rows in (("alibi", "mask"), ("alibi", "softcap")):
+                options = options_for("sm80", rows, ROWS_AND_KEYS["sm80"])
+                options["alibi_slopes"] = options["alibi_slopes"][:1]
+                options = {key: x[:, :1] if key == "mask" else x for key, x in options.items()}
+                for scale in (-0.3, 0.0):
+                    expected = Expectation(q, k, v, do, softmax_scale=scale, **options)
+                    o, lse = forward(q, k, v, scale=scale, config=SMALL, **options)
+                    expected.check(o=o, lse=lse)
+                    gradients = backward(q, k, v, o, lse, do, scale=scale, method="two_pass", config=SMALL, **options)
+                    expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
 @pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)

@@ -1,13 +1,15 @@
 // What features do to scores and to P, between the products, in the order of fa2cupy/features.py. Without any of them
 // nothing here is used, and main loops are as they were.
 //
-//   raw score x -> scale x -> cap tanh(. / cap) -> - slope |distance| -> + bias -> -inf where a mask hides      `at`
+//   raw score x -> scale x -> cap tanh(. / cap)                                            `cap`, with its `derivative`
+//   -> - slope |distance| -> + bias -> -inf where a mask hides                             `at`
 //   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta)        times the derivative of the cap
 //
-// A function of the user's own would take the place of the cap in `at`, which gives its derivative, too.
+// A function of the user's own would take the place of the cap.
 #pragma once
 #include "common/dropout.cuh"
 #include "common/mask.cuh"
+#include "common/spec.cuh.j2"
 
 namespace fa2::common {
 
@@ -22,6 +24,51 @@ inline constexpr bool kNeedsRegisters =
 // Whether the backward goes through `take_weights`: products then start from zero, not from statistics.
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
+// Whether scores stay in units of their own, those of products or of the cap, until the exponential's FMA turns them to
+// base 2 as it subtracts. Maxima and -inf bear with that if the units are positive.
+template <class Spec>
+inline constexpr bool kOwnUnits =
+    sizeof(typename Spec::Element) == 2 && !Spec::kBias &&
+    (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
+
+// Whether the backward's products may start from -lse, so that nobody has to subtract it: as long as scores are
+// products, and terms that are added to them.
+template <class Spec>
+inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kOwnUnits<Spec> && !Spec::kSoftcap);
+
+// What remains to be multiplied for base 2.
+template <class Spec, class Record>
+__device__ __forceinline__ auto score_scale(const Record& params) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    if constexpr (!kOwnUnits<Spec>)
+        return Real(1);
+    else if constexpr (Spec::kSoftcap)
+        return params.capped_log2;
+    else
+        return params.scale_log2;
+}
+
+// What scores need of memory, the same for a whole head. A main loop with products to wait for loads it before: what
+// comes behind a wait is not moved above it, and exponentials would wait for the addresses and the load.
+template <class Spec, bool kAlibi = Spec::kAlibi>
+struct HeadTerms {};
+template <class Spec>
+struct HeadTerms<Spec, true> {
+    typename ElementTraits<typename Spec::Element>::Accum slope;  // to base 2, or in own units
+};
+
+template <class Spec, class Record>
+__device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {
+    if constexpr (Spec::kAlibi) {
+        const auto slope = params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
+        if constexpr (kOwnUnits<Spec>)
+            return {slope * params.alibi_scale};
+        else
+            return {slope * decltype(slope)(kLog2e)};
+    } else {
+        return {};
+    }
+}
 
 template <class Spec, class Record>
 class ScoreMod {
@@ -30,38 +77,83 @@ class ScoreMod {
     static constexpr Real kBase2 = kLog2e;
 
   public:
-    struct Modified {
-        Real score, slope;
-    };
     // Where a lane's first element is. The distance of the others from the diagonal is this one's plus what is known when
     // the kernel is compiled, so that no element has an integer to convert, which takes as long as an exponential.
     struct Place {
         int32 query, key;
-        Real distance;
+        Real distance;  // in own units times the slope
     };
 
-    __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head)
-        : params_(params), batch_(batch), head_(head) {
-        if constexpr (Spec::kAlibi)
-            slope_ = -kBase2 * params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
-    }
+    __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head, const HeadTerms<Spec>& terms)
+        : params_(params), batch_(batch), head_(head), terms_(terms) {}
 
     __device__ __forceinline__ Place place(int32 query, int32 key) const {
-        return {query, key, Spec::kAlibi ? static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key) : Real(0)};
+        Real distance = 0;
+        if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
+        if constexpr (Spec::kAlibi && kOwnUnits<Spec>) distance *= terms_.slope;
+        return {query, key, distance};
     }
 
-    // From a product of q and k, so many queries and keys past `first`, to a score in base 2, and the derivative of all
-    // but the scale.
-    __device__ __forceinline__ Modified at(Real raw, const Place& first, int32 queries, int32 keys) const {
-        Modified x{raw, Real(1)};
+    // Caps products of q and k. A tanh takes the unit of the exponentials twice, which is the busiest one as it is. But
+    // caps are far above most scores, and a polynomial (fa2cupy/softcap.py) does if none of the warp's is large. The
+    // vote on that comes first: products are replaced where they are, as a copy has no registers.
+    template <class Fragment>
+    __device__ __forceinline__ void cap(Fragment& x) const {
         if constexpr (Spec::kSoftcap) {
-            const Real tanh = kFast ? tanh_approx(raw * params_.scale_over_softcap)
-                                    : tanh_accurate(raw * params_.scale_over_softcap);
-            x = {params_.softcap_log2 * tanh, 1 - tanh * tanh};
-        } else {
-            x.score *= params_.scale_log2;
+            if constexpr (kFast) {
+                if (__builtin_expect(__all_sync(kFullWarp, largest(x) <= params_.tanh_largest), 1)) {
+#pragma unroll
+                    for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+                        for (int i = 0; i < Fragment::kRows; ++i) {
+                            const float square = fma(x(i, j), x(i, j), params_.tanh_shift);
+                            x(i, j) *= fma(square, square, params_.tanh_rest);
+                        }
+                    return;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+                for (int i = 0; i < Fragment::kRows; ++i) x(i, j) = capped(x(i, j));
         }
-        if constexpr (Spec::kAlibi) x.score += slope_ * magnitude(first.distance + static_cast<Real>(queries - keys));
+    }
+    // One product, by tanh itself: in units of the cap where that is accurate, else in those of the polynomial.
+    __device__ __forceinline__ Real capped(Real product) const {
+        if constexpr (Spec::kSoftcap) {
+            const Real x = product * params_.scale_over_softcap;
+            return kFast ? params_.tanh_limit * tanh_approx(x) : tanh_accurate(x);
+        } else {
+            return product;
+        }
+    }
+    // Of a score by its product, but for the scale.
+    __device__ __forceinline__ Real derivative(Real capped) const {
+        if constexpr (Spec::kSoftcap) {
+            const Real tanh = kFast ? capped * params_.tanh_unit : capped;
+            return 1 - tanh * tanh;
+        } else {
+            return 1;
+        }
+    }
+
+    // From a capped product, so many queries and keys past `first`, to a score: to base 2, or in units of its own.
+    __device__ __forceinline__ Real at(Real capped, const Place& first, int32 queries, int32 keys) const {
+        Real x = capped;
+        if constexpr (!kOwnUnits<Spec>) {
+            if constexpr (!Spec::kSoftcap)
+                x *= params_.scale_log2;
+            else
+                x *= kFast ? params_.capped_log2 : params_.softcap_log2;
+        }
+        if constexpr (Spec::kAlibi) {
+            // One FMA for all elements as far from the diagonal, and an addition, which takes magnitudes as they are.
+            const Real further = static_cast<Real>(queries - keys);
+            if constexpr (kOwnUnits<Spec>)
+                x -= magnitude(fma(terms_.slope, further, first.distance));
+            else
+                x -= terms_.slope * magnitude(first.distance + further);
+        }
         if constexpr (Spec::kBias || Spec::kMask || Spec::kKeyPadding) {
             // Rows and keys past the end take the last one's: what comes of them is not used.
             const int32 row = min_of(first.query + queries, params_.seqlen_q - 1);
@@ -69,12 +161,12 @@ class ScoreMod {
             const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
             const int32 column = min_of(first.key + keys, last_key);
             if constexpr (Spec::kBias)
-                x.score += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
+                x += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
             if constexpr (Spec::kMask)
-                if (!params_.mask[params_.mask_strides.offset(batch_, head_, row, column)]) x.score = -infinity<Real>();
+                if (!params_.mask[params_.mask_strides.offset(batch_, head_, row, column)]) x = -infinity<Real>();
             if constexpr (Spec::kKeyPadding)
                 if (!params_.key_padding_mask[params_.key_padding_mask_strides.offset(batch_, 0, 0, column)])
-                    x.score = -infinity<Real>();
+                    x = -infinity<Real>();
         }
         return x;
     }
@@ -84,30 +176,51 @@ class ScoreMod {
     }
 
   private:
+    // NaN aside, which every way of capping keeps. Four maxima at a time, as one would wait for the last each time.
+    template <class Fragment>
+    __device__ __forceinline__ static float largest(const Fragment& x) {
+        float highest[4] = {};
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+            for (int i = 0; i < Fragment::kRows; ++i) {
+                float& chain = highest[(j * Fragment::kRows + i) % 4];
+                chain = maximum(chain, magnitude(x(i, j)));
+            }
+        return maximum(maximum(highest[0], highest[1]), maximum(highest[2], highest[3]));
+    }
+
     const Record& params_;
     const int32 batch_, head_;
-    Real slope_;
+    const HeadTerms<Spec> terms_;
 };
 
 template <class Spec, class Record>
 __device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head) {
-    return {params, batch, head};
+    return {params, batch, head, head_terms<Spec>(params, batch, head)};
+}
+template <class Spec, class Record>
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head,
+                                                            const HeadTerms<Spec>& terms) {
+    return {params, batch, head, terms};
 }
 
 // ------------------------------------------------------------------------------------------------------------ forward
 
-// Turns products into scores in base 2. first_query, first_key: position of the fragment's tile.
-template <class Spec, class Fragment, class Record>
+// Turns products into scores, which `score_scale` is still to multiply. first_query, first_key: position of the
+// fragment's tile. `terms`: of the head, if they have been loaded.
+template <class Spec, class Fragment, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
-                                              int32 first_query, int32 first_key, int32 lane) {
+                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
-        const auto mod = score_mod<Spec>(params, batch, head);
+        const auto mod = score_mod<Spec>(params, batch, head, terms...);
         const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
             for (int i = 0; i < Fragment::kRows; ++i)
-                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0)).score;
+                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0));
     }
 }
 

@@ -93,13 +93,13 @@ struct ForwardRows {
                 common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
                 if (try_reference &&
-                    softmax[m].try_reference(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m]))
+                    softmax[m].try_reference(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (!common::kModifiesScores<Spec>)
+                if constexpr (common::kOwnUnits<Spec>)
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                 if (masked)
                     common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
                                         -common::infinity<float>());

@@ -160,7 +160,7 @@ struct ForwardSplit {
                 bool fits = true;
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    fits &= softmax[m].attempt(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m],
+                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m],
                                                share[m]);
                 drop(p, params, where, first_row, first_key);
                 write_p(p);
@@ -173,11 +173,11 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (!common::kModifiesScores<Spec>)
+                    if constexpr (common::kOwnUnits<Spec>)
 #pragma unroll
                         for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
-                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                     if (masked)
                         common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
                                             lane, -common::infinity<float>());

@@ -81,6 +81,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 full_query = memory_.full_query(stage), full_dout = memory_.full_dout(stage);
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
+        const auto terms = Base::head_terms(step);
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
         constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
@@ -89,11 +90,11 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.
-        constexpr bool kReadsStatistic = kProbability ? common::kTakesWeights<Spec> : Spec::kDropout;
+        constexpr bool kReadsStatistic = kProbability ? !Base::kFromLse : Spec::kDropout;
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
-            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage));
+            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms);
             give_p(scores);
         } else {
             if constexpr (kProbability) {

@@ -37,8 +37,10 @@
 
 namespace fa2::sm90 {
 
+// Terms of the head are a base: where there are none, a member would still have its place.
 template <class Spec>
-class BackwardDqConsumer {
+class BackwardDqConsumer : common::HeadTerms<Spec> {
+    using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
     using Element = typename Spec::Element;
@@ -156,7 +158,8 @@ class BackwardDqConsumer {
             common::Unused unused;
             common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
                                               first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; });
+                                              [&](int i, int) { return -minus_lse_[i]; },
+                                              static_cast<const Terms&>(*this));
             return;
         }
         if (masked) mask(tile, block);
@@ -273,6 +276,8 @@ class BackwardDqConsumer {
         const int64 first = (static_cast<int64>(tile.batch()) * params_.num_heads + tile.head()) *
                             common::statistic_rows<Spec>(params_);
         const float *lse = own.lse + first, *delta = own.delta + first;
+        if constexpr (Spec::kAlibi)
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Scores::row(i, lane_);

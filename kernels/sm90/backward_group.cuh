@@ -34,8 +34,8 @@ class BackwardGroup {
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
-    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    static constexpr bool kFromLse = !common::kTakesWeights<Spec>, kFromDelta = !Spec::kDropout;
+    // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = !Spec::kDropout;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
         : params_(params),
@@ -136,13 +136,18 @@ class BackwardGroup {
             for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
     }
 
+    __device__ __forceinline__ common::HeadTerms<Spec> head_terms(const QueryStep& step) const {
+        return common::head_terms<Spec>(params_, own_.batch, step.head);
+    }
+
     // P^T for dV, rounded, and what weighs dP^T, where the product was.
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
-                                           uint32 statistic) const {
+                                                 uint32 statistic, const common::HeadTerms<Spec>& terms) const {
         common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
                                          first_key + 16 * warp_, lane_,
-                                         [&](int, int j) { return -statistic_of(statistic, j); });
+                                         [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
+                                         terms);
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.

@@ -84,6 +84,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
         Scores scores, derivatives;
         Rounded p, ds;
+        const auto terms = Base::head_terms(step);
 
         mbarrier_wait(memory_.full_query(stage), parity);
         Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
@@ -99,7 +100,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
-                                                 memory_.lse(stage));
+                                                 memory_.lse(stage), terms);
         } else {
             Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
             p.set(scores);

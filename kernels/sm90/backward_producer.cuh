@@ -20,7 +20,8 @@ class BackwardProducer {
     using Memory = BackwardMemory<Shape>;
     static constexpr int kBr = Shape::kBr;
     template <bool kLse>
-    static constexpr bool kAsStep = Shape::kStatisticsAsStep && (kLse ? !common::kTakesWeights<Spec> : !Spec::kDropout);
+    static constexpr bool kAsStep =
+        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : !Spec::kDropout);
 
   public:
     __device__ BackwardProducer(const Params& params, const Params& maps, const Memory& memory)
@@ -97,7 +98,8 @@ class BackwardProducer {
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
         constexpr float kMinusLog2e = -common::kLog2e;
-        const float factor = !kLse ? -1.0f : common::kTakesWeights<Spec> ? kMinusLog2e : -1.0f / params_.softmax_scale;
+        const float factor =
+            !kLse ? -1.0f : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale : kMinusLog2e;
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];

@@ -25,8 +25,10 @@
 
 namespace fa2::sm90 {
 
+// Terms of the head are a base: where there are none, a member would still have its place.
 template <class Spec>
-class ForwardConsumer {
+class ForwardConsumer : common::HeadTerms<Spec> {
+    using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
@@ -167,7 +169,7 @@ class ForwardConsumer {
         modify(tile, block);
         mask(tile, block);
         float rescale[2];
-        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         pin_exponentials(softmax_);
         wait_for_output();
         multiply_output(rescale);
@@ -178,10 +180,10 @@ class ForwardConsumer {
     // Whether the reference stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
         if (__builtin_expect(softmax_.template try_reference<2>(
-                                 scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, p),
+                                 scores_, common::score_scale<Spec>(params_), p),
                              1))
             return true;
-        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
         return false;
     }
@@ -205,7 +207,7 @@ class ForwardConsumer {
         if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0))) mask(tile, block);
         float rescale[2];
         softmax.reset();
-        softmax.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
     }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
@@ -219,7 +221,7 @@ class ForwardConsumer {
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
             common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                        block * kBc, lane_);
+                                        block * kBc, lane_, static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (Spec::kDropout)
@@ -233,7 +235,10 @@ class ForwardConsumer {
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
+    // Of a tile whose scores come next, so that what these need of its head is loaded, too.
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
+        if constexpr (Spec::kAlibi)
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
