@@ -194,6 +194,7 @@ def choose_tile(
             (row.family, row.operation) == (family, operation)
             and padded_head_dim(family, problem.head_dim) <= row.head_dim
             and (row.dtypes is None or problem.dtype in row.dtypes)
+            and (not row.features or not set(row.features).isdisjoint(problem.needs))
             and why_illegal(*arguments, row.tile, device) is None
             and fits_blocks(*arguments, row.tile, device)
         ):
