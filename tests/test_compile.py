@@ -276,13 +276,17 @@ def test_jinja_is_in_entry_files_and_templates_only():
 
 
 def test_every_file_of_kernels_is_used_by_some_kernel():
-    of_sinks = KernelSpec("dsink", "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), ("sink",))
+    with_features = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
+    others = [
+        KernelSpec(operation, "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
+        for operation, feature in with_features
+    ]
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(
             ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
         )
-        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), of_sinks)
+        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), *others)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
     files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}

@@ -9,6 +9,7 @@
 #pragma once
 #include "common/dropout.cuh"
 #include "common/mask.cuh"
+#include "common/softcap.cuh"
 #include "common/spec.cuh.j2"
 
 namespace fa2::common {
@@ -35,6 +36,11 @@ inline constexpr bool kOwnUnits =
 // products, and terms that are added to them.
 template <class Spec>
 inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kOwnUnits<Spec> && !Spec::kSoftcap);
+
+// Whether the cap is all that happens to products, so that the forward can take it with each element's exponential:
+// behind a branch on how to cap, no exponential would begin before all elements are capped.
+template <class Spec>
+inline constexpr bool kCapsLate = kOwnUnits<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding;
 
 // What remains to be multiplied for base 2.
 template <class Spec, class Record>
@@ -71,7 +77,7 @@ __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int3
 }
 
 template <class Spec, class Record>
-class ScoreMod {
+class ScoreMod : public Softcap<Spec, Record> {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
     static constexpr Real kBase2 = kLog2e;
@@ -85,56 +91,13 @@ class ScoreMod {
     };
 
     __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head, const HeadTerms<Spec>& terms)
-        : params_(params), batch_(batch), head_(head), terms_(terms) {}
+        : Softcap<Spec, Record>(params), params_(params), batch_(batch), head_(head), terms_(terms) {}
 
     __device__ __forceinline__ Place place(int32 query, int32 key) const {
         Real distance = 0;
         if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
         if constexpr (Spec::kAlibi && kOwnUnits<Spec>) distance *= terms_.slope;
         return {query, key, distance};
-    }
-
-    // Caps products of q and k. A tanh takes the unit of the exponentials twice, which is the busiest one as it is. But
-    // caps are far above most scores, and a polynomial (fa2cupy/softcap.py) does if none of the warp's is large. The
-    // vote on that comes first: products are replaced where they are, as a copy has no registers.
-    template <class Fragment>
-    __device__ __forceinline__ void cap(Fragment& x) const {
-        if constexpr (Spec::kSoftcap) {
-            if constexpr (kFast) {
-                if (__builtin_expect(__all_sync(kFullWarp, largest(x) <= params_.tanh_largest), 1)) {
-#pragma unroll
-                    for (int j = 0; j < Fragment::kCols; ++j)
-#pragma unroll
-                        for (int i = 0; i < Fragment::kRows; ++i) {
-                            const float square = fma(x(i, j), x(i, j), params_.tanh_shift);
-                            x(i, j) *= fma(square, square, params_.tanh_rest);
-                        }
-                    return;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-#pragma unroll
-                for (int i = 0; i < Fragment::kRows; ++i) x(i, j) = capped(x(i, j));
-        }
-    }
-    // One product, by tanh itself: in units of the cap where that is accurate, else in those of the polynomial.
-    __device__ __forceinline__ Real capped(Real product) const {
-        if constexpr (Spec::kSoftcap) {
-            const Real x = product * params_.scale_over_softcap;
-            return kFast ? params_.tanh_limit * tanh_approx(x) : tanh_accurate(x);
-        } else {
-            return product;
-        }
-    }
-    // Of a score by its product, but for the scale.
-    __device__ __forceinline__ Real derivative(Real capped) const {
-        if constexpr (Spec::kSoftcap) {
-            const Real tanh = kFast ? capped * params_.tanh_unit : capped;
-            return 1 - tanh * tanh;
-        } else {
-            return 1;
-        }
     }
 
     // From a capped product, so many queries and keys past `first`, to a score: to base 2, or in units of its own.
@@ -176,20 +139,6 @@ class ScoreMod {
     }
 
   private:
-    // NaN aside, which every way of capping keeps. Four maxima at a time, as one would wait for the last each time.
-    template <class Fragment>
-    __device__ __forceinline__ static float largest(const Fragment& x) {
-        float highest[4] = {};
-#pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j)
-#pragma unroll
-            for (int i = 0; i < Fragment::kRows; ++i) {
-                float& chain = highest[(j * Fragment::kRows + i) % 4];
-                chain = maximum(chain, magnitude(x(i, j)));
-            }
-        return maximum(maximum(highest[0], highest[1]), maximum(highest[2], highest[3]));
-    }
-
     const Record& params_;
     const int32 batch_, head_;
     const HeadTerms<Spec> terms_;
@@ -205,58 +154,6 @@ __device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params
     return {params, batch, head, terms};
 }
 
-// ------------------------------------------------------------------------------------------------------------ forward
-
-// Turns products into scores, which `score_scale` is still to multiply. first_query, first_key: position of the
-// fragment's tile. `terms`: of the head, if they have been loaded.
-template <class Spec, class Fragment, class Record, class... Terms>
-__device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
-                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
-    if constexpr (kModifiesScores<Spec>) {
-        const auto mod = score_mod<Spec>(params, batch, head, terms...);
-        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
-        mod.cap(scores);
-#pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j)
-#pragma unroll
-            for (int i = 0; i < Fragment::kRows; ++i)
-                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0));
-    }
-}
-
-// Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
-template <class Spec, class Element, int kN8, class Record>
-__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, int32 batch, int32 head,
-                                     int32 first_query, int32 first_key, int32 lane) {
-    if constexpr (Spec::kDropout) {
-        using Fragment = QuadFragment<kN8>;
-        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
-#pragma unroll
-        for (int s = 0; s < kN8 / 2; ++s)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const uint32 kept = dropout.kept_of_four(first_query + Fragment::row(0, lane),
-                                                         first_key + Fragment::col(4 * s + e, lane));
-#pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    if (!(kept >> w & 1)) p.word[2 * s + w % 2][w / 2] &= e == 0 ? 0xffff0000u : 0x0000ffffu;
-            }
-    }
-}
-// The same before rounding, an element at a time.
-template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void drop(Fragment& p, const Record& params, int32 batch, int32 head, int32 first_query,
-                                     int32 first_key, int32 lane) {
-    if constexpr (Spec::kDropout) {
-        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
-#pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
-    }
-}
-
 // The factor of what dropout keeps.
 template <class Spec, class Record>
 __device__ __forceinline__ auto kept_scale(const Record& params) {
@@ -265,20 +162,6 @@ __device__ __forceinline__ auto kept_scale(const Record& params) {
         return params.dropout_scale;
     else
         return Real(1);
-}
-
-// What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
-// row where one warp does not have it.
-template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
-__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head,
-                                            Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
-    if constexpr (Spec::kSink)
-        softmax.finish(total..., params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e), inverse, lse);
-    else
-        softmax.finish(total..., inverse, lse);
-    if constexpr (Spec::kDropout)
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) inverse[i] *= params.dropout_scale;
 }
 
 }  // namespace fa2::common

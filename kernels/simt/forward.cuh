@@ -11,7 +11,7 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"

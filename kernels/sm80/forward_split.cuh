@@ -13,7 +13,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"

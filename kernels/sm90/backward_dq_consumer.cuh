@@ -66,7 +66,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
 
     __device__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
-        TileInSlot tile = next_tile();
+        TileInSlot tile = next_tile(memory_, tiles_);
         if (Spec::kVarlen && tile.key_tiles() == 0) {  // nothing but indices that are nobody's
             if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             return;
@@ -96,7 +96,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
             wait_for_dq<0>();
             store(tile);
 
-            tile = next_tile();
+            tile = next_tile(memory_, tiles_);
             if (tile.key_tiles() == 0) break;
             // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
             // and would compute every descriptor a lane at a time.
@@ -233,13 +233,6 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
     }
 
     // ---------------------------------------------------------------------------------------------------- the outside
-
-    __device__ __forceinline__ TileInSlot next_tile() {
-        const uint32 slot = tiles_.slot();
-        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
-        tiles_.advance();
-        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
-    }
 
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {

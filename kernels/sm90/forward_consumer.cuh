@@ -18,7 +18,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
@@ -59,7 +59,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
     __device__ void run() {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
-        TileInSlot tile = next_tile();
+        TileInSlot tile = next_tile(memory_, tiles_);
         if (Spec::kVarlen && tile.key_tiles() == 0) return;  // nothing but indices that are nobody's
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
@@ -95,7 +95,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
             const uint32 buffer = queries_.slot();
             queries_.advance();
-            const TileInSlot next = next_tile();
+            const TileInSlot next = next_tile(memory_, tiles_);
             const bool is_last = next.key_tiles() == 0;
             Softmax next_softmax;
             if (!is_last) keys = keys_of(next);
@@ -144,19 +144,15 @@ class ForwardConsumer : common::HeadTerms<Spec> {
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
         issue_both(present);
-        modify(tile, block);
+        if constexpr (!common::kCapsLate<Spec>) modify(tile, block);
         if (is_last) release_query();
-        bool kept;
         float rescale[2];
+        if constexpr (!kTwoP) wait_for_output();
+        const bool kept = exponentials(next, rescale);
+        drop(tile, block, next);
         if constexpr (kTwoP) {
-            kept = exponentials(next, rescale);
-            drop(tile, block, next);
             wait_for_output();
             pin(present);
-        } else {
-            wait_for_output();
-            kept = exponentials(next, rescale);
-            drop(tile, block, next);
         }
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
@@ -179,10 +175,12 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     // Whether the reference stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
-        if (__builtin_expect(softmax_.template try_reference<2>(
-                                 scores_, common::score_scale<Spec>(params_), p),
-                             1))
-            return true;
+        bool kept;
+        if constexpr (common::kCapsLate<Spec>)
+            kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
+        else
+            kept = softmax_.template try_reference<2>(scores_, common::score_scale<Spec>(params_), p);
+        if (__builtin_expect(kept, 1)) return true;
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
         return false;
@@ -322,13 +320,6 @@ class ForwardConsumer : common::HeadTerms<Spec> {
     }
 
     // ---------------------------------------------------------------------------------------------------- the outside
-
-    __device__ __forceinline__ TileInSlot next_tile() {
-        const uint32 slot = tiles_.slot();
-        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
-        tiles_.advance();
-        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
-    }
 
     __device__ __forceinline__ void release_key() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));

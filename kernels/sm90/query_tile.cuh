@@ -62,6 +62,15 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared(address + 20); }
 };
 
+// The next one in the ring of slots, when the producer has written it.
+template <class Memory>
+__device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPosition<kTileSlots>& tiles) {
+    const uint32 slot = tiles.slot();
+    mbarrier_wait(memory.full_tile(slot), tiles.parity());
+    tiles.advance();
+    return {memory.tile_slot(slot), memory.empty_tile(slot)};
+}
+
 // The record of the tile's sequence.
 template <class Spec>
 __device__ __forceinline__ decltype(auto) record_of(const Params& params, const TileInSlot& tile) {
