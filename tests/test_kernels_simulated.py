@@ -83,10 +83,11 @@ def launched(monkeypatch):
         yield stages
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [("float16", d) for d in (32, 40, 59, 64, 96, 128, 160, 256)] + [("bfloat16", d) for d in (64, 80, 128, 192)],
+    ("dtype", "head_dim", "causal"),
+    [("float16", d, causal) for d in (64, 160) for causal in (False, True)]
+    + [("float16", d, d % 64 == 0) for d in (32, 40, 59, 96, 128, 256)]
+    + [("bfloat16", d, d % 64 != 0) for d in (64, 80, 128, 192)],
 )
 def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim, causal):
     for lengths in lengths_around(32):
@@ -402,9 +403,9 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
-    [("float16", head_dim, causal) for head_dim in (64, 128, 256) for causal in (False, True)]
-    + [("float16", 8, False), ("float16", 40, True), ("float16", 59, False), ("float16", 72, True), ("float16", 160, False)]
-    + [("bfloat16", 64, True), ("bfloat16", 96, False), ("bfloat16", 136, True), ("bfloat16", 192, False)],
+    [("float16", head_dim, causal) for head_dim in (64, 256) for causal in (False, True)]
+    + [("float16", 8, False), ("float16", 40, True), ("float16", 59, False), ("float16", 128, True), ("float16", 160, False)]
+    + [("bfloat16", 96, False), ("bfloat16", 136, True)],
 )
 def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
     # Less than a tile, one, ragged ones, several with more keys, and so many more queries that whole tiles see no key.
@@ -441,7 +442,7 @@ def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monkeypatch, head_dim):
     results = []
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1, 2):
         with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
             inputs = draw("float16", (300, 2 * 128 + 9), head_dim)
             results.append(check_backward(inputs, launched, causal=True, config=by_keys(head_dim)))
@@ -451,13 +452,14 @@ def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monk
             assert np.array_equal(two_pass[name], results[0][1][name])
 
 
-@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
-@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
-@pytest.mark.parametrize("head_dim", (64, 96, 192))
-def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout):
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "layout", "causal"),
+    [(64, (4, 2), "bshd", True), (64, (3, 1), "bhsd", False), (96, (4, 2), "bhsd", False), (96, (3, 1), "bshd", True),
+     (192, (4, 2), "bshd", False), (192, (3, 1), "bhsd", True)],
+)  # fmt: skip
+def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout, causal):
     inputs = draw("bfloat16", (150, 170), head_dim, heads, batch=2, layout=layout)
-    for causal in (False, True):
-        check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
+    check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
 
 
 @pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
