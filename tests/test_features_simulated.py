@@ -87,12 +87,17 @@ def lengths_of(name: str) -> tuple:
     return LENGTHS[name.split()[0]]
 
 
+def windows() -> list:
+    """(causal, window, family): all of them where a call is fast, and by one of the Hopper kernels."""
+    some = [(False, (9, 4)), (True, (9, None))]
+    more = [(False, (0, 0)), (False, (None, 3)), (False, (70, None)), (True, (40, 70))]
+    slow = ("sm90 middle", "sm90 wide")
+    cases = [(*case, name) for name in FAMILIES for case in (some if name in slow else some + more)]
+    return [pytest.param(*case, id="-".join(map(str, case))) for case in cases]
+
+
 class TestWindow:
-    @pytest.mark.parametrize(
-        ("causal", "window"),
-        [(False, (0, 0)), (False, (9, 4)), (False, (None, 3)), (False, (70, None)), (True, (40, 70)), (True, (9, None))],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("causal", "window", "family"), windows(), indirect=["family"])
     def test_against_the_reference(self, family, causal, window):
         # More keys than queries or the other way round, by turns where a call is slow.
         lengths = lengths_of(family[0])
@@ -131,8 +136,8 @@ def dlse_like(inputs: tuple) -> np.ndarray:
 
 
 #: On Hopper a bias is read by the same few lines whatever its shape, and both backward kernels take the same weights.
-OF_BOTH_ON_HOPPER = ("softcap", "bias", "mask of rows", "dropout")
-ON_HOPPER = (*OF_BOTH_ON_HOPPER, "alibi by batch", "bias of one row", "padding", "sink")
+OF_BOTH_ON_HOPPER = ("softcap", "bias", "dropout")
+ON_HOPPER = (*OF_BOTH_ON_HOPPER, "mask of rows", "alibi by batch", "padding", "sink")
 
 
 def several_scores() -> list:
@@ -142,7 +147,8 @@ def several_scores() -> list:
         ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
     ]
     before_hopper = [("softcap", "bias of heads", "mask of rows", "sink")]
-    cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name != "sm90 wide" or rows is everywhere[0]]
+    cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name[:4] != "sm90"]
+    cases += [(everywhere[0], "sm90 wide"), (everywhere[1], "sm90"), (everywhere[2], "sm90")]
     cases += [(rows, name) for name in WITH_OWN_SCORES for rows in before_hopper if not name.startswith("sm90")]
     return [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}") for case in cases]
 
@@ -161,8 +167,13 @@ class TestScores:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
-    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
-    @pytest.mark.parametrize("rows", [(), ("sink", "softcap")], ids=("plain", "sink"))
+    @pytest.mark.parametrize(
+        ("rows", "family"),
+        [((), name) for name in WITH_OWN_SCORES if name != "sm90"]
+        + [(("sink", "softcap"), name) for name in WITH_OWN_SCORES if name != "sm90 wide"],
+        indirect=["family"],
+        ids=str,
+    )
     def test_a_gradient_for_lse(self, family, rows):
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
@@ -310,6 +321,7 @@ class TestPackedSequences:
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
+    @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_with_features(self, packed_family):
         name = packed_family[0]
         inputs, offsets = self.draw(name, behind=2, num_heads=4, num_heads_kv=2)

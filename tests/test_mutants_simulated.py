@@ -744,8 +744,8 @@ MUTANTS = (
     Mutant(
         "no slow path",
         "forward",
-        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, scale_log2, p, share))) return false;",
-        "attempt<kChains>(scores, scale_log2, p, share);",
+        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, to_base2, p, share))) return false;",
+        "attempt<kChains>(scores, to_base2, p, share);",
         "numbers",
         GROWING,
     ),
