@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from .source import KernelSource
 __all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_version"]
 
 _log = logging.getLogger("fa2cupy")
+
+# CuPy loads NVRTC at the first call, and of CUDA 13 a second library after it: who calls meanwhile does not find that.
+_loading = threading.Lock()
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -56,7 +60,8 @@ def _nvrtc():
     try:
         from cupy.cuda import nvrtc
 
-        nvrtc.getVersion()
+        with _loading:
+            nvrtc.getVersion()
     except ModuleNotFoundError as error:
         raise KernelCompileError(
             "compiling a kernel needs CuPy, which is not installed: pip install 'fa2cupy[cuda12]' "

@@ -228,7 +228,7 @@ def _tile_shape(operation: str, problem: AttentionProblem, config) -> tuple[int,
 
 def _fill_unpacked(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
     # Rows of packed arrays before the first and behind the last offset belong to no sequence.
-    if problem.features.num_sequences is not None:
+    if problem.is_packed:
         for array, value in results:
             array[...] = value
 

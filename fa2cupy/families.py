@@ -69,21 +69,21 @@ class Family:
         return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
 
 
-_ALL = (*OPERATIONS, "delta", "dsink", "convert_dq")
+_ALL = (*OPERATIONS, "delta", "dsink", "convert_dq", "clear_forward", "clear_backward")
 _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 _FEATURES = (
     "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
-    "dlse", "dsink", "head_dim_v",
+    "dlse", "dsink", "head_dim_v", "cu_seqlens",
 )  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
     Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
     Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8,
-           features=(*_FEATURES, "dbias", "cu_seqlens")),
+           features=(*_FEATURES, "dbias")),
     Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1,
-           features=(*_FEATURES, "dbias", "cu_seqlens")),
+           features=(*_FEATURES, "dbias")),
 )
 
 
@@ -108,7 +108,7 @@ def choose_method(family: str, problem: AttentionProblem, method: str | None, de
         return method or "two_pass"
     if family == "sm90":
         rows = next((rows for limit, rows in _ONE_PASS_ON_SM90.items() if problem.head_dim <= limit), None)
-        if rows is not None and problem.seqlen_q >= rows[problem.causal]:
+        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal]:
             return "single_pass"
     return _DEFAULT_METHODS[family]
 
@@ -194,6 +194,7 @@ def choose_tile(
             (row.family, row.operation) == (family, operation)
             and padded_head_dim(family, problem.head_dim) <= row.head_dim
             and (row.dtypes is None or problem.dtype in row.dtypes)
+            and (not row.features or not set(row.features).isdisjoint(problem.needs))
             and why_illegal(*arguments, row.tile, device) is None
             and fits_blocks(*arguments, row.tile, device)
         ):

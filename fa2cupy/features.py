@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 from .philox import dropout_scale, dropout_threshold
+from .softcap import softcap_values
 
 __all__ = ["ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "OFFSETS", "FeatureOptions", "Features", "KernelNeeds"]
 
@@ -94,8 +95,8 @@ class KernelNeeds(NamedTuple):
 
 KERNEL_NEEDS = {
     "window": KernelNeeds("kWindow", (), ("window_left", "window_right")),
-    "softcap": KernelNeeds("kSoftcap", (), ("scale_over_softcap", "softcap_log2")),
-    "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",)),
+    "softcap": KernelNeeds("kSoftcap", (), tuple(softcap_values(1.0, 1.0))),
+    "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",), ("alibi_scale",)),
     "bias": KernelNeeds("kBias", ("bias",)),
     "wide_bias": KernelNeeds("kWideBias"),
     "dbias": KernelNeeds("kDbias", ("dbias_accum",)),
@@ -167,16 +168,18 @@ class Features:
     ) -> dict[str, int | float]:
         """The numbers that travel in the record. No limit of the band is one that these lengths do not reach."""
         left, right = band
-        softcap = self.softcap or math.inf
+        capping = {} if self.softcap is None else softcap_values(self.softcap, softmax_scale)
+        # From slopes to a kernel's own units of scores, which it has where a positive factor makes scores of them.
+        base2 = capping.get("capped_log2", softmax_scale * math.log2(math.e))
         available = {
+            **capping,
             "window_left": seqlen_k if left is None else min(left, seqlen_k),
             "window_right": seqlen_q if right is None else min(right, seqlen_q),
-            "scale_over_softcap": softmax_scale / softcap,
-            "softcap_log2": softcap * math.log2(math.e),
+            "alibi_scale": math.log2(math.e) / base2 if base2 > 0 else 0.0,
             "dropout_threshold": dropout_threshold(self.dropout_p),
             "dropout_scale": dropout_scale(self.dropout_p),
-            "max_seqlen_q": self.max_seqlen_q,
-            "max_seqlen_k": self.max_seqlen_k,
+            "max_seqlen_q": min(self.max_seqlen_q, seqlen_q),
+            "max_seqlen_k": min(self.max_seqlen_k, seqlen_k),
             "total_q": seqlen_q,
             "total_k": seqlen_k,
             "num_sequences": self.num_sequences,

@@ -114,6 +114,13 @@ _RECORDS = {
     ),
     "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
     "dsink": ("lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")),
+    "clear_forward": ("o:output lse:output_accum", ("o",), (), ("num_heads",)),
+    "clear_backward": (
+        "dq:output dk:output dv:output",
+        ("dq", "dk", "dv"),
+        (),
+        ("num_heads", "heads_per_group"),
+    ),
     "backward_dq": (
         f"{_BACKWARD_INPUTS} dq:output",
         ("q", "k", "v", "dout", "dq"),
@@ -183,8 +190,7 @@ _CONTIGUOUS = ("dlse", "cu_seqlens_q", "cu_seqlens_k")  # arrays that need no st
 _FEATURE_VALUES = {
     "window_left": "int",
     "window_right": "int",
-    "scale_over_softcap": "real",
-    "softcap_log2": "real",
+    **dict.fromkeys(KERNEL_NEEDS["softcap"].values + KERNEL_NEEDS["alibi_slopes"].values, "real"),
     "dropout_threshold": "word",
     "dropout_scale": "real",
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),

@@ -1,155 +1,21 @@
-"""From a problem to the kernels that solve it: stages, workspaces, grids and records. Pure arithmetic, no GPU."""
+"""From a problem to the kernels that solve it: stages, in order, and the workspaces between them. Pure arithmetic, no GPU."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 
-from . import tma
 from .device import DeviceInfo
-from .errors import UnsupportedProblemError
-from .families import choose_family, choose_tile
-from .features import KERNEL_NEEDS
-from .params import TILE_COUNTER, param_layout
+from .planner import Planner, Strides
 from .problem import AttentionProblem
-from .sections import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
-from .spec import KernelSpec
 from .stages import Plan, Stage, Workspace
-from .tiles import OPERATIONS, TileConfig, padded_head_dim
+from .tiles import TileConfig, padded_head_dim
 
 __all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
 
-_LOG2_E = math.log2(math.e)
 _DELTA_WARPS = 4
 _CONVERT_WARPS = 8
 _DSINK_WARPS = 8
-_BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
-
-#: Element strides of the batch, row and head axes.
-Strides = tuple[int, int, int]
-
-
-class _Planner:
-    """Shared state of the planning of one call."""
-
-    def __init__(
-        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides],
-        family: str | None, more: tuple[str, ...] = (),
-    ):  # fmt: skip
-        self.problem = problem
-        self.more = more
-        self.device = device
-        self.strides = strides
-        needs = self._features(operation)
-        row = choose_family(operation, problem.dtype, device, family, needs)
-        reason = self._why_not_sm90(operation) if row.name == "sm90" else None
-        if reason and family:
-            raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
-        if reason:
-            row = choose_family(operation, problem.dtype, device, "sm80", needs)
-        self.family = row.name
-        self.arch_suffix = row.arch_suffix
-
-    def _features(self, operation: str) -> tuple[str, ...]:
-        """What the operation's kernel must have. A sink is in lse, and concerns the backward's products no more."""
-        has_all = operation in OPERATIONS
-        used = {
-            **dict.fromkeys(self.problem.needs, has_all),
-            "cu_seqlens": "cu_seqlens" in self.problem.needs and (has_all or operation == "convert_dq"),
-            "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
-            "dlse": "dlse" in self.more and operation == "delta",
-            "dbias": "dbias" in self.more and self._owns_queries(operation),
-        }
-        return tuple(name for name in KERNEL_NEEDS if used.get(name))
-
-    def _owns_queries(self, operation: str) -> bool:
-        return operation == "backward_dq" or (operation == "backward" and self.problem.itemsize > 2)
-
-    def _sizes(self, name: str) -> tuple[int, int, int]:
-        problem = self.problem
-        if name in ("q", "o", "dout", "dq"):
-            return problem.batch, problem.seqlen_q, problem.num_heads
-        return problem.batch, problem.seqlen_k, problem.num_heads_kv
-
-    def _why_not_sm90(self, operation: str) -> str | None:
-        if not self.problem.softmax_scale > 0:
-            return f"softmax_scale={self.problem.softmax_scale} is not positive"
-        if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
-            return None  # nothing will be launched
-        for name in param_layout(operation, "sm90", self.problem.dtype).maps:
-            reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
-            if reason:
-                return f"{name} is not for TMA, {reason}"
-        return None
-
-    def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
-        problem = self.problem
-        sizes, strides = self._sizes(name), self.strides[name]
-        return tma.tensor_layout(problem.dtype, sizes, strides, problem.head_dim, problem.itemsize, box_rows)
-
-    def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
-        return choose_tile(operation, self.family, self.problem, self.device, config)
-
-    def stage(
-        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[tma.TensorLayout, ...] = (), **values: object
-    ) -> Stage:
-        problem = self.problem
-        tiled = operation in OPERATIONS
-        family = "common" if operation in ("delta", "dsink") else self.family
-        arch = self.device.arch + self.arch_suffix
-        features = self._features(operation)
-        causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
-        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
-        available = {
-            **{f"{name}_strides": strides for name, strides in self.strides.items()},
-            "scale_log2": problem.softmax_scale * _LOG2_E,
-            "softmax_scale": problem.softmax_scale,
-            "num_heads": problem.num_heads,
-            "heads_per_group": problem.heads_per_group,
-            "seqlen_q": problem.seqlen_q,
-            "seqlen_k": problem.seqlen_k,
-            "batch": problem.score_shape[0] if tiled else problem.batch,
-            **problem.feature_values,
-            **values,
-        }
-        constants = spec.params.pack_constants(
-            {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
-        )
-        return Stage(spec, blocks, constants, maps)
-
-    def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
-        """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
-        problem = self.problem
-        num_tiles = -(-problem.score_shape[2] // tile.b_r)
-        section = groups_per_section(problem, self.device, COLUMNS_BY_QUERIES) * problem.heads_per_group
-        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
-
-    def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
-        """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
-        problem = self.problem
-        num_tiles = -(-problem.score_shape[3] // tile.b_c)
-        columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
-        section = groups_per_section(problem, self.device, columns)
-        return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
-
-    def _scheduled(
-        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
-    ) -> Stage:
-        layout = param_layout(operation, self.family, self.problem.dtype)
-        all_heads = heads * self.problem.score_shape[0]
-        blocks = num_tiles * all_heads
-        if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
-            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
-        return self.stage(
-            operation,
-            tile,
-            blocks,
-            tuple(self.tensor_layout(name, _box_rows(name, tile)) for name in layout.maps),
-            num_tiles=num_tiles,
-            scheduled_heads=heads,
-            heads_per_section=max(1, section),
-        )
+_CLEAR_WARPS = 4
 
 
 def plan_forward(
@@ -160,16 +26,14 @@ def plan_forward(
     family: str | None = None,
 ) -> Plan:
     """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
-    planner = _Planner("forward", problem, device, strides, family)
-    plan = _plan(planner.by_query_tiles("forward", planner.tile("forward", config)))
-    if problem.features.num_sequences is None:
-        return plan
-    return replace(plan, cleared=("o",), hidden=("lse",))  # rows may be of no sequence
+    planner = Planner("forward", problem, device, strides, family)
+    stage = planner.by_query_tiles("forward", planner.tile("forward", config))
+    return _plan(*_clear_rest("clear_forward", problem, device, strides), stage)
 
 
 def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
     """One stage. `strides` has ``o`` and ``dout``."""
-    return _plan(_delta_stage(_Planner("delta", problem, device, strides, None)))
+    return _plan(_delta_stage(Planner("delta", problem, device, strides, None)))
 
 
 def plan_backward(
@@ -187,20 +51,19 @@ def plan_backward(
     `more` names what there is besides: ``"dlse"`` to take in, ``"dbias"`` and ``"dsink"`` to give.
     """
 
-    def planner_of(operation: str) -> _Planner:
-        return _Planner(operation, problem, device, strides, family, more)
+    def planner_of(operation: str) -> Planner:
+        return Planner(operation, problem, device, strides, family, more)
 
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     stages, workspaces = [], []
     if with_delta:
-        stages.append(_delta_stage(_Planner("delta", problem, device, strides, None, more)))
+        stages.append(_delta_stage(Planner("delta", problem, device, strides, None, more)))
         workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
     if "dsink" in more:
-        planner = _Planner("dsink", problem, device, strides, None, more)
+        planner = Planner("dsink", problem, device, strides, None, more)
         stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
     cleared = ("dbias_accum",) if "dbias" in more else ()
-    packed = problem.features.num_sequences is not None  # rows may be of no sequence
-    cleared += ("dq", "dk", "dv") if packed else ()
+    stages += _clear_rest("clear_backward", problem, device, strides)
     if method == "two_pass":
         by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
         stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
@@ -212,19 +75,16 @@ def plan_backward(
         stages.append(planner.by_query_tiles("backward", tile))
         return _plan(*stages, workspaces=workspaces, cleared=tuple(dict.fromkeys(("dk", "dv", *cleared))))
     stages.append(planner.by_key_tiles("backward", tile))
-    batch, heads, longest, _ = problem.score_shape
-    num_tiles = -(-longest // tile.b_r)
-    tiles_of_head = batch * num_tiles
-    if problem.features.num_sequences is not None:  # each starts with a tile of its own
-        tiles_of_head = problem.seqlen_q // tile.b_r + batch
+    num_tiles = planner.num_tiles(2, tile.b_r)
+    all_tiles = problem.batch * problem.num_heads * num_tiles
     columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", heads * tiles_of_head * tile.b_r * columns * 4))
+    workspaces.append(Workspace("dq_accum", all_tiles * tile.b_r * columns * 4))
     convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
-    stages.append(planner.stage("convert_dq", convert, batch * heads * num_tiles, num_tiles=num_tiles))
+    stages.append(planner.stage("convert_dq", convert, all_tiles, num_tiles=num_tiles))
     return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
 
 
-def _delta_stage(planner: _Planner) -> Stage:
+def _delta_stage(planner: Planner) -> Stage:
     problem = planner.problem
     vector = 8 if problem.itemsize == 2 else 1
     lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
@@ -234,9 +94,16 @@ def _delta_stage(planner: _Planner) -> Stage:
     return planner.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
 
 
-def _box_rows(name: str, tile: TileConfig) -> int:
-    # Results are stored by each warp.
-    return {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
+def _clear_rest(
+    operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]
+) -> list[Stage]:
+    """What writes the rows that are of no packed sequence, which is for the device to find out."""
+    if not problem.is_packed:
+        return []
+    tile = TileConfig(1, 1, _CLEAR_WARPS)
+    rows = problem.seqlen_q if operation == "clear_forward" else max(problem.seqlen_q, problem.seqlen_k)
+    planner = Planner(operation, problem, device, strides, None)
+    return [planner.stage(operation, tile, -(-rows // tile.num_threads) if problem.num_heads else 0)]
 
 
 def _plan(*stages: Stage, workspaces: list[Workspace] | None = None, cleared: tuple[str, ...] = ()) -> Plan:

@@ -92,7 +92,6 @@ class KernelCall:
         self.check_overlap = _overlap_check(arguments, arrays) if len(self.allocated) < len(outputs) else None
         self.workspace_bytes = [max(w.nbytes, 1) for w in plan.workspaces]
         self.cleared = [buffers.index(name) for name in plan.cleared]
-        self.hidden = [buffers.index(name) for name in plan.hidden]
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(plan, tuple(buffers))
 
@@ -121,8 +120,6 @@ class KernelCall:
             addresses.append(memory.ptr)
         for position in self.cleared:
             self._clear(buffers[position], position - len(arrays))
-        for position in self.hidden:
-            buffers[position].fill(-np.inf)
         stream = cupy.cuda.get_current_stream().ptr
         for stage in self.stages:
             stage(addresses, stream)

@@ -174,10 +174,23 @@ class AttentionProblem:
         return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether sequences lie one behind the other along the rows."""
+        return self.features.num_sequences is not None
+
+    @property
+    def typical_seqlen_q(self) -> int:
+        """Queries of a sequence; of packed ones about what most queries have beside them, from what the host knows."""
+        if not self.is_packed:
+            return self.seqlen_q
+        mean = self.seqlen_q // max(1, self.features.num_sequences)
+        return min(2 * mean, self.features.max_seqlen_q)
+
+    @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
         features = self.features
-        if features.num_sequences is None:
+        if not self.is_packed:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
         return features.num_sequences, self.num_heads, features.max_seqlen_q, features.max_seqlen_k
 

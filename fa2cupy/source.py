@@ -73,6 +73,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "element": DTYPES[spec.dtype][0],
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
+        "positive_scale": str(spec.family == "sm90").lower(),
         "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,
@@ -87,7 +88,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     if "cu_seqlens" in spec.features and values["scheduled"]:
-        pointers = [name for name in layout.pointers if name in _ROWS]
+        pointers = [name for name in layout.pointers if name in _ROWS and name not in layout.maps]
         values |= {
             "by_queries": [name for name in pointers if _ROWS[name] == "queries"],
             "by_keys": [name for name in pointers if _ROWS[name] == "keys"],

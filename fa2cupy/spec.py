@@ -29,8 +29,7 @@ class KernelSpec:
     Attributes
     ----------
     operation : str
-        Entry file in ``kernels/``: ``"forward"``, ``"delta"``, ``"backward"``, ``"backward_dq"``, ``"backward_dkdv"``
-        or ``"convert_dq"``.
+        Entry file in ``kernels/``, such as ``"forward"``.
     family : str
         Folder of its body: ``"simt"``, ``"sm80"``, ``"sm90"``, or ``"common"`` where the families share it.
     arch : str

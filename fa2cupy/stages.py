@@ -54,11 +54,8 @@ class Plan:
     workspaces : tuple of Workspace
     cleared : tuple of str
         Workspaces and outputs that must be zero before the first stage.
-    hidden : tuple of str
-        Outputs that must be -inf.
     """
 
     stages: tuple[Stage, ...]
     workspaces: tuple[Workspace, ...] = ()
     cleared: tuple[str, ...] = ()
-    hidden: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Default tiles: data only.
 
-A row serves head dimensions up to `head_dim` (of the family's padded size). The first row of an operation wins that is
+A row serves head dimensions up to `head_dim` (of the family's padded size), and calls with one of its `features` only if
+it has some. The first row of an operation wins that is
 legal on the device and of which the device's shared memory holds as many blocks as the row counts on. `measured` names
 the GPU and date of the sweep behind a row. Rows without one are by arithmetic (they fit, and keep their accumulators in
 registers) and wait for a sweep: those of sm80 and simt are for GPUs with less shared memory.
@@ -25,13 +26,21 @@ class TileRow:
     tile: TileConfig
     dtypes: tuple[str, ...] | None = None
     measured: str = ""
+    features: tuple[str, ...] = ()
 
 
-def _rows(family: str, operation: str, *rows: tuple, dtypes: tuple[str, ...] | None = None) -> list[TileRow]:
-    return [TileRow(family, operation, head_dim, tile, dtypes, *measured) for head_dim, tile, *measured in rows]
+def _rows(
+    family: str, operation: str, *rows: tuple, dtypes: tuple[str, ...] | None = None, features: tuple[str, ...] = ()
+) -> list[TileRow]:
+    return [
+        TileRow(family, operation, head_dim, tile, dtypes, *(measured or ("",)), features)
+        for head_dim, tile, *measured in rows
+    ]
 
 
-_H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
+_H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
+#: Features that take registers where the backward has none to spare: with more queries at a time it would spill.
+_IN_REGISTERS = ("softcap", "alibi_slopes", "bias", "mask", "dropout_p")
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
 TILE_TABLE: tuple[TileRow, ...] = (
@@ -48,6 +57,11 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "sm90",
         "backward",
         (64, TileConfig(128, 128, 12, 2), _H100),
+    ),
+    *_rows("sm90", "backward", (128, TileConfig(64, 128, 12, 2), _H100_LATER), features=_IN_REGISTERS),
+    *_rows(
+        "sm90",
+        "backward",
         (96, TileConfig(96, 128, 12, 2), _H100),
         (128, TileConfig(80, 128, 12, 2), _H100),
         (256, TileConfig(64, 64, 12, 2), _H100),
@@ -65,6 +79,11 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "sm90",
         "backward_dkdv",
         (64, TileConfig(128, 128, 12, 2), _H100),
+    ),
+    *_rows("sm90", "backward_dkdv", (128, TileConfig(64, 128, 12, 2), _H100_LATER), features=_IN_REGISTERS),
+    *_rows(
+        "sm90",
+        "backward_dkdv",
         (112, TileConfig(96, 128, 12, 2), _H100),
         (128, TileConfig(80, 128, 12, 2), _H100),
         (192, TileConfig(96, 64, 12, 2), _H100),

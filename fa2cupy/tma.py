@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from .errors import KernelLaunchError
 
-__all__ = ["TensorLayout", "TensorMaps", "encode", "is_available", "tensor_layout", "tensor_maps", "why_not_mappable"]
+__all__ = [
+    "TensorLayout", "TensorMaps", "encode", "is_available", "packed_layout", "tensor_layout", "tensor_maps", "why_not_mappable",
+]  # fmt: skip
 
 _PANEL_COLUMNS = 64  # of 16 bits: the 128 bytes that a swizzle spans
 _MAX_STRIDE = 2**40
@@ -30,12 +32,15 @@ class TensorLayout:
         Bytes between rows, heads and batches.
     box_rows : int
         Rows of the boxes that are copied; their columns are always 64.
+    rows_before : int
+        How many rows before the array the map begins. They are never copied.
     """
 
     dtype: str
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     box_rows: int
+    rows_before: int = 0
 
 
 def why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
@@ -57,6 +62,21 @@ def tensor_layout(
     in_bytes = [16 if size <= 1 else stride * itemsize for size, stride in zip(sizes, strides, strict=True)]
     batch, row, head = sizes
     return TensorLayout(dtype, (head_dim, row, head, batch), (in_bytes[1], in_bytes[2], in_bytes[0]), box_rows)
+
+
+def packed_layout(
+    dtype: str, sizes: Sequence[int], strides: Sequence[int], head_dim: int, itemsize: int, box_rows: int, longest: int
+) -> TensorLayout:
+    """The layout of packed sequences, of which none has more than `longest` rows (kernels/sm90/map_place.cuh).
+
+    Both the row and the last axis count rows: element (longest - length + i, end) is row i of the sequence of that length
+    that ends before row `end`. What is past a sequence is then past an axis, for all of them with one map.
+    """
+    plain = tensor_layout(dtype, sizes, strides, head_dim, itemsize, box_rows)
+    row_stride, head_stride, _ = plain.strides
+    _, rows, heads, _ = plain.sizes
+    sizes = (head_dim, longest, heads, rows + 1)
+    return TensorLayout(dtype, sizes, (row_stride, head_stride, row_stride), box_rows, longest)
 
 
 @functools.lru_cache(maxsize=None)
@@ -82,8 +102,13 @@ def encode(layout: TensorLayout, address: int) -> bytes:
     Raises
     ------
     KernelLaunchError
-        The driver refuses.
+        The driver refuses, or the map would begin before address 0.
     """
+    if address < layout.rows_before * layout.strides[0]:
+        raise KernelLaunchError(
+            f"sequences of up to {layout.rows_before} packed rows of {layout.strides[0]} bytes are too long for TMA at the "
+            f"address {address:#x}: pass their longest lengths as max_seqlen_q and max_seqlen_k, or family='sm80'"
+        )
     from cuda.bindings import driver
 
     result, encoded = driver.cuTensorMapEncodeTiled(*_arguments(layout, address))
@@ -114,7 +139,7 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
 
 def _arguments(layout: TensorLayout, address: int) -> tuple:
     before, behind = _fixed_arguments(layout)
-    return (*before, address, *behind)
+    return (*before, address - layout.rows_before * layout.strides[0], *behind)
 
 
 class TensorMaps(dict):

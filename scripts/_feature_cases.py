@@ -215,8 +215,7 @@ class Case:
             plan = plan_forward(attention, device, strides, family=family)
         else:
             row = choose_family("backward", attention.dtype, device, family, (*attention.needs, *self.gradients))
-            tokens = self.problem.seqlen * (self.problem.batch if self.feature == "packed" else 1)
-            method = choose_method(row.name, dataclasses.replace(attention, seqlen_q=tokens), None, False)
+            method = choose_method(row.name, self._as_large(attention), None, False)
             if "dbias" in self.gradients:
                 method = method_of_dbias(row, method, False, attention, options["bias"])
                 strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
@@ -224,6 +223,14 @@ class Case:
         specs = tuple(stage.spec for stage in plan.stages)
         families = dict.fromkeys(spec.family for spec in specs if spec.operation in TILED)
         return Kernels(method, "+".join(families), specs)
+
+    def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
+        """The shrunk problem with the lengths of this one."""
+        if self.feature != "packed":
+            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen)
+        longest = int(np.diff(_offsets(self.problem)).max())
+        features = dataclasses.replace(attention.features, max_seqlen_q=longest, max_seqlen_k=longest)
+        return dataclasses.replace(attention, seqlen_q=self.problem.batch * self.problem.seqlen, features=features)
 
     def __str__(self) -> str:
         return f"{self.feature} {self.problem}"

@@ -147,7 +147,7 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
-        self.stage, self.spec, self.cleared = stage, stage.spec, (*plan.cleared, *plan.hidden)
+        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
         layout = self.spec.params
         self._kinds = kinds = {field.name: field.kind for field in layout.fields}
         self.pointers = {
@@ -175,11 +175,14 @@ class Launch:
         front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
         return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
 
+    def _rows(self, side: str) -> int:
+        return self.values[f"total_{side}" if self.packed else f"seqlen_{side}"]
+
     def array(self, name: str) -> np.ndarray:
         """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
         if name == "dq_accum":
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
-        heads, rows = self.values["num_heads"], self.values["seqlen_q"]
+        heads, rows = self.values["num_heads"], self._rows("q")
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
@@ -187,7 +190,7 @@ class Launch:
         if name in ("lse", "delta", "dlse"):
             return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         if name in ("k", "v", "dk", "dv"):
-            heads, rows = heads // self.values["heads_per_group"], self.values["seqlen_k"]
+            heads, rows = heads // self.values["heads_per_group"], self._rows("k")
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
         if name in (*ARRAY_FEATURES, "dbias_accum"):
             dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)

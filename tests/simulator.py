@@ -4,7 +4,8 @@ A stage is rendered and compiled as for a GPU, up to PTX, and launched with the 
 Every array of the record gets memory of its own there, from its first to its last element and no further. In it only
 what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel
 that reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch
-every element of an output must have been written, and nothing else.
+every element of an output must have been written, and nothing else; where a kernel clears what others leave over, after
+both.
 """
 
 from __future__ import annotations
@@ -66,24 +67,30 @@ def simulated_gpu(
         Whether persistent kernels get a tile counter.
     """
 
+    partly_written: dict[int, np.ndarray] = {}
+
     def run(launch: Launch) -> None:
         text = render_kernel(launch.spec).text
-        _execute(
-            launch, _module(text if patch is None else patch(launch.spec, text), launch.spec.arch), seed, with_counter
-        )
+        module = _module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
+        _execute(launch, module, seed, with_counter, partly_written)
 
     with fake_gpu(monkeypatch, device, run) as launched:
         yield launched
 
 
-def _execute(launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool) -> None:
+def _execute(
+    launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool, partly_written: dict[int, np.ndarray]
+) -> None:
+    """`partly_written`: by address, which elements of outputs kernels have written that clear what others leave over."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
     for name in launch.pointers:
         array = launch.array(name)
         if array.size:
-            buffers[name] = _Buffer(memory, name, array, kinds[name].startswith("output"), name in launch.cleared)
+            written = partly_written.pop(launch.pointers[name], None)
+            is_output = kinds[name].startswith("output")
+            buffers[name] = _Buffer(memory, name, array, is_output, name in launch.cleared, written)
     # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
     addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
     counter = memory.alloc(np.zeros(2, np.int32), TILE_COUNTER)
@@ -97,21 +104,35 @@ def _execute(launch: Launch, module: ptxsim.Module, seed: int | None, with_count
         race_check=True,
         seed=seed,
     )
-    for buffer in buffers.values():
-        buffer.finish(spec)
+    for name, buffer in buffers.items():
+        written = buffer.finish(spec)
+        if spec.operation.startswith("clear_"):
+            partly_written[launch.pointers[name]] = written
+        else:
+            buffer.check_complete(spec, written)
     assert not memory.read(counter).any(), f"{spec}: the tile counter is left at {memory.read(counter)}"
 
 
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:
     """As fa2cupy.tma.encode asks the driver for it."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[layout.dtype]
-    return bytes(ptxsim.tensor_map(address, kind, layout.sizes, layout.strides, (64, layout.box_rows, 1, 1), 128))
+    first = address - layout.rows_before * layout.strides[0]
+    box = (64, layout.box_rows, 1, 1)
+    return bytes(ptxsim.tensor_map(first, kind, layout.sizes, layout.strides, box, 128, within=address))
 
 
 class _Buffer:
     """An array of the host, and its copy in the interpreter's memory."""
 
-    def __init__(self, memory: ptxsim.Memory, name: str, array: np.ndarray, is_output: bool, cleared: bool):
+    def __init__(
+        self,
+        memory: ptxsim.Memory,
+        name: str,
+        array: np.ndarray,
+        is_output: bool,
+        cleared: bool,
+        partly_written: np.ndarray | None,
+    ):
         self.name, self.is_output = name, is_output
         self._shape, self._strides = (*array.shape, array.itemsize), (*array.strides, 1)
         self._host = memory_at(array.ctypes.data, self._shape, self._strides, np.dtype(np.uint8))
@@ -125,23 +146,30 @@ class _Buffer:
         self._bytes, self._initialised = memory.read(base), memory.written(base)
         self._owned = np.zeros(len(self._bytes), bool)
         self._of(self._owned)[...] = True
+        self._of(self._bytes)[...] = self._host
         if cleared or not is_output:
-            self._of(self._bytes)[...] = self._host
             self._initialised[self._owned] = True
+        elif partly_written is not None:
+            self._of(self._initialised)[...] = partly_written
 
-    def finish(self, spec: KernelSpec) -> None:
-        """Checks what the kernel has written, and copies it to the host."""
+    def finish(self, spec: KernelSpec) -> np.ndarray:
+        """Checks what the kernel has written, copies it to the host, and gives which bytes are written by now."""
         now = self._of(self._bytes)
+        written = self._of(self._initialised)
         if not self.is_output:
             assert np.array_equal(self._host, now), f"{spec}: {self.name} is an input, and was written"
-            return
+            return written
         stray = np.count_nonzero(self._initialised & ~self._owned)
         assert not stray, f"{spec}: {stray} bytes between the rows of {self.name} are written"
-        missing = np.argwhere(~self._of(self._initialised).all(axis=-1))
+        self._host[...] = now
+        return written
+
+    def check_complete(self, spec: KernelSpec, written: np.ndarray) -> None:
+        """Nothing is left unwritten."""
+        missing = np.argwhere(~written.all(axis=-1))
         assert not len(missing), (
             f"{spec}: {len(missing)} elements of {self.name} are unwritten, first {missing[0].tolist()}"
         )
-        self._host[...] = now
 
     def _of(self, flat: np.ndarray) -> np.ndarray:
         """The array's bytes, those of an element along the last axis, in memory of the same form."""

@@ -10,6 +10,9 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -238,6 +241,24 @@ def test_a_kernel_with_a_feature_is_another_one(name):
     assert cached_kernel(with_feature).cubin != cached_kernel(dataclasses.replace(plain, features=base)).cubin
 
 
+def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
+    """NVRTC 13 did not find a library of its own then."""
+    script = textwrap.dedent("""
+        from concurrent.futures import ThreadPoolExecutor
+        from fa2cupy.compiler import compile_source
+        from fa2cupy.source import render_kernel
+        from fa2cupy.spec import KernelSpec
+        from fa2cupy.tiles import TileConfig
+
+        tile = TileConfig(16, 1, 4)
+        sources = [render_kernel(KernelSpec("delta", "sm80", "sm_80", "float16", d, False, tile)) for d in (32, 64, 96, 128)]
+        with ThreadPoolExecutor(4) as threads:
+            print(len([kernel.cubin for kernel in threads.map(compile_source, sources)]))
+        """)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "4\n", run.stderr
+
+
 def test_nvrtc_is_given_no_include_path():
     options = compile_options("sm_90")
     assert not [option for option in options if option.startswith(("-I", "--include", "-include"))]
@@ -255,13 +276,17 @@ def test_jinja_is_in_entry_files_and_templates_only():
 
 
 def test_every_file_of_kernels_is_used_by_some_kernel():
-    of_sinks = KernelSpec("dsink", "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), ("sink",))
+    with_features = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
+    others = [
+        KernelSpec(operation, "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
+        for operation, feature in with_features
+    ]
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(
             ("sm_80", "sm_90"), ("float16", "float32"), (64, 256), METHODS
         )
-        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), of_sinks)
+        for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), *others)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
     files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}

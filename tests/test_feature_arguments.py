@@ -13,6 +13,7 @@ import fa2cupy
 from fa2cupy import UnsupportedProblemError, families
 from fa2cupy.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
 from fa2cupy.problem import AttentionProblem
+from fa2cupy.softcap import LARGEST, softcap_values
 from fa2cupy.testing import make_inputs
 
 OFFSETS = {"cu_seqlens_q": np.array([0, 20, 37], "int32"), "cu_seqlens_k": np.array([0, 53, 53], "int32")}
@@ -246,11 +247,38 @@ def test_every_feature_has_its_row_and_its_numbers():
     assert everything.needs == tuple(name for name in KERNEL_NEEDS if name not in ("dbias", "dlse"))
     assert everything.flags == tuple(KERNEL_NEEDS[name].flag for name in everything.needs)
     assert everything.record(100, 200, everything.window, 0.25) == {
-        "window_left": 3, "window_right": 100, "scale_over_softcap": 0.125, "softcap_log2": 2 / math.log(2),
+        "window_left": 3, "window_right": 100, **softcap_values(2.0, 0.25),
+        "alibi_scale": math.log2(math.e) / softcap_values(2.0, 0.25)["capped_log2"],
         "dropout_threshold": 2**31, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
         "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip
     assert len(everything.flags) == len(set(everything.flags))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1e-3, 1e-9, 0.0, -0.3, 1e9])
+@pytest.mark.parametrize("cap", [1e-9, 0.7, 50.0, 1e9])
+def test_a_cap_is_tanh_within_its_bound_and_float32(cap, scale):
+    exact = softcap_values(cap, scale)
+    values = {name: np.float32(x) for name, x in exact.items()}
+    assert values["scale_over_softcap"] == np.float32(scale / cap)
+    assert values["capped_log2"] > 0, "a maximum is found before this is multiplied"
+    for number in values.values():
+        assert np.isfinite(number) and (number == 0 or abs(number) >= np.finfo("float32").tiny)
+    assert exact["capped_log2"] * exact["tanh_limit"] == pytest.approx(exact["softcap_log2"], 1e-12)
+    product = np.linspace(-1, 1, 1001, dtype="float32") * values["tanh_largest"]
+    if cap in (0.7, 50.0) and scale in (0.3, 1e-3):
+        assert values["tanh_largest"] * scale / cap == pytest.approx(LARGEST)
+        square = product * product + values["tanh_shift"]
+        tanh = values["tanh_unit"] * (product * (square * square + values["tanh_rest"]))
+        assert abs(tanh - np.tanh(product * (scale / cap))).max() < 1.3e-6
+    else:
+        assert values["tanh_largest"] < 0
+
+
+def test_slopes_are_in_units_of_products_without_a_cap():
+    features = dataclasses.replace(NO_FEATURES, arrays=("alibi_slopes",))
+    assert features.record(5, 6, (None, None), 0.25) == {"alibi_scale": pytest.approx(4.0)}
+    assert features.record(5, 6, (None, None), -1.0) == {"alibi_scale": 0.0}
 
 
 def test_neutral_values_need_nothing():

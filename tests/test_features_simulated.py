@@ -3,6 +3,8 @@ reference. What holds for every launch is in README.md of this folder."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from fake_gpu import backward, forward, place  # noqa: E402
 from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
-from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox  # noqa: E402
+from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox, softcap  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
 from fa2cupy.tiles import OPERATIONS  # noqa: E402
 
@@ -85,15 +87,22 @@ def lengths_of(name: str) -> tuple:
     return LENGTHS[name.split()[0]]
 
 
+def windows() -> list:
+    """(causal, window, family): all of them where a call is fast, and by one of the Hopper kernels."""
+    some = [(False, (9, 4)), (True, (9, None))]
+    more = [(False, (0, 0)), (False, (None, 3)), (False, (70, None)), (True, (40, 70))]
+    slow = ("sm90 middle", "sm90 wide")
+    cases = [(*case, name) for name in FAMILIES for case in (some if name in slow else some + more)]
+    return [pytest.param(*case, id="-".join(map(str, case))) for case in cases]
+
+
 class TestWindow:
-    @pytest.mark.parametrize(
-        ("causal", "window"),
-        [(False, (0, 0)), (False, (9, 4)), (False, (None, 3)), (False, (70, None)), (True, (40, 70)), (True, (9, None))],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("causal", "window", "family"), windows(), indirect=["family"])
     def test_against_the_reference(self, family, causal, window):
-        for lengths in lengths_of(family[0]):
-            check(family, draw(family[0], lengths), causal=causal, window=window, used="window")
+        # More keys than queries or the other way round, by turns where a call is slow.
+        lengths = lengths_of(family[0])
+        for pair in lengths if family[0][:4] != "sm90" else lengths[causal:][:1]:
+            check(family, draw(family[0], pair), causal=causal, window=window, used="window")
 
     def test_keys_outside_the_band_are_not_loaded(self, family):
         name = family[0]
@@ -126,9 +135,31 @@ def dlse_like(inputs: tuple) -> np.ndarray:
     return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
 
 
+#: On Hopper a bias is read by the same few lines whatever its shape, and both backward kernels take the same weights.
+OF_BOTH_ON_HOPPER = ("softcap", "bias", "dropout")
+ON_HOPPER = (*OF_BOTH_ON_HOPPER, "mask of rows", "alibi by batch", "padding", "sink")
+
+
+def several_scores() -> list:
+    everywhere = [
+        ("softcap", "dropout"),
+        ("alibi by batch", "padding", "dropout", "window"),
+        ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
+    ]
+    before_hopper = [("softcap", "bias of heads", "mask of rows", "sink")]
+    cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name[:4] != "sm90"]
+    cases += [(everywhere[0], "sm90 wide"), (everywhere[1], "sm90"), (everywhere[2], "sm90")]
+    cases += [(rows, name) for name in WITH_OWN_SCORES for rows in before_hopper if not name.startswith("sm90")]
+    return [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}") for case in cases]
+
+
+def each_score() -> list[tuple[str, str]]:
+    skipped = {"sm90": set(SCORES) - set(ON_HOPPER), "sm90 wide": set(SCORES) - set(OF_BOTH_ON_HOPPER)}
+    return [(row, name) for row in SCORES for name in WITH_OWN_SCORES if row not in skipped.get(name, ())]
+
+
 class TestScores:
-    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
-    @pytest.mark.parametrize("row", SCORES)
+    @pytest.mark.parametrize(("row", "family"), each_score(), indirect=["family"])
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths)
@@ -136,29 +167,103 @@ class TestScores:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
-    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
-    @pytest.mark.parametrize("rows", [(), ("sink", "softcap")], ids=("plain", "sink"))
+    @pytest.mark.parametrize(
+        ("rows", "family"),
+        [((), name) for name in WITH_OWN_SCORES if name != "sm90"]
+        + [(("sink", "softcap"), name) for name in WITH_OWN_SCORES if name != "sm90 wide"],
+        indirect=["family"],
+        ids=str,
+    )
     def test_a_gradient_for_lse(self, family, rows):
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
         options = options_for(family[0], rows, lengths)
         check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
 
-    @pytest.mark.parametrize(
-        "rows",
-        [
-            ("softcap", "dropout"),
-            ("softcap", "bias of heads", "mask of rows", "sink"),
-            ("alibi by batch", "padding", "dropout", "window"),
-            ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
-        ],
-        ids="+".join,
-    )
-    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
+    @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths, batch=2)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=2))
+
+
+ROWS_AND_KEYS = {"sm80": (48, 64), "sm90": (64, 128)}
+
+
+def small_case(name: str, **sizes) -> tuple:
+    return draw(name, ROWS_AND_KEYS[name], num_heads=1, **sizes)
+
+
+def capped_lse(inputs: tuple, cap: float, tanh) -> np.ndarray:
+    """By any tanh, in float64."""
+    q, k = (np.asarray(x[0, :, 0], "float64") for x in inputs[:2])
+    scores = cap * tanh(q @ k.T / math.sqrt(q.shape[1]) / cap)
+    return np.log(np.exp(scores).sum(axis=1))
+
+
+def polynomial(x: np.ndarray) -> np.ndarray:
+    a, b, c = softcap.COEFFICIENTS
+    return x * (a + b * x**2 + c * x**4)
+
+
+@pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
+class TestCap:
+    """Scores of a warp's 16 rows at a time are capped by a polynomial if all of them are small, else by tanh."""
+
+    CAP = 8.0
+
+    def test_small_scores_and_large_ones_in_their_own_warps_and_in_one(self, family):
+        inputs = small_case(family[0])
+        inputs[0][:, 16:32] *= 30
+        inputs[0][:, 37] *= 30
+        check(family, inputs, softcap=self.CAP)
+
+    def test_small_scores_take_the_polynomial_and_no_others(self, family):
+        inputs = small_case(family[0])
+        q, k = inputs[0], inputs[1]
+        k[...] = k[:, :1]  # one score for all keys of a query, which are log(keys) under lse
+        scores = np.asarray(q[0, :, 0], "float64") @ np.asarray(k[0, 0, 0], "float64") / math.sqrt(q.shape[3])
+        wanted = np.where(np.arange(q.shape[1]) < 16, 0.9, 1.1) * softcap.LARGEST * self.CAP
+        q *= (wanted / abs(scores))[None, :, None, None].astype(q.dtype)
+        _, lse = run_forward(family, inputs, softcap=self.CAP)
+        by_polynomial, by_tanh = (capped_lse(inputs, self.CAP, tanh) for tanh in (polynomial, np.tanh))
+        off_polynomial, off_tanh = abs(lse[0, 0] - by_polynomial), abs(lse[0, 0] - by_tanh)
+        assert off_polynomial[:16].mean() < off_tanh[:16].mean() / 2  # products are rounded, too
+        assert off_tanh[16:].mean() < off_polynomial[16:].mean() / 5
+
+    def test_infinities_are_the_cap_and_nan_is_nan(self, family):
+        inputs = small_case(family[0])
+        q, k, v, _ = inputs
+        q[..., 0] = np.where(q[..., 0] < 0, -1, 1)
+        k[0, 5, 0, 0], k[0, 40, 0, 0], q[0, 3] = np.inf, -np.inf, np.nan
+        o, lse = run_forward(family, inputs, softcap=2.0)
+        assert np.isnan(np.asarray(o, "float32")[0, 3]).all() and np.isnan(lse[0, 0, 3])
+        others = np.arange(q.shape[1]) != 3
+        assert np.isfinite(np.asarray(o, "float32")[0, others]).all()
+        np.testing.assert_allclose(lse[0, 0, others], capped_lse(inputs, 2.0, np.tanh)[others], rtol=0, atol=2e-5)
+
+
+class TestAlibi:
+    @pytest.mark.parametrize("lengths", [(48, 96), (112, 40)], ids=str)
+    @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
+    @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
+    def test_on_both_sides_of_the_diagonal(self, family, rows, lengths):
+        inputs = draw(family[0], lengths, num_heads_kv=2)
+        check(family, inputs, **options_for(family[0], rows, lengths))
+
+    def test_a_scale_that_is_not_positive(self, monkeypatch):
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = small_case("sm80")
+            for rows in (("alibi", "mask"), ("alibi", "softcap")):
+                options = options_for("sm80", rows, ROWS_AND_KEYS["sm80"])
+                options["alibi_slopes"] = options["alibi_slopes"][:1]
+                options = {key: x[:, :1] if key == "mask" else x for key, x in options.items()}
+                for scale in (-0.3, 0.0):
+                    expected = Expectation(q, k, v, do, softmax_scale=scale, **options)
+                    o, lse = forward(q, k, v, scale=scale, config=SMALL, **options)
+                    expected.check(o=o, lse=lse)
+                    gradients = backward(q, k, v, o, lse, do, scale=scale, method="two_pass", config=SMALL, **options)
+                    expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
 @pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
@@ -172,40 +277,62 @@ def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dim
 
 
 #: (queries, keys) of each sequence, some without.
-SEQUENCES = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+SHORT = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
+SEQUENCES = {"simt": SHORT, "sm80": SHORT, "sm90": ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))}
 
 
-@pytest.fixture(params=("simt", "simt double", "sm80", "sm80 wide"))
+PACKED_FAMILIES = [name for name in FAMILIES if name != "sm90 middle"]
+
+
+@pytest.fixture(params=PACKED_FAMILIES)
 def packed_family(request, monkeypatch):
     with simulated_gpu(monkeypatch) as launched:
         yield request.param, launched
 
 
+def packed_cases() -> list:
+    """(family, options, whether the longest lengths are given), the last by turns where a call is slow."""
+    options = ({}, {"causal": True}, {"window": (6, 3)})
+    cases = [(name, given, longest) for name in PACKED_FAMILIES for given in options for longest in (False, True)]
+    cases = [case for case in cases if case[0][:4] != "sm90" or case[2] != bool(case[1].get("causal"))]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}-{'known' if case[2] else 'unknown'}") for case in cases]
+
+
+def longest_of(name: str) -> dict[str, int]:
+    queries, keys = (max(lengths) for lengths in zip(*SEQUENCES[name.split()[0]], strict=True))
+    return {"max_seqlen_q": queries, "max_seqlen_k": keys}
+
+
 class TestPackedSequences:
     @staticmethod
     def draw(name: str, before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
-        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
+        sequences = SEQUENCES[name.split()[0]]
+        offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
         rows = [int(ends[-1]) + behind for ends in offsets]
         inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
+        for x, of_queries in zip(inputs, (True, False, False, True), strict=True):  # what is of no sequence reaches nothing
+            x[:before], x[offsets[not of_queries][-1] :] = np.nan, np.nan
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
-    @pytest.mark.parametrize("longest", [None, (40, 70)], ids=("unknown", "known"))
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
+    @pytest.mark.parametrize(("packed_family", "options", "longest"), packed_cases(), indirect=["packed_family"])
     def test_against_the_reference(self, packed_family, options, longest):
         inputs, offsets = self.draw(packed_family[0], before=3, behind=4)
-        lengths = {} if longest is None else dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        lengths = longest_of(packed_family[0]) if longest else {}
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
+    @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_with_features(self, packed_family):
         name = packed_family[0]
         inputs, offsets = self.draw(name, behind=2, num_heads=4, num_heads_kv=2)
-        sizes = {"batch": len(SEQUENCES), "num_heads": 4, "seqlen_q": 40, "seqlen_k": 70}
-        rows = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
-        features = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
-        features["key_padding_mask"] = numbers((len(SEQUENCES), 70), "float32", 3) < 0.7
+        longest = longest_of(name)
+        rows, keys = longest.values()
+        sizes = {"batch": len(SHORT), "num_heads": 4, "seqlen_q": rows, "seqlen_k": keys}
+        names = ("bias of heads", "mask of rows", "alibi by batch", "sink", "dropout")
+        features = {key: x for row in names for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
+        features["key_padding_mask"] = numbers((len(SHORT), keys), "float32", 3) < 0.7
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
-        check(packed_family, inputs, max_seqlen_q=40, max_seqlen_k=70, **offsets, **features, causal=True, softcap=2.0)
+        check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
 
     @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
     def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):

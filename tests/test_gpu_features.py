@@ -136,6 +136,8 @@ def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple
     offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*SEQUENCES, strict=True)]
     inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1)
     names = ("cu_seqlens_q", "cu_seqlens_k")
+    for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
+        x[0, :before] = x[0, int(ends[-1]) :] = np.nan  # what is of no sequence reaches nothing
     return tuple(x[0] for x in inputs), dict(zip(names, map(cp.asarray, offsets), strict=True))
 
 
@@ -157,6 +159,27 @@ def check_packed(inputs: tuple, **options) -> None:
         out = expected.unwritten("dq", "dk", "dv")
         fa2cupy.backward(q, k, v, o, lse, do, method=method, out=out, **options)
         expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), out, strict=True)))
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+def test_packed_sequences_are_a_loop_over_them_bit_for_bit(head_dim, causal):
+    """Tiles start with the sequences, so that the same numbers are added up in the same order."""
+    inputs, offsets = packed("bfloat16", head_dim, before=3, behind=40)
+    options = {"causal": causal}
+    o, lse = fa2cupy.forward(*inputs[:3], **offsets, **options)
+    gradients = fa2cupy.backward(*inputs[:3], o, lse, inputs[3], deterministic=True, **offsets, **options)
+    ends = [array.get() for array in offsets.values()]
+    for number, (rows, keys) in enumerate(SEQUENCES):
+        queries, columns = (slice(*side[number : number + 2]) for side in ends)
+        if rows == 0 or keys == 0:
+            continue
+        q, k, v, do = (x[s] for x, s in zip(inputs, (queries, columns, columns, queries), strict=True))
+        alone = fa2cupy.forward(q, k, v, **options)
+        assert cp.array_equal(alone[0], o[queries]) and cp.array_equal(alone[1], lse[:, queries])
+        ours = (x[s] for x, s in zip(gradients, (queries, columns, columns), strict=True))
+        for x, wanted in zip(ours, fa2cupy.backward(q, k, v, *alone, do, deterministic=True, **options), strict=True):
+            assert cp.array_equal(x, wanted)
 
 
 def test_packed_sequences_are_captured_in_a_graph():

@@ -83,20 +83,22 @@ def launched(monkeypatch):
         yield stages
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [("float16", d) for d in (32, 40, 59, 64, 96, 128, 160, 256)] + [("bfloat16", d) for d in (64, 80, 128, 192)],
+    ("dtype", "head_dim", "causal"),
+    [("float16", d, causal) for d in (64, 160) for causal in (False, True)]
+    + [("float16", d, d % 64 == 0) for d in (32, 40, 59, 96, 128, 256)]
+    + [("bfloat16", d, d % 64 != 0) for d in (64, 80, 128, 192)],
 )
 def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim, causal):
     for lengths in lengths_around(32):
         check(draw(dtype, lengths, head_dim), launched, causal=causal, config=small_tiles(dtype, head_dim))
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [("float32", d) for d in (1, 32, 59, 128, 250)] + [("float64", d) for d in (32, 64, 111, 256)],
+    ("dtype", "head_dim", "causal"),
+    [("float32", d, d % 2 == 0) for d in (1, 32, 59, 128, 250)]
+    + [("float32", 59, True)]
+    + [("float64", d, d % 64 != 0) for d in (32, 64, 111, 256)],
 )
 def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
     for lengths in lengths_around(8):
@@ -402,18 +404,17 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
-    [("float16", head_dim, causal) for head_dim in (64, 128, 256) for causal in (False, True)]
-    + [("float16", 8, False), ("float16", 40, True), ("float16", 59, False), ("float16", 72, True), ("float16", 160, False)]
-    + [("bfloat16", 64, True), ("bfloat16", 96, False), ("bfloat16", 136, True), ("bfloat16", 192, False)],
+    [("float16", head_dim, causal) for head_dim in (64, 256) for causal in (False, True)]
+    + [("float16", 8, False), ("float16", 40, True), ("float16", 59, False), ("float16", 128, True), ("float16", 160, False)]
+    + [("bfloat16", 96, False), ("bfloat16", 136, True)],
 )
 def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
-    # Less than a tile, one, ragged ones, several with more keys, and so many more queries that whole tiles see no key.
+    # Less than a tile, one, several with more keys, and so many more queries that whole tiles see no key.
     rows, keys = by_keys(head_dim)["backward"].b_r, by_keys(head_dim)["backward"].b_c
-    for lengths in ((1, 1), (rows, keys), (rows + 1, keys - 1), (rows + 70, 2 * keys + 30), (2 * rows + 90, 71)):
+    for lengths in ((1, 1), (rows, keys), (rows + 70, 2 * keys + 30), (2 * rows + 90, 71)):
         check_backward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=by_keys(head_dim))
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
     ("operation", "head_dim", "tile"),
     (
@@ -432,7 +433,8 @@ def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
     ),
     ids=str,
 )
-def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile, causal):
+def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile):
+    causal = head_dim % 64 != 0
     method = "single_pass" if operation == "backward" else "two_pass"
     inputs = draw("bfloat16", (tile.b_r * 5 + 3, tile.b_c + 37), head_dim)
     check_backward(inputs, on_hopper, methods=(method,), causal=causal, config={operation: tile})
@@ -441,7 +443,7 @@ def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monkeypatch, head_dim):
     results = []
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1, 2):
         with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
             inputs = draw("float16", (300, 2 * 128 + 9), head_dim)
             results.append(check_backward(inputs, launched, causal=True, config=by_keys(head_dim)))
@@ -451,17 +453,19 @@ def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monk
             assert np.array_equal(two_pass[name], results[0][1][name])
 
 
-@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
-@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
-@pytest.mark.parametrize("head_dim", (64, 96, 192))
-def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout):
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "layout", "causal"),
+    [(64, (4, 2), "bshd", True), (64, (3, 1), "bhsd", False), (96, (4, 2), "bhsd", False), (96, (3, 1), "bshd", True),
+     (192, (4, 2), "bshd", False), (192, (3, 1), "bhsd", True)],
+)  # fmt: skip
+def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout, causal):
     inputs = draw("bfloat16", (150, 170), head_dim, heads, batch=2, layout=layout)
-    for causal in (False, True):
-        check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
+    check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
 
 
-@pytest.mark.parametrize("view", (packed, joined, shifted, gapped), ids=lambda view: view.__name__)
-@pytest.mark.parametrize("head_dim", (72, 200))
+@pytest.mark.parametrize(
+    ("head_dim", "view"), ((72, packed), (72, shifted), (200, joined), (200, gapped)), ids=lambda x: getattr(x, "__name__", x)
+)
 def test_strided_arrays_in_the_hopper_backward(on_hopper, head_dim, view):
     q, k, v, do = draw("float16", (70, 140), head_dim, batch=2, view=view)
     expected = Expectation(q, k, v, do, causal=True)

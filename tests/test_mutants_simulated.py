@@ -574,7 +574,7 @@ MUTANTS = (
     Mutant(
         "dQ: lse past the end",
         "backward_dq",
-        "const bool valid = at < params_.seqlen_q;",
+        "const bool valid = at < own.seqlen_q;",
         "const bool valid = true;",
         "bounds",
         HOPPER_TILES,
@@ -744,8 +744,8 @@ MUTANTS = (
     Mutant(
         "no slow path",
         "forward",
-        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, scale_log2, p, share))) return false;",
-        "attempt<kChains>(scores, scale_log2, p, share);",
+        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, to_base2, p, share))) return false;",
+        "attempt<kChains>(scores, to_base2, p, share);",
         "numbers",
         GROWING,
     ),
@@ -840,7 +840,7 @@ MUTANTS = (
         "numbers",
     ),
     Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
-    Mutant("dQ converted past the end", "convert_dq", "if (row >= seqlen_q) continue;", "", "bounds"),
+    Mutant("dQ converted past the end", "convert_dq", "if (row >= rows.length) continue;", "", "bounds"),
     Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
     # features
     Mutant(
@@ -878,7 +878,7 @@ MUTANTS = (
     Mutant(
         "bias past the last key",
         "forward",
-        "column = min_of(first.key + keys, params_.seqlen_k - 1);",
+        "column = min_of(first.key + keys, last_key);",
         "column = first.key + keys;",
         "bounds",
         Problem(feature="bias"),

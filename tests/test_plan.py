@@ -13,6 +13,7 @@ from fa2cupy import TileConfig
 from fa2cupy.compiler import compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.features import Features
 from fa2cupy.inspection import default_specs
 from fa2cupy.params import param_layout
 from fa2cupy.plan import Plan, Stage, plan_backward, plan_delta, plan_forward
@@ -102,6 +103,41 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
     # An axis of length 1 may have any stride.
     alone = plan_forward(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
     assert alone.sizes == (64, 500, 1, 1) and alone.strides == (128, 16, 16)
+
+
+def packed(**changes) -> dict[str, object]:
+    features = Features(num_sequences=5, max_seqlen_q=90, max_seqlen_k=120, arrays=("cu_seqlens_q", "cu_seqlens_k"))
+    return {"batch": 1, "features": dataclasses.replace(features, **changes)}
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
+    clear, stage = forward_plan(family=family, causal=True, **packed()).stages
+    assert (clear.spec.operation, clear.spec.family, clear.blocks) == ("clear_forward", "common", -(-300 // clear.threads))
+    values = record(stage)
+    assert values["num_tiles"] == 300 // stage.spec.tile.b_r + 5 and values["batch"] == 1
+    wanted = {"max_seqlen_q": 90, "max_seqlen_k": 120, "total_q": 300, "total_k": 500, "num_sequences": 5}
+    assert {name: values[name] for name in wanted} == wanted
+    for method in ("single_pass", "two_pass"):
+        plan = backward_plan(method, causal=True, **packed())
+        assert operations(plan)[:2] == ["delta", "clear_backward"]
+        assert plan.cleared == (("dq_accum",) if method == "single_pass" else ())
+        assert all(record(s)["num_tiles"] == 300 // s.spec.tile.b_r + 5 for s in plan.stages if "dq" in s.spec.operation)
+
+
+def test_maps_of_packed_sequences_begin_before_the_arrays():
+    q, k, v, o = forward_plan(**packed()).stages[1].maps
+    assert (q.sizes, q.rows_before, k.sizes, k.rows_before) == ((64, 90, 8, 301), 90, (64, 120, 2, 501), 120)
+    assert q.strides == (2 * 800, 2 * 80, 2 * 800)
+    # No sequence is longer than the array, whatever the caller says.
+    assert forward_plan(**packed(max_seqlen_q=10**6)).stages[1].maps[0].rows_before == 300
+
+
+def test_without_packed_rows_nothing_is_launched():
+    for changes in (packed(num_sequences=0), {**packed(), "seqlen_q": 0}):
+        assert [op for op in operations(forward_plan(**changes)) if op != "clear_forward"] == []
+    assert operations(forward_plan(**packed(num_sequences=0))) == ["clear_forward"]
+    assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm80"}
 
 
 ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broadcast": (8000, 800, 0), "far": (2**39, 800, 80)}

@@ -15,6 +15,7 @@ from fa2cupy.compiler import compile_source
 from fa2cupy.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import FAMILIES, choose_family, choose_method, choose_tile
+from fa2cupy.features import NO_FEATURES, Features
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.settings import tuning_file
 from fa2cupy.source import render_kernel
@@ -177,6 +178,18 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 # -------------------------------------------------------------------------------------------------------------- the table
 
 
+CAPPED = Features(softcap=30.0)
+
+
+def test_features_that_take_registers_have_tiles_of_their_own():
+    plain, capped = problem("bfloat16", 128), problem("bfloat16", 128).with_features(CAPPED)
+    for operation in ("backward", "backward_dkdv"):
+        tiles = [choose_tile(operation, "sm90", call, H100) for call in (plain, capped)]
+        assert [tile.b_r for tile in tiles] == [80, 64]
+    with_sink = plain.with_features(Features(arrays=("sink",)))
+    assert choose_tile("backward", "sm90", with_sink, H100) == choose_tile("backward", "sm90", plain, H100)
+
+
 def chosen_rows() -> set[int]:
     """Positions in the table of all tiles that some call on some GPU gets."""
     found = set()
@@ -184,9 +197,10 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, OPERATIONS):
             if not row.supports(operation, dtype, device):
                 continue
-            for head_dim, causal in itertools.product(head_dims_of(dtype), (False, True)):
+            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_FEATURES, CAPPED)):
+                call = problem(dtype, head_dim, causal).with_features(features)
                 try:
-                    tile = choose_tile(operation, row.name, problem(dtype, head_dim, causal), device)
+                    tile = choose_tile(operation, row.name, call, device)
                 except UnsupportedProblemError:
                     # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds.
                     assert device in OLDER and dtype == "float64" and head_dim > 128
@@ -199,6 +213,7 @@ def chosen_rows() -> set[int]:
                         if (entry.family, entry.operation, entry.tile) == (row.name, operation, tile)
                         and padded_head_dim(row.name, head_dim) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
+                        and bool(entry.features) <= (features is CAPPED)
                     )
                 )
     return found
@@ -363,3 +378,13 @@ def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
 def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causal, wanted):
     assert choose_method("sm90", backward_problem(head_dim, seqlen_q, causal), None, False) == wanted
     assert choose_method("sm80", backward_problem(head_dim, seqlen_q, causal), None, False) == "single_pass"
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "wanted"),
+    [(16, 2557, "single_pass"), (64, 511, "two_pass"), (64, 16384, "two_pass"), (16, 16384, "single_pass")],
+)
+def test_of_packed_sequences_twice_the_mean_counts_but_no_more_than_the_longest(sequences, longest, wanted):
+    features = Features(num_sequences=sequences, max_seqlen_q=longest, max_seqlen_k=longest)
+    packed = dataclasses.replace(backward_problem(128, 16384, True), features=features)
+    assert choose_method("sm90", packed, None, False) == wanted

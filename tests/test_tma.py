@@ -14,6 +14,7 @@ from fake_gpu import fake_gpu, place
 
 from fa2cupy import counters, gpu, launch, tma
 from fa2cupy.device import DeviceInfo
+from fa2cupy.errors import KernelLaunchError
 from fa2cupy.plan import plan_forward
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.testing import make_inputs
@@ -60,6 +61,23 @@ def test_a_layout_is_innermost_first_and_has_legal_strides_where_they_mean_nothi
     layout = tma.tensor_layout("bfloat16", (3, 300, 8), (153600, 512, 64), 64, 2, 128)
     assert (layout.sizes, layout.strides, layout.box_rows) == ((64, 300, 8, 3), (1024, 128, 307200), 128)
     assert tma.tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
+
+
+PACKED = tma.packed_layout("float16", (1, 300, 8), (153600, 512, 64), 64, 2, 128, 70)
+
+
+def test_rows_of_a_packed_sequence_end_where_an_axis_ends():
+    assert PACKED == tma.TensorLayout("float16", (64, 70, 8, 301), (1024, 128, 1024), 128, 70)
+    start, length, row = 230, 40, 11
+    element = (PACKED.sizes[1] - length + row) * PACKED.strides[0] + (start + length) * PACKED.strides[2]
+    assert element - PACKED.rows_before * PACKED.strides[0] == (start + row) * 1024
+
+
+def test_a_packed_map_begins_before_its_array_but_not_before_all_memory():
+    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    assert tma._arguments(PACKED, 2**30)[2] == 2**30 - 70 * 1024
+    with pytest.raises(KernelLaunchError, match="up to 70 packed rows of 1024 bytes .* pass their longest"):
+        tma.encode(PACKED, 70 * 1024 - 16)
 
 
 def test_a_map_is_encoded_once_for_a_layout_and_an_address(encoded):

@@ -30,10 +30,11 @@ struct OnlineSoftmax {
     }
 
     // P against the present reference, rounded into `p`; true if this lane's share of it is small enough to keep. Rows that
-    // have seen no key yet (reference = -inf), infinities and NaN are not.
+    // have seen no key yet (reference = -inf), infinities and NaN are not. `to_base2` is the scale of scores, or a
+    // function of one and minus the reference.
     // kChains sums are kept side by side, for as many additions at a time.
-    template <int kChains = 1, class Fragment, class Packed>
-    __device__ bool attempt(const Fragment& scores, Real scale_log2, Packed& p, Real (&share)[kRows]) const {
+    template <int kChains = 1, class Fragment, class ToBase2, class Packed>
+    __device__ bool attempt(const Fragment& scores, const ToBase2& to_base2, Packed& p, Real (&share)[kRows]) const {
         static_assert(kChains == 1 || kChains == 2);
         Real second[kRows];
 #pragma unroll
@@ -42,8 +43,8 @@ struct OnlineSoftmax {
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const Real even = kExp2(fma(scores(i, 2 * n), scale_log2, -reference[i]));
-                const Real odd = kExp2(fma(scores(i, 2 * n + 1), scale_log2, -reference[i]));
+                const Real even = kExp2(exponent(to_base2, scores(i, 2 * n), -reference[i]));
+                const Real odd = kExp2(exponent(to_base2, scores(i, 2 * n + 1), -reference[i]));
                 share[i] += even;
                 (kChains == 1 ? share : second)[i] += odd;
                 p.set(i, n, even, odd);
@@ -63,12 +64,20 @@ struct OnlineSoftmax {
     }
 
     // Both for rows that one warp has whole: false, and nothing changed but `p`, if a lane of the warp voted against.
-    template <int kChains = 1, class Fragment, class Packed>
-    __device__ bool try_reference(const Fragment& scores, Real scale_log2, Packed& p) {
+    template <int kChains = 1, class Fragment, class ToBase2, class Packed>
+    __device__ bool try_reference(const Fragment& scores, const ToBase2& to_base2, Packed& p) {
         Real share[kRows];
-        if (!__all_sync(kFullWarp, attempt<kChains>(scores, scale_log2, p, share))) return false;
+        if (!__all_sync(kFullWarp, attempt<kChains>(scores, to_base2, p, share))) return false;
         keep(share);
         return true;
+    }
+
+    __device__ __forceinline__ static Real exponent(Real scale_log2, Real score, Real minus_reference) {
+        return fma(score, scale_log2, minus_reference);
+    }
+    template <class Function>
+    __device__ __forceinline__ static Real exponent(const Function& to_base2, Real score, Real minus_reference) {
+        return to_base2(score, minus_reference);
     }
 
     // The row maxima over the reference and `scores`, which are already scaled to base 2 and masked with -inf.

@@ -1,8 +1,13 @@
 // Packed sequences: a block works on one sequence, with a record that says of it what it would say of a batch of one.
 //
+// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are given
+// the numbers from first / kRows + number on: sequences before it can never need so many, and all together never more
+// than total / kRows + num_sequences. What is left over, at most a tile a sequence, is nobody's.
+//
 // Offsets come from memory that nobody has checked. They are held to the arrays, whatever they are, so that nothing is
 // read or written out of bounds; offsets that do not grow give rows that mean nothing.
 #pragma once
+#include "common/schedule.cuh"
 #include "common/params.cuh.j2"
 
 namespace fa2::common {
@@ -11,10 +16,33 @@ struct Rows {
     int32 first, length;
 };
 
+__device__ __forceinline__ int32 first_row_of(const int32* offsets, int32 number, int32 total) {
+    return min_of(max_of(offsets[number], 0), total);
+}
 __device__ __forceinline__ Rows rows_of_sequence(const int32* offsets, int32 number, int32 total, int32 longest) {
-    const int32 first = min_of(max_of(offsets[number], 0), total);
+    const int32 first = first_row_of(offsets, number, total);
     const int32 end = min_of(max_of(offsets[number + 1], first), total);
     return {first, min_of(end - first, longest)};
+}
+template <class Record>
+__device__ __forceinline__ Rows queries_of(const Record& params, int32 number) {
+    return rows_of_sequence(params.cu_seqlens_q, number, params.total_q, params.max_seqlen_q);
+}
+template <class Record>
+__device__ __forceinline__ Rows keys_of(const Record& params, int32 number) {
+    return rows_of_sequence(params.cu_seqlens_k, number, params.total_k, params.max_seqlen_k);
+}
+
+// The record of a sequence; the launch's own where a batch is not packed.
+template <class Spec, class Record>
+__device__ __forceinline__ decltype(auto) record_of_sequence(const Record& params, int32 number) {
+    if constexpr (Spec::kVarlen) {
+        Record own = params;
+        own.enter_sequence(number, queries_of(params, number), keys_of(params, number));
+        return own;
+    } else {
+        return (params);
+    }
 }
 
 // Rows of a head's statistics: those of all sequences, where these are packed.
@@ -26,25 +54,84 @@ __device__ __forceinline__ int32 statistic_rows(const Record& params) {
         return params.seqlen_q;
 }
 
-// In a workspace of query tiles [head][tile] the first tile of a sequence: each starts with a tile of its own.
-template <int kBr, class Record>
-__device__ __forceinline__ int64 first_workspace_tile(const Record& params, int32 number, int32 head) {
-    const Rows rows = rows_of_sequence(params.cu_seqlens_q, number, params.total_q, params.max_seqlen_q);
-    return static_cast<int64>(head) * (params.total_q / kBr + params.num_sequences) + rows.first / kBr + number;
+// -------------------------------------------------------------------------------------------------------------- tiles
+
+template <int kRows>
+__device__ __forceinline__ int32 first_tile_of(const int32* offsets, int32 number, int32 total) {
+    return first_row_of(offsets, number, total) / kRows + number;
 }
 
-// A kernel whose blocks own tiles of queries, or of keys.
+// From a tile of all sequences to the sequence that it would be of, `batch`, and which of its tiles it would be.
+template <int kRows>
+__device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const int32* offsets, int32 total,
+                                                  int32 num_sequences) {
+    int32 begin = 0, end = num_sequences;
+    while (end - begin > 1) {
+        const int32 middle = (begin + end) / 2;
+        (first_tile_of<kRows>(offsets, middle, total) <= where.tile ? begin : end) = middle;
+    }
+    where.batch = begin;
+    where.tile -= first_tile_of<kRows>(offsets, begin, total);
+}
+
+// What the schedule's index-th tile is, of a kernel whose blocks own tiles of queries, or of keys.
+template <class Spec, bool kByKeys, class Record>
+__device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
+    auto where = tile_of_block<Spec::kCausal && !kByKeys>(params.schedule(), index);
+    if constexpr (Spec::kVarlen) {
+        if constexpr (kByKeys)
+            enter_sequence_of<Spec::kBc>(where, params.cu_seqlens_k, params.total_k, params.num_sequences);
+        else
+            enter_sequence_of<Spec::kBr>(where, params.cu_seqlens_q, params.total_q, params.num_sequences);
+    }
+    return where;
+}
+
+// Whether a sequence of so many rows has the tile.
+__device__ __forceinline__ bool has_tile(int32 tile, int32 rows_of_tile, int32 length) {
+    return tile >= 0 && tile < ceil_div(length, rows_of_tile);
+}
+
+// In a workspace of query tiles [head][tile] the first one of a sequence and head, and the tiles of a head.
+template <class Spec, class Record>
+__device__ __forceinline__ int32 workspace_tiles(const Record& params) {
+    if constexpr (Spec::kVarlen)
+        return params.total_q / Spec::kBr + params.num_sequences;
+    else
+        return ceil_div(params.seqlen_q, Spec::kBr);
+}
+template <class Spec, class Record>
+__device__ __forceinline__ int64 first_workspace_tile(const Record& params, int32 batch, int32 head) {
+    if constexpr (Spec::kVarlen)
+        return static_cast<int64>(head) * workspace_tiles<Spec>(params) +
+               first_tile_of<Spec::kBr>(params.cu_seqlens_q, batch, params.total_q);
+    else
+        return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
+}
+
+// The rows of a head's query tile in the workspace. A tile that is nobody's has none.
+template <class Spec, class Record>
+__device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
+    if constexpr (Spec::kVarlen) {
+        TileCoordinates where{tile, 0, 0};
+        enter_sequence_of<Spec::kBr>(where, params.cu_seqlens_q, params.total_q, params.num_sequences);
+        const Rows all = queries_of(params, where.batch);
+        if (!has_tile(where.tile, Spec::kBr, all.length)) return {0, 0};
+        return {all.first + where.tile * Spec::kBr, all.length - where.tile * Spec::kBr};
+    } else {
+        return {tile * Spec::kBr, params.seqlen_q - tile * Spec::kBr};
+    }
+}
+
+// A kernel whose blocks own tiles of queries, or of keys, and which takes its sequence's record for the launch's.
 template <class Spec, class Kernel, class Record>
 __device__ __forceinline__ void run_on_sequence(const Record& params, char* smem) {
-    if constexpr (Spec::kVarlen) {
-        constexpr bool kLongestLast = Spec::kCausal && !Kernel::kByKeys;
-        const auto where = tile_of_block<kLongestLast>(params.schedule(), blockIdx.x);
-        Record own = params;
-        own.enter_sequence(
-            where.batch, rows_of_sequence(params.cu_seqlens_q, where.batch, params.total_q, params.max_seqlen_q),
-            rows_of_sequence(params.cu_seqlens_k, where.batch, params.total_k, params.max_seqlen_k));
-        const int32 first = where.tile * (Kernel::kByKeys ? Spec::kBc : Spec::kBr);
-        if (first < (Kernel::kByKeys ? own.seqlen_k : own.seqlen_q)) Kernel::run(own, smem);
+    if constexpr (Spec::kVarlen && !Kernel::kFindsSequences) {
+        constexpr bool kByKeys = Kernel::kByKeys;
+        const auto where = scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        const Record own = record_of_sequence<Spec>(params, where.batch);
+        if (has_tile(where.tile, kByKeys ? Spec::kBc : Spec::kBr, kByKeys ? own.seqlen_k : own.seqlen_q))
+            Kernel::run(own, smem);
     } else {
         Kernel::run(params, smem);
     }

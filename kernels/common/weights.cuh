@@ -5,17 +5,21 @@
 namespace fa2::common {
 
 // From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative,
-// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base 2.
+// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base
+// 2, and zero where products have started from it.
 // A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
-template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse>
+// `terms`: of the head, if they have been loaded.
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
                                              int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
-                                             Lse lse) {
+                                             Lse lse, const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
-    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto mod = score_mod<Spec>(params, batch, head, terms...);
     const auto mask = mask_of<Spec>(params);
     const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                  first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
+    const float scale = score_scale<Spec>(params);
+    mod.cap(x);
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         float even[2][2];
@@ -30,11 +34,11 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
-                const auto modified = mod.at(x(i, j), first, queries + 8 * a, keys + 8 * b);
+                const float score = mod.at(x(i, j), first, queries + 8 * a, keys + 8 * b);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
-                const float probability = hidden ? 0.0f : exp2_approx(modified.score - lse(i, j));
+                const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
                 const bool keep = kept >> w & 1;
-                const float weight = Spec::kDbias ? probability : probability * modified.slope;
+                const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
                 const float own = keep ? probability : 0.0f;
                 if (e == 0)
@@ -59,12 +63,12 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
-            const auto modified = mod.at(x(i, j), mod.place(query, key), 0, 0);
+            const Real capped = mod.capped(x(i, j)), score = mod.at(capped, mod.place(query, key), 0, 0);
             const bool hidden = masked && mask.hides(query, key);
-            const Real probability = hidden ? Real(0) : exp2_accurate(modified.score - lse(i, j));
+            const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
-            const Real weight = Spec::kDbias ? probability : probability * modified.slope;
+            const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
         }
@@ -83,7 +87,7 @@ __device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products
             const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
             if (query < params.seqlen_q && key < params.seqlen_k)
                 atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
-            ds(i, j) *= mod.at(products(i, j), mod.place(query, key), 0, 0).slope;
+            ds(i, j) *= mod.derivative(mod.capped(products(i, j)));
         }
 }
 

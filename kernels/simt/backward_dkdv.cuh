@@ -21,7 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct BackwardDkdv {
     using Real = typename Spec::Element;
-    static constexpr bool kByKeys = true;
+    static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -36,7 +36,7 @@ struct BackwardDkdv {
         Real* delta_tile = lse_tile + kBr;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         Real* board = boards + warp * Warp::kBoardElements;
-        const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
         const auto mask = common::mask_of<Spec>(params);
 

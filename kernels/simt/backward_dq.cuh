@@ -20,7 +20,7 @@ namespace fa2::simt {
 template <class Spec, bool kWithDkdv = false, class Params = fa2::Params>
 struct BackwardDq {
     using Real = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -35,7 +35,7 @@ struct BackwardDq {
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         Real* board = k_tile + kTiles * Warp::kTileElements + warp * Warp::kBoardElements;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);

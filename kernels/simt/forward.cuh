@@ -11,7 +11,7 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
@@ -21,7 +21,7 @@ namespace fa2::simt {
 template <class Spec>
 struct Forward {
     using Real = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
@@ -32,7 +32,7 @@ struct Forward {
         Real* v_tile = k_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         Real* board = v_tile + Warp::kTileElements + warp * Warp::kBoardElements;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);

@@ -35,7 +35,7 @@ namespace fa2::sm80 {
 template <class Spec, bool kWithDq = false, class Params = fa2::Params>
 struct BackwardDkdv {
     using Element = typename Spec::Element;
-    static constexpr bool kByKeys = true;
+    static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -84,7 +84,7 @@ struct BackwardDkdv {
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
-        const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                            common::window_of<Spec>(params));
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
@@ -265,11 +265,8 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
 
         using Workspace = DqWorkspace<kBr, kD>;
-        const int64 head = static_cast<int64>(where.batch) * params.num_heads + step.head;
-        float* workspace = params.dq_accum + (head * ceil_div(params.seqlen_q, kBr) + step.tile) * Workspace::kTileElements;
-        if constexpr (Spec::kVarlen)
-            workspace = params.dq_accum + (common::first_workspace_tile<kBr>(params, where.batch, step.head) + step.tile) *
-                                              Workspace::kTileElements;
+        const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
+        float* workspace = params.dq_accum + tile * Workspace::kTileElements;
 #pragma unroll
         for (int m = 0; m < kPartM16; ++m)
 #pragma unroll
@@ -348,7 +345,7 @@ struct BackwardDkdv {
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         gradient[m].value[n][e] *= kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
-        const auto where = common::tile_of_block<false>(params.schedule(), computed_anew(blockIdx.x));
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);
         store_rows<KeyTile, kM16, kHeadDim>(smem + (kProbability ? kK : kV), pair * kPairKeys, 0, gradient, gmem,

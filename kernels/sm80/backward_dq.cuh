@@ -22,7 +22,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct BackwardDq {
     using Element = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -45,7 +45,7 @@ struct BackwardDq {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr, warp_row = warp * kWarpRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);

@@ -19,20 +19,11 @@ struct ConvertDq {
     using Workspace = DqWorkspace<kBr, kD>;
 
     __device__ static void run(const Params& params) {
-        const int32 head = blockIdx.x / params.num_tiles, tile = blockIdx.x % params.num_tiles;
+        const int32 head = blockIdx.x / params.num_tiles;
         const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
-        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
-        int32 seqlen_q = params.seqlen_q;
-        if constexpr (Spec::kVarlen) {
-            const int32 number = head / params.num_heads, own_head = head % params.num_heads;
-            const auto rows =
-                common::rows_of_sequence(params.cu_seqlens_q, number, params.total_q, params.max_seqlen_q);
-            workspace = params.dq_accum + (common::first_workspace_tile<kBr>(params, number, own_head) + tile) *
-                                              Workspace::kTileElements;
-            dq = params.dq + params.dq_strides.offset(0, rows.first, own_head);
-            seqlen_q = rows.length;
-            if (tile * kBr >= seqlen_q) return;
-        }
+        const auto rows = common::workspace_rows<Spec>(params, blockIdx.x % params.num_tiles);
+        if (Spec::kVarlen && rows.length <= 0) return;
+        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
 
         for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
             const int32 n8 = index % kChunks, g = index / kChunks % 8, m16 = index / (kChunks * 8);
@@ -44,8 +35,8 @@ struct ConvertDq {
                     x[t][e] = params.softmax_scale * workspace[Workspace::offset(m16, n8, 4 * g + t, e)];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int32 row = tile * kBr + 16 * m16 + g + 8 * i;
-                if (row >= seqlen_q) continue;
+                const int32 row = 16 * m16 + g + 8 * i;
+                if (row >= rows.length) continue;
                 uint4 chunk;
                 chunk.x = common::pack<Element>(x[0][2 * i], x[0][2 * i + 1]);
                 chunk.y = common::pack<Element>(x[1][2 * i], x[1][2 * i + 1]);

@@ -13,7 +13,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
@@ -24,7 +24,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct ForwardRows {
     using Element = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -45,7 +45,7 @@ struct ForwardRows {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
@@ -93,13 +93,13 @@ struct ForwardRows {
                 common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
                 if (try_reference &&
-                    softmax[m].try_reference(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m]))
+                    softmax[m].try_reference(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (!common::kModifiesScores<Spec>)
+                if constexpr (common::kOwnUnits<Spec>)
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                 if (masked)
                     common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
                                         -common::infinity<float>());

@@ -13,7 +13,7 @@
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
@@ -24,7 +24,7 @@ namespace fa2::sm80 {
 template <class Spec>
 struct ForwardSplit {
     using Element = typename Spec::Element;
-    static constexpr bool kByKeys = false;
+    static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps;
     static constexpr int kHeadDim = Spec::kHeadDim;
     static constexpr int kD = padded_head_dim(kHeadDim);
@@ -106,7 +106,7 @@ struct ForwardSplit {
 
     __device__ void forward(const Params& params) const {
         const int32 thread = threadIdx.x;
-        const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
@@ -160,7 +160,7 @@ struct ForwardSplit {
                 bool fits = true;
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    fits &= softmax[m].attempt(scores[m], common::kModifiesScores<Spec> ? 1.0f : params.scale_log2, p[m],
+                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m],
                                                share[m]);
                 drop(p, params, where, first_row, first_key);
                 write_p(p);
@@ -173,11 +173,11 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (!common::kModifiesScores<Spec>)
+                    if constexpr (common::kOwnUnits<Spec>)
 #pragma unroll
                         for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
-                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= params.scale_log2;
+                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                     if (masked)
                         common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
                                             lane, -common::infinity<float>());

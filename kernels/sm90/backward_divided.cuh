@@ -37,8 +37,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     using Dq = QuadFragment<kDqWidth / 8>;
 
   public:
-    __device__ BackwardDivided(const Params& params, const Memory& memory)
-        : Base(params, memory),
+    __device__ BackwardDivided(const Params& params, const Params& maps, const Memory& memory)
+        : Base(params, maps, memory),
           own_operand_(matrix_descriptor(kProbability ? memory.key() : memory.value(), 0)),
           scores_operand_(matrix_descriptor(kProbability ? memory.query(0) : memory.dout(0), 0)),
           gradient_operand_(
@@ -68,9 +68,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), 16 * warp_);
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(), 16 * warp_);
         else
-            Base::store_gradient(gradient_, params_.softmax_scale, params_.dk, memory_.key(), 16 * warp_);
+            Base::store_gradient(gradient_, params_.softmax_scale, Base::maps_.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
     }
 
@@ -81,6 +81,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 full_query = memory_.full_query(stage), full_dout = memory_.full_dout(stage);
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
+        const auto terms = Base::head_terms(step);
         mbarrier_wait(kProbability ? full_query : full_dout, parity);
         constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
@@ -89,11 +90,11 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.
-        constexpr bool kReadsStatistic = kProbability ? common::kTakesWeights<Spec> : Spec::kDropout;
+        constexpr bool kReadsStatistic = kProbability ? !Base::kFromLse : Spec::kDropout;
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
-            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage));
+            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms);
             give_p(scores);
         } else {
             if constexpr (kProbability) {

@@ -45,7 +45,13 @@ struct BackwardDkdv {
     template <int kGroup>
     using Consumer = typename ConsumerOf<Spec, Shape, kGroup, Shape::kDivided>::Type;
 
-    __device__ static void run(const Params& params, char* dynamic_smem) {
+    static constexpr bool kFindsSequences = true;
+
+    __device__ static void run(const Params& launch, char* dynamic_smem) {
+        const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
+        const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
+        // Keys that no query sees keep the zeros that their gradients are cleared with.
+        if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0)) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
@@ -53,13 +59,13 @@ struct BackwardDkdv {
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
             give_registers_back<Shape::kProducerRegisters>();
-            BackwardProducer<Spec, Shape>(params, memory).run();
+            BackwardProducer<Spec, Shape>(params, launch, memory).run();
         } else {
             take_registers<Shape::kConsumerRegisters>();
             if (group == 1)
-                Consumer<0>(params, memory).run();
+                Consumer<0>(params, launch, memory).run();
             else
-                Consumer<1>(params, memory).run();
+                Consumer<1>(params, launch, memory).run();
         }
     }
 };

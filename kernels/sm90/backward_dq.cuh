@@ -33,6 +33,7 @@ namespace fa2::sm90 {
 template <class Spec>
 struct BackwardDq {
     using Shape = BackwardDqShape<Spec>;
+    static constexpr bool kFindsSequences = true;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const BackwardDqMemory<Shape> memory(dynamic_smem);

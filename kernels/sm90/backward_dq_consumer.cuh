@@ -37,8 +37,10 @@
 
 namespace fa2::sm90 {
 
+// Terms of the head are a base: where there are none, a member would still have its place.
 template <class Spec>
-class BackwardDqConsumer {
+class BackwardDqConsumer : common::HeadTerms<Spec> {
+    using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
     using Element = typename Spec::Element;
@@ -64,7 +66,11 @@ class BackwardDqConsumer {
 
     __device__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
-        TileInSlot tile = next_tile();
+        TileInSlot tile = next_tile(memory_, tiles_);
+        if (Spec::kVarlen && tile.key_tiles() == 0) {  // nothing but indices that are nobody's
+            if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
+            return;
+        }
         while (true) {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
             load_rows(tile);
@@ -90,7 +96,7 @@ class BackwardDqConsumer {
             wait_for_dq<0>();
             store(tile);
 
-            tile = next_tile();
+            tile = next_tile(memory_, tiles_);
             if (tile.key_tiles() == 0) break;
             // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
             // and would compute every descriptor a lane at a time.
@@ -142,16 +148,18 @@ class BackwardDqConsumer {
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
+                            lane_, -common::infinity<float>());
     }
 
     // P, or what weighs dP, where S was.
     __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
             common::Unused unused;
-            common::take_weights<false, Spec>(scores_, unused, masked, params_, tile.batch(), tile.head(),
+            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
                                               first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; });
+                                              [&](int i, int) { return -minus_lse_[i]; },
+                                              static_cast<const Terms&>(*this));
             return;
         }
         if (masked) mask(tile, block);
@@ -226,13 +234,6 @@ class BackwardDqConsumer {
 
     // ---------------------------------------------------------------------------------------------------- the outside
 
-    __device__ __forceinline__ TileInSlot next_tile() {
-        const uint32 slot = tiles_.slot();
-        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
-        tiles_.advance();
-        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
-    }
-
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {
 #pragma unroll 1
@@ -264,12 +265,16 @@ class BackwardDqConsumer {
     // A row past the end or without a visible key gets an lse of +inf: its P is zero.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
-        const int64 head = static_cast<int64>(tile.batch()) * params_.num_heads + tile.head();
-        const float *lse = params_.lse + head * params_.seqlen_q, *delta = params_.delta + head * params_.seqlen_q;
+        const auto& own = record_of<Spec>(params_, tile);
+        const int64 first = (static_cast<int64>(tile.batch()) * params_.num_heads + tile.head()) *
+                            common::statistic_rows<Spec>(params_);
+        const float *lse = own.lse + first, *delta = own.delta + first;
+        if constexpr (Spec::kAlibi)
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Scores::row(i, lane_);
-            const bool valid = at < params_.seqlen_q;
+            const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
             minus_lse_[i] = natural == -common::infinity<float>() ? natural
                                                                   : natural * static_cast<float>(-common::kLog2e);
@@ -296,13 +301,14 @@ class BackwardDqConsumer {
 #pragma unroll
             for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
         write_box<Element>(box, panel_bytes, dq_, lane_);
+        const auto place = query_place<Spec>(params_, tile.batch());
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, first_row(tile), tile.head(),
-                          tile.batch());
+                tma_store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, place.row(first_row(tile)),
+                          tile.head(), place.batch(tile.batch()));
             tma_store_commit();
             mbarrier_arrive(tile.empty);
             if constexpr (!Shape::kOwnOutput) {

@@ -8,6 +8,7 @@ template <class Spec>
 class BackwardDqProducer {
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
+    using Tile = LoadedTile<Spec>;
 
   public:
     __device__ BackwardDqProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
@@ -15,7 +16,7 @@ class BackwardDqProducer {
     __device__ void run() {
         int32 index = blockIdx.x;
         while (true) {
-            const QueryTile tile = query_tile<Spec>(params_, index);
+            const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
             index = next_index(params_, index);  // under way during this tile
@@ -36,7 +37,7 @@ class BackwardDqProducer {
     }
 
   private:
-    __device__ void publish(const QueryTile& tile) {
+    __device__ void publish(const Tile& tile) {
         const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
         store_tile<Spec>(address, tile);
@@ -44,36 +45,37 @@ class BackwardDqProducer {
         tiles_.advance();
     }
 
-    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, uint32 empty, const QueryTile& tile) {
+    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, uint32 empty, const Tile& tile) {
         mbarrier_wait(empty, queries_.parity() ^ 1);
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
-                     tile.head, tile.batch);
+            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
+                     tile.queries.row(tile.first_row), tile.head, tile.queries.batch(tile.batch));
     }
 
-    __device__ void load_key(const QueryTile& tile, int32 block) {
+    __device__ void load_key(const Tile& tile, int32 block) {
         const uint32 stage = keys_.slot();
         mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
         load_keys(params_.k, memory_.key(stage), memory_.full_key(stage), tile, block);
         keys_.advance();
     }
 
-    __device__ void load_value(const QueryTile& tile, int32 block) {
+    __device__ void load_value(const Tile& tile, int32 block) {
         const uint32 stage = values_.slot();
         mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
         load_keys(params_.v, memory_.value(stage), memory_.full_value(stage), tile, block);
         values_.advance();
     }
 
-    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const QueryTile& tile,
+    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile,
                               int32 block) const {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
-                     tile.head / params_.heads_per_group, tile.batch);
+            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+                     tile.keys.row(block * Shape::kBc), tile.head / params_.heads_per_group,
+                     tile.keys.batch(tile.batch));
     }
 
     const Params& params_;

@@ -34,11 +34,12 @@ class BackwardGroup {
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
-    // Where scores are modified, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    static constexpr bool kFromLse = !common::kTakesWeights<Spec>, kFromDelta = !Spec::kDropout;
+    // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = !Spec::kDropout;
 
-    __device__ BackwardGroup(const Params& params, const Memory& memory)
+    __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
         : params_(params),
+          maps_(maps),
           memory_(memory),
           warp_(__shfl_sync(common::kFullWarp, threadIdx.x / 32 % 4, 0)),
           lane_(threadIdx.x % 32),
@@ -135,13 +136,18 @@ class BackwardGroup {
             for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
     }
 
+    __device__ __forceinline__ common::HeadTerms<Spec> head_terms(const QueryStep& step) const {
+        return common::head_terms<Spec>(params_, own_.batch, step.head);
+    }
+
     // P^T for dV, rounded, and what weighs dP^T, where the product was.
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
-                                           uint32 statistic) const {
+                                                 uint32 statistic, const common::HeadTerms<Spec>& terms) const {
         common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
                                          first_key + 16 * warp_, lane_,
-                                         [&](int, int j) { return -statistic_of(statistic, j); });
+                                         [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
+                                         terms);
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.
@@ -214,13 +220,16 @@ class BackwardGroup {
     // left open.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
-        const int64 head = static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head;
-        workspace_ = params.dq_accum + (head * query_tiles() + own_.tiles.begin) * Workspace::kTileElements +
+        const int64 first = Spec::kVarlen
+                                ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
+                                : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
+        workspace_ = params.dq_accum + (first + own_.tiles.begin) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
     }
 
-    // Of a head, whether they are seen here or not.
+    // Of a head in the workspace, whether they are seen here or not.
     __device__ __forceinline__ int32 query_tiles() const {
+        if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
         return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
@@ -244,13 +253,13 @@ class BackwardGroup {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
-                          own_.head, own_.batch);
+                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns,
+                          own_.keys.row(own_.first_key + row), own_.head, own_.keys.batch(own_.batch));
             tma_store_commit();
         }
     }
 
-    const Params& params_;
+    const Params &params_, &maps_;  // of the sequence; as launched, where TMA finds its maps
     const Memory memory_;
     const int32 warp_, lane_;
     const KeyTile<Spec> own_;

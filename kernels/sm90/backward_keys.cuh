@@ -41,8 +41,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     static constexpr uint64 kQueryRows = static_cast<uint64>(Shape::kQueryPanelBytes / 16) << 16;
 
   public:
-    __device__ BackwardKeys(const Params& params, const Memory& memory)
-        : Base(params, memory),
+    __device__ BackwardKeys(const Params& params, const Params& maps, const Memory& memory)
+        : Base(params, maps, memory),
           key_operand_(matrix_descriptor(memory.key() + kGroup * kGroupRows * kPanelRowBytes, 0)),
           value_operand_(matrix_descriptor(memory.value() + kGroup * kGroupRows * kPanelRowBytes, 0)),
           query_operand_(matrix_descriptor(memory.query(0), 0)),
@@ -73,8 +73,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         else
             barrier_sync(Base::kStoreBarrier + kGroup, kGroupThreads);
         const int32 row = kGroup * kGroupRows + 16 * warp_;
-        Base::store_gradient(dv_, common::kept_scale<Spec>(params_), params_.dv, memory_.value(), row);
-        Base::store_gradient(dk_, params_.softmax_scale, params_.dk, memory_.key(), row);
+        Base::store_gradient(dv_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(), row);
+        Base::store_gradient(dk_, params_.softmax_scale, Base::maps_.dk, memory_.key(), row);
         if (lane_ == 0) tma_store_wait();
     }
 
@@ -84,6 +84,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
         Scores scores, derivatives;
         Rounded p, ds;
+        const auto terms = Base::head_terms(step);
 
         mbarrier_wait(memory_.full_query(stage), parity);
         Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
@@ -99,7 +100,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
-                                                 memory_.lse(stage));
+                                                 memory_.lse(stage), terms);
         } else {
             Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
             p.set(scores);

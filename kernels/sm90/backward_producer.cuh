@@ -7,8 +7,8 @@
 // Where features change scores, products start from zero, and the first is -lse in base 2.
 //
 // A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
-// zero. In shared memory a lane's numbers of 16 queries, which are those of columns 2t, 2t + 1, 2t + 8 and 2t + 9
-// (t = lane % 4), lie together.
+// zero. In shared memory they are k-steps (statistic.cuh), or a lane's numbers of 16 queries, which are those of columns
+// 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
 #pragma once
 #include "common/score_mod.cuh"
 #include "sm90/backward_shape.cuh"
@@ -20,11 +20,12 @@ class BackwardProducer {
     using Memory = BackwardMemory<Shape>;
     static constexpr int kBr = Shape::kBr;
     template <bool kLse>
-    static constexpr bool kAsStep = Shape::kStatisticsAsStep && (kLse ? !common::kTakesWeights<Spec> : !Spec::kDropout);
+    static constexpr bool kAsStep =
+        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : !Spec::kDropout);
 
   public:
-    __device__ BackwardProducer(const Params& params, const Memory& memory)
-        : params_(params), memory_(memory), own_(key_tile<Spec>(params)) {}
+    __device__ BackwardProducer(const Params& params, const Params& maps, const Memory& memory)
+        : params_(params), maps_(maps), memory_(memory), own_(key_tile<Spec>(params)) {}
 
     __device__ void run() {
         const int32 warp = threadIdx.x / 32;
@@ -48,18 +49,18 @@ class BackwardProducer {
     __device__ void load_tiles() const {
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
-        load_keys(params_.k, memory_.key(), memory_.full_key());
-        load_queries(params_.q, memory_.query(0), memory_.full_query(0), step);
-        load_keys(params_.v, memory_.value(), memory_.full_value());
-        load_queries(params_.dout, memory_.dout(0), memory_.full_dout(0), step);
+        load_keys(maps_.k, memory_.key(), memory_.full_key());
+        load_queries(maps_.q, memory_.query(0), memory_.full_query(0), step);
+        load_keys(maps_.v, memory_.value(), memory_.full_value());
+        load_queries(maps_.dout, memory_.dout(0), memory_.full_dout(0), step);
 #pragma unroll 1
         for (advance(step); is_valid(step); advance(step)) {
             ring.advance();
             const uint32 stage = ring.slot();
             mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);
-            load_queries(params_.q, memory_.query(stage), memory_.full_query(stage), step);
+            load_queries(maps_.q, memory_.query(stage), memory_.full_query(stage), step);
             mbarrier_wait(memory_.empty_dout(stage), ring.parity() ^ 1);
-            load_queries(params_.dout, memory_.dout(stage), memory_.full_dout(stage), step);
+            load_queries(maps_.dout, memory_.dout(stage), memory_.full_dout(stage), step);
         }
     }
 
@@ -67,16 +68,16 @@ class BackwardProducer {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, own_.first_key, own_.head,
-                     own_.batch);
+            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+                     own_.keys.row(own_.first_key), own_.head, own_.keys.batch(own_.batch));
     }
 
     __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& step) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
-                     step.head, own_.batch);
+            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
+                     own_.queries.row(step.tile * kBr), step.head, own_.queries.batch(own_.batch));
     }
 
     // A fence waits for all that its thread has sent to memory. The groups have their additions to dQ on the way, for
@@ -97,7 +98,8 @@ class BackwardProducer {
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
         constexpr float kMinusLog2e = -common::kLog2e;
-        const float factor = !kLse ? -1.0f : common::kTakesWeights<Spec> ? kMinusLog2e : -1.0f / params_.softmax_scale;
+        const float factor =
+            !kLse ? -1.0f : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale : kMinusLog2e;
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];
@@ -129,7 +131,7 @@ class BackwardProducer {
     template <bool kLse>
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
         const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
-        const float* rows = (kLse ? params_.lse : params_.delta) + head * params_.seqlen_q;
+        const float* rows = (kLse ? params_.lse : params_.delta) + head * common::statistic_rows<Spec>(params_);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;
@@ -144,7 +146,7 @@ class BackwardProducer {
         return kAsStep<kLse> ? 32 * i + lane : lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
     }
 
-    const Params& params_;
+    const Params &params_, &maps_;  // of the sequence; as launched, where TMA finds its maps
     const Memory memory_;
     const KeyTile<Spec> own_;
 };

@@ -1,10 +1,9 @@
 // What the roles of the backward by key tiles agree on: sizes, the shared-memory map, the barriers, the order of steps.
 #pragma once
-#include "common/params.cuh.j2"
-#include "common/schedule.cuh"
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
+#include "sm90/map_place.cuh"
 #include "sm90/statistic.cuh"
 
 namespace fa2::sm90 {
@@ -55,15 +54,17 @@ template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
     common::QueryTileRange<Spec::kWindow> tiles;
+    MapPlace<Spec::kVarlen> queries, keys;
 };
 
 template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
-    const auto where = common::tile_of_block<false>(params.schedule(), blockIdx.x);
+    const auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
     KeyTile<Spec> tile = {
         where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
         common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                    common::window_of<Spec>(params))};
+                                                                    common::window_of<Spec>(params)),
+        query_place<Spec>(params, where.batch), key_place<Spec>(params, where.batch)};
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
     return tile;
 }

@@ -3,7 +3,7 @@
 // A thread takes 8 columns by 2 rows or, transposed, 16 columns by 2 rows: what eight columns (rows) of accumulators
 // lie in are 4 (8) lanes of one 16 x 8 tile of the workspace, and in dQ whole 16-byte chunks.
 #pragma once
-#include "common/params.cuh.j2"
+#include "common/sequence.cuh"
 #include "sm90/dq_workspace.cuh"
 
 namespace fa2::sm90 {
@@ -19,10 +19,12 @@ struct ConvertDq {
     __device__ static void run(const Params& params) {
         // From the last tile to the first: what was added last is still in the L2 cache.
         const int32 index = gridDim.x - 1 - blockIdx.x;
-        const int32 head = index / params.num_tiles, tile = index % params.num_tiles;
+        const int32 head = index / params.num_tiles;
         const float* workspace = params.dq_accum + static_cast<int64>(index) * Workspace::kTileElements;
-        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, 0, head % params.num_heads);
-        const ConvertDq block{params, workspace, dq, tile * kBr};
+        const auto rows = common::workspace_rows<Spec>(params, index % params.num_tiles);
+        if (Spec::kVarlen && rows.length <= 0) return;
+        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
+        const ConvertDq block{params, workspace, dq, rows.length};
         if constexpr (Workspace::kTransposed)
             block.convert_transposed();
         else
@@ -73,14 +75,14 @@ struct ConvertDq {
         return common::pack<Element>(params.softmax_scale * lo, params.softmax_scale * hi);
     }
     __device__ void store(int32 row, int32 column, const Chunk& chunk) const {
-        if (first_row + row >= params.seqlen_q) return;
-        *reinterpret_cast<Chunk*>(dq + (first_row + row) * params.dq_strides.row + column) = chunk;
+        if (row >= length) return;
+        *reinterpret_cast<Chunk*>(dq + row * params.dq_strides.row + column) = chunk;
     }
 
     const Params& params;
     const float* workspace;
     Element* dq;
-    int32 first_row;
+    int32 length;
 };
 
 }  // namespace fa2::sm90

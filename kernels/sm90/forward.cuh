@@ -27,6 +27,7 @@ namespace fa2::sm90 {
 template <class Spec>
 struct Forward {
     using Shape = ForwardShape<Spec>;
+    static constexpr bool kFindsSequences = true;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const ForwardMemory<Shape> memory(dynamic_smem);

@@ -18,15 +18,17 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
-#include "common/score_mod.cuh"
+#include "common/scores.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
 
 namespace fa2::sm90 {
 
+// Terms of the head are a base: where there are none, a member would still have its place.
 template <class Spec>
-class ForwardConsumer {
+class ForwardConsumer : common::HeadTerms<Spec> {
+    using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Element = typename Spec::Element;
@@ -57,7 +59,8 @@ class ForwardConsumer {
     __device__ void run() {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
-        TileInSlot tile = next_tile();
+        TileInSlot tile = next_tile(memory_, tiles_);
+        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // nothing but indices that are nobody's
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
@@ -92,7 +95,7 @@ class ForwardConsumer {
 
             const uint32 buffer = queries_.slot();
             queries_.advance();
-            const TileInSlot next = next_tile();
+            const TileInSlot next = next_tile(memory_, tiles_);
             const bool is_last = next.key_tiles() == 0;
             Softmax next_softmax;
             if (!is_last) keys = keys_of(next);
@@ -141,19 +144,15 @@ class ForwardConsumer {
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
         issue_both(present);
-        modify(tile, block);
+        if constexpr (!common::kCapsLate<Spec>) modify(tile, block);
         if (is_last) release_query();
-        bool kept;
         float rescale[2];
+        if constexpr (!kTwoP) wait_for_output();
+        const bool kept = exponentials(next, rescale);
+        drop(tile, block, next);
         if constexpr (kTwoP) {
-            kept = exponentials(next, rescale);
-            drop(tile, block, next);
             wait_for_output();
             pin(present);
-        } else {
-            wait_for_output();
-            kept = exponentials(next, rescale);
-            drop(tile, block, next);
         }
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
@@ -166,7 +165,7 @@ class ForwardConsumer {
         modify(tile, block);
         mask(tile, block);
         float rescale[2];
-        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         pin_exponentials(softmax_);
         wait_for_output();
         multiply_output(rescale);
@@ -176,11 +175,13 @@ class ForwardConsumer {
 
     // Whether the reference stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
-        if (__builtin_expect(softmax_.template try_reference<2>(
-                                 scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, p),
-                             1))
-            return true;
-        softmax_.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        bool kept;
+        if constexpr (common::kCapsLate<Spec>)
+            kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
+        else
+            kept = softmax_.template try_reference<2>(scores_, common::score_scale<Spec>(params_), p);
+        if (__builtin_expect(kept, 1)) return true;
+        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
         return false;
     }
@@ -204,7 +205,7 @@ class ForwardConsumer {
         if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0))) mask(tile, block);
         float rescale[2];
         softmax.reset();
-        softmax.update_raw(scores_, common::kModifiesScores<Spec> ? 1.0f : params_.scale_log2, rescale);
+        softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
     }
     __device__ __forceinline__ void take_first(const TileInSlot& tile, const GroupKeys& keys, Probabilities& p) {
         p.set(scores_);
@@ -217,7 +218,8 @@ class ForwardConsumer {
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
+                                        block * kBc, lane_, static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (Spec::kDropout)
@@ -225,12 +227,16 @@ class ForwardConsumer {
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(params_), first_row(tile), block * kBc, lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
+                            lane_, -common::infinity<float>());
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) const {
+    // Of a tile whose scores come next, so that what these need of its head is loaded, too.
+    __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
+        if constexpr (Spec::kAlibi)
+            static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
@@ -315,13 +321,6 @@ class ForwardConsumer {
 
     // ---------------------------------------------------------------------------------------------------- the outside
 
-    __device__ __forceinline__ TileInSlot next_tile() {
-        const uint32 slot = tiles_.slot();
-        mbarrier_wait(memory_.full_tile(slot), tiles_.parity());
-        tiles_.advance();
-        return {memory_.tile_slot(slot), memory_.empty_tile(slot)};
-    }
-
     __device__ __forceinline__ void release_key() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
         keys_.advance();
@@ -347,11 +346,14 @@ class ForwardConsumer {
         float inverse_sum[2], row_lse[2];
         common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
-        float* lse = params_.lse + (static_cast<int64>(batch) * params_.num_heads + head) * params_.seqlen_q;
+        const auto& own = record_of<Spec>(params_, tile);
+        const auto place = query_place<Spec>(params_, batch);
+        float* lse =
+            own.lse + (static_cast<int64>(batch) * params_.num_heads + head) * common::statistic_rows<Spec>(params_);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Output::row(i, lane_);
-            if (lane_ % 4 == 0 && at < params_.seqlen_q) lse[at] = row_lse[i];
+            if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
         }
 
         uint32 box, panel_bytes;
@@ -372,7 +374,8 @@ class ForwardConsumer {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
+                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, place.row(row), head,
+                          place.batch(batch));
             tma_store_commit();
             mbarrier_arrive(tile.empty);
         }

@@ -8,6 +8,7 @@ template <class Spec>
 class ForwardProducer {
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
+    using Tile = LoadedTile<Spec>;
 
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
@@ -15,12 +16,14 @@ class ForwardProducer {
     // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first
     // scores under this tile's last output; with a single buffer for Q, they cannot.
     __device__ void run() {
-        QueryTile tile = query_tile<Spec>(params_, blockIdx.x);
+        int32 index = blockIdx.x;
+        Tile tile = query_tile<Spec>(params_, index);
         publish(tile);
+        if (Spec::kVarlen && tile.key_tiles == 0) return leave_counter(params_);
         start(tile);
-        int32 index = next_index(params_, blockIdx.x);
+        index = next_index(params_, index);
         while (true) {
-            const QueryTile next = query_tile<Spec>(params_, index);
+            const Tile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // under way during this tile
@@ -39,7 +42,7 @@ class ForwardProducer {
     }
 
   private:
-    __device__ void publish(const QueryTile& tile) {
+    __device__ void publish(const Tile& tile) {
         const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
         mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
         store_tile<Spec>(address, tile);
@@ -47,42 +50,43 @@ class ForwardProducer {
         tiles_.advance();
     }
 
-    __device__ void start(const QueryTile& tile) {
+    __device__ void start(const Tile& tile) {
         load_query(tile);
         load_key(tile, tile.key_tiles - 1);
     }
 
-    __device__ void load_query(const QueryTile& tile) {
+    __device__ void load_query(const Tile& tile) {
         const uint32 buffer = queries_.slot(), full = memory_.full_query(buffer);
         mbarrier_wait(memory_.empty_query(buffer), queries_.parity() ^ 1);
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
             tma_load(memory_.query(buffer) + panel * Shape::kQueryPanelBytes, params_.q, full, panel * kPanelColumns,
-                     tile.first_row, tile.head, tile.batch);
+                     tile.queries.row(tile.first_row), tile.head, tile.queries.batch(tile.batch));
         queries_.advance();
     }
 
-    __device__ void load_key(const QueryTile& tile, int32 block) {
+    __device__ void load_key(const Tile& tile, int32 block) {
         const uint32 stage = keys_.slot();
         mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
         load(params_.k, memory_.key(stage), memory_.full_key(stage), tile, block);
         keys_.advance();
     }
 
-    __device__ void load_value(const QueryTile& tile, int32 block) {
+    __device__ void load_value(const Tile& tile, int32 block) {
         const uint32 stage = values_.slot();
         mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
         load(params_.v, memory_.value(stage), memory_.full_value(stage), tile, block);
         values_.advance();
     }
 
-    __device__ void load(const TensorMap& map, uint32 smem, uint32 full, const QueryTile& tile, int32 block) const {
+    __device__ void load(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
-                     tile.head / params_.heads_per_group, tile.batch);
+            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+                     tile.keys.row(block * Shape::kBc), tile.head / params_.heads_per_group,
+                     tile.keys.batch(tile.batch));
     }
 
     const Params& params_;

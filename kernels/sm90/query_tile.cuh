@@ -1,10 +1,9 @@
 // What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp
 // group sees of them.
 #pragma once
-#include "common/params.cuh.j2"
-#include "common/schedule.cuh"
 #include "common/tile_range.cuh"
 #include "sm90/layout.cuh"
+#include "sm90/map_place.cuh"
 
 namespace fa2::sm90 {
 
@@ -18,13 +17,37 @@ struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile;
 };
 
+// Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
+// Without a counter the order is fixed.
+__device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
+    if (previous < 0) return -1;
+    const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
+    return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
+}
+
+// As the producer has it, with what it must know to load it.
 template <class Spec>
-__device__ __forceinline__ QueryTile query_tile(const Params& params, int32 index) {
-    if (index < 0) return {0, 0, 0, 0, 0, 0};
-    const auto where = common::tile_of_block<Spec::kCausal>(params.schedule(), index);
-    const auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
-        where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
-    return {max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch, keys.begin};
+struct LoadedTile : QueryTile {
+    MapPlace<Spec::kVarlen> queries, keys;
+};
+
+// Of the next index that has one; packed sequences have indices that are nobody's.
+template <class Spec>
+__device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int32& index) {
+    while (index >= 0) {
+        const auto where = common::scheduled_tile<Spec, false>(params, index);
+        const auto& own = common::record_of_sequence<Spec>(params, where.batch);
+        if (Spec::kVarlen && !common::has_tile(where.tile, Spec::kBr, own.seqlen_q)) {
+            index = next_index(params, index);
+            continue;
+        }
+        const auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
+            where.tile, own.seqlen_q, own.seqlen_k, common::window_of<Spec>(params));
+        return {{max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch, keys.begin},
+                query_place<Spec>(params, where.batch),
+                key_place<Spec>(params, where.batch)};
+    }
+    return {};
 }
 
 // A tile that is read where it lies, member by member.
@@ -38,6 +61,22 @@ struct TileInSlot {
     __device__ int32 batch() const { return load_shared(address + 16); }
     __device__ int32 first_key_tile() const { return load_shared(address + 20); }
 };
+
+// The next one in the ring of slots, when the producer has written it.
+template <class Memory>
+__device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPosition<kTileSlots>& tiles) {
+    const uint32 slot = tiles.slot();
+    mbarrier_wait(memory.full_tile(slot), tiles.parity());
+    tiles.advance();
+    return {memory.tile_slot(slot), memory.empty_tile(slot)};
+}
+
+// The record of the tile's sequence.
+template <class Spec>
+__device__ __forceinline__ decltype(auto) record_of(const Params& params, const TileInSlot& tile) {
+    return common::record_of_sequence<Spec>(params, Spec::kVarlen ? tile.batch() : 0);
+}
+
 template <class Spec>
 __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile) {
     store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
@@ -58,20 +97,13 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
                                                    int32 most_skipped) {
     if constexpr (!common::kRightLimit<Spec>) return {0, tile.key_tiles(), tile.full_key_tiles(), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
+    const auto& record = record_of<Spec>(params, tile);
     const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
-        group_tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
+        group_tile, record.seqlen_q, record.seqlen_k, common::window_of<Spec>(params));
     const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), most_skipped);
     int32 begin = 0;
     if constexpr (common::kLeftLimit<Spec>) begin = tile.first_key_tile();
     return {skipped, all - skipped, own.full_end, own.full_begin, begin};
-}
-
-// Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
-// Without a counter the order is fixed.
-__device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
-    if (previous < 0) return -1;
-    const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
-    return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
 // The last block to come here has seen all others leave the counter: it is zero again for the next launch.

@@ -152,7 +152,7 @@ def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap
 def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
     """The tensor's buffer, offsets in it of those elements of a tile that the tensor has, and which these are."""
     offset, inside = tensor.tile(coordinates)
-    buffer = machine.memory.find(tensor.address)
+    buffer = machine.memory.find(tensor.within)
     offset = offset[inside] + (tensor.address - buffer.address)
     if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
         raise PtxError(

@@ -13,7 +13,7 @@ from .errors import PtxError
 __all__ = ["TensorMap", "swizzled", "tensor_map"]
 
 _MAGIC = 0x50545853494D3031
-_FORMAT = "<QQBBBx5Q4Q5H"
+_FORMAT = "<QqBBBx5Q4Q5HQ"
 _NBYTES = 128
 _MAX_RANK = 5
 _TYPES = {
@@ -46,6 +46,7 @@ def tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
     swizzle: int = 0,
+    within: int | None = None,
 ) -> np.void:
     """A tensor map as a kernel argument of 128 bytes.
 
@@ -63,6 +64,8 @@ def tensor_map(
         Elements of a tile in each dimension.
     swizzle : int
         0, 32, 64 or 128 bytes.
+    within : int, optional
+        An address of the buffer that copies must stay in, if `address` is not one.
     """
     size = np.dtype(_TYPES[dtype]).itemsize
     rank = len(dims)
@@ -79,7 +82,8 @@ def tensor_map(
         return tuple(int(value) for value in values) + (0,) * (count - len(values))
 
     fields = (*padded(dims, _MAX_RANK), *padded(strides, _MAX_RANK - 1), *padded(box, _MAX_RANK))
-    data = struct.pack(_FORMAT, _MAGIC, int(address), _NAMES.index(dtype), rank, swizzle, *fields)
+    within = address if within is None else within
+    data = struct.pack(_FORMAT, _MAGIC, int(address), _NAMES.index(dtype), rank, swizzle, *fields, int(within))
     return np.frombuffer(data.ljust(_NBYTES, b"\0"), f"V{_NBYTES}")[0]
 
 
@@ -87,7 +91,7 @@ class TensorMap:
     """A decoded map; strides are in bytes and include the innermost one."""
 
     def __init__(self, data: bytes) -> None:
-        magic, self.address, code, self.rank, self.swizzle, *fields = struct.unpack_from(_FORMAT, data)
+        magic, self.address, code, self.rank, self.swizzle, *fields, self.within = struct.unpack_from(_FORMAT, data)
         if magic != _MAGIC:
             raise PtxError("these bytes are no tensor map of ptxsim.tensor_map")
         self.name = _NAMES[code]

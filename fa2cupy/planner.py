@@ -1,0 +1,170 @@
+"""One stage of a plan: its family and tile, its grid, its record and its tensor maps. Pure arithmetic, no GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from . import tma
+from .device import DeviceInfo
+from .errors import UnsupportedProblemError
+from .families import choose_family, choose_tile
+from .features import KERNEL_NEEDS
+from .params import TILE_COUNTER, param_layout
+from .problem import AttentionProblem
+from .sections import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
+from .spec import KernelSpec
+from .stages import Stage
+from .tiles import OPERATIONS, TileConfig
+
+__all__ = ["Planner", "Strides"]
+
+_LOG2_E = math.log2(math.e)
+_COMMON = ("delta", "dsink", "clear_forward", "clear_backward")  # operations that all families share
+_ON_PACKED = ("convert_dq", "clear_forward", "clear_backward")  # operations besides the tiled ones that know sequences
+_OF_QUERIES = ("q", "o", "dout", "dq")  # tensors that have their rows
+_BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own key tiles
+
+#: Element strides of the batch, row and head axes.
+Strides = tuple[int, int, int]
+
+
+class Planner:
+    """Shared state of the planning of one call."""
+
+    def __init__(
+        self, operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides],
+        family: str | None, more: tuple[str, ...] = (),
+    ):  # fmt: skip
+        self.problem = problem
+        self.more = more
+        self.device = device
+        self.strides = strides
+        needs = self._features(operation)
+        row = choose_family(operation, problem.dtype, device, family, needs)
+        reason = self._why_not_sm90(operation) if row.name == "sm90" else None
+        if reason and family:
+            raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
+        if reason:
+            row = choose_family(operation, problem.dtype, device, "sm80", needs)
+        self.family = row.name
+        self.arch_suffix = row.arch_suffix
+
+    def _features(self, operation: str) -> tuple[str, ...]:
+        """What the operation's kernel must have. A sink is in lse, and concerns the backward's products no more."""
+        has_all = operation in OPERATIONS
+        used = {
+            **dict.fromkeys(self.problem.needs, has_all),
+            "cu_seqlens": self.problem.is_packed and (has_all or operation in _ON_PACKED),
+            "sink": "sink" in self.problem.needs and operation in ("forward", "dsink"),
+            "dlse": "dlse" in self.more and operation == "delta",
+            "dbias": "dbias" in self.more and self._owns_queries(operation),
+        }
+        return tuple(name for name in KERNEL_NEEDS if used.get(name))
+
+    def _owns_queries(self, operation: str) -> bool:
+        return operation == "backward_dq" or (operation == "backward" and self.problem.itemsize > 2)
+
+    def _sizes(self, name: str) -> tuple[int, int, int]:
+        problem = self.problem
+        if name in _OF_QUERIES:
+            return problem.batch, problem.seqlen_q, problem.num_heads
+        return problem.batch, problem.seqlen_k, problem.num_heads_kv
+
+    def _longest(self, name: str) -> int:
+        values = self.problem.feature_values
+        return values["max_seqlen_q" if name in _OF_QUERIES else "max_seqlen_k"]
+
+    def _why_not_sm90(self, operation: str) -> str | None:
+        if not self.problem.softmax_scale > 0:
+            return f"softmax_scale={self.problem.softmax_scale} is not positive"
+        if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
+            return None  # nothing will be launched
+        if self.problem.is_packed and 0 in self.problem.score_shape[2:]:
+            return "all its sequences are empty"
+        for name in param_layout(operation, "sm90", self.problem.dtype).maps:
+            reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
+            if reason:
+                return f"{name} is not for TMA, {reason}"
+        return None
+
+    def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
+        problem = self.problem
+        array = (problem.dtype, self._sizes(name), self.strides[name], problem.head_dim, problem.itemsize, box_rows)
+        return tma.packed_layout(*array, self._longest(name)) if problem.is_packed else tma.tensor_layout(*array)
+
+    def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
+        return choose_tile(operation, self.family, self.problem, self.device, config)
+
+    def stage(
+        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[tma.TensorLayout, ...] = (), **values: object
+    ) -> Stage:
+        problem = self.problem
+        tiled = operation in OPERATIONS
+        family = "common" if operation in _COMMON else self.family
+        arch = self.device.arch + self.arch_suffix
+        features = self._features(operation)
+        causal = problem.causal and tiled and "window" not in features  # whose right limit then is the diagonal
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
+        available = {
+            **{f"{name}_strides": strides for name, strides in self.strides.items()},
+            "scale_log2": problem.softmax_scale * _LOG2_E,
+            "softmax_scale": problem.softmax_scale,
+            "num_heads": problem.num_heads,
+            "heads_per_group": problem.heads_per_group,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "batch": problem.batch,
+            **problem.feature_values,
+            **values,
+        }
+        constants = spec.params.pack_constants(
+            {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
+        )
+        return Stage(spec, blocks, constants, maps)
+
+    def num_tiles(self, axis: int, rows: int) -> int:
+        """Tiles of a head along an axis of the scores; of packed sequences, each starts with a tile of its own."""
+        problem = self.problem
+        if not problem.is_packed:
+            return -(-problem.score_shape[axis] // rows)
+        total = (problem.seqlen_q, problem.seqlen_k)[axis - 2]
+        sequences = problem.score_shape[0]
+        return total // rows + sequences if total and sequences else 0
+
+    def by_query_tiles(self, operation: str, tile: TileConfig) -> Stage:
+        """A stage whose blocks own query tiles: all tiles of a head read that head's K and V."""
+        problem = self.problem
+        num_tiles = self.num_tiles(2, tile.b_r)
+        section = groups_per_section(problem, self.device, COLUMNS_BY_QUERIES) * problem.heads_per_group
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads, section)
+
+    def by_key_tiles(self, operation: str, tile: TileConfig) -> Stage:
+        """A stage whose blocks own key tiles: all tiles of a head read the group's Q and dO, and some add to its dQ."""
+        problem = self.problem
+        num_tiles = self.num_tiles(3, tile.b_c)
+        columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
+        section = groups_per_section(problem, self.device, columns)
+        return self._scheduled(operation, tile, num_tiles, problem.num_heads_kv, section)
+
+    def _scheduled(
+        self, operation: str, tile: TileConfig, num_tiles: int, heads: int, section: int
+    ) -> Stage:
+        layout = param_layout(operation, self.family, self.problem.dtype)
+        blocks = num_tiles * heads * self.problem.batch
+        if TILE_COUNTER in layout.pointers:  # as many as can run at a time, which stay and share the tiles out
+            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
+        return self.stage(
+            operation,
+            tile,
+            blocks,
+            tuple(self.tensor_layout(name, _box_rows(name, tile)) for name in layout.maps),
+            num_tiles=num_tiles,
+            scheduled_heads=heads,
+            heads_per_section=max(1, section),
+        )
+
+
+def _box_rows(name: str, tile: TileConfig) -> int:
+    # Results are stored by each warp.
+    return {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)

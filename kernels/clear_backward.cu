@@ -1,0 +1,8 @@
+// dQ, dK and dV of rows that are of no packed sequence, the same for every family.
+#include "common/spec.cuh.j2"
+#include "common/clear_rest.cuh"
+
+extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps)
+{{ symbol }}(const fa2::Params params) {
+    fa2::common::clear_backward<fa2::Spec>(params);
+}

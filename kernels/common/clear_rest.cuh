@@ -1,0 +1,91 @@
+// Rows of packed arrays that are of no sequence: zeros in results, -inf in lse. All others are left to the kernels that
+// own them, so that clearing costs next to nothing where sequences fill the arrays.
+//
+// A thread finds out about a row, and its warp writes those that are left over, 16 bytes a lane where rows are whole
+// 16-byte chunks, else an element.
+#pragma once
+#include "common/sequence.cuh"
+
+namespace fa2::common {
+
+template <class Spec>
+struct ClearRest {
+    using Element = typename Spec::Element;
+    static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
+    static constexpr int kChunks = Spec::kHeadDim / kVector;
+    using Chunk = Vector<Element, kVector>;
+    static_assert(Spec::kHeadDim % kVector == 0);
+
+    // The sequence with the last start at or before the row, which owns it if it reaches so far.
+    __device__ static int32 last_starting(const int32* offsets, int32 num_sequences, int32 total, int32 row) {
+        int32 begin = 0, end = num_sequences;
+        while (end - begin > 1) {
+            const int32 middle = (begin + end) / 2;
+            (first_row_of(offsets, middle, total) <= row ? begin : end) = middle;
+        }
+        return begin;
+    }
+    __device__ static bool contains(const Rows& rows, int32 row) {
+        return row >= rows.first && row - rows.first < rows.length;
+    }
+
+    // clear(row) by whole warps, for each row from 0 to total that owned(row) is false for.
+    template <class Owned, class Clear>
+    __device__ static void for_rest(int32 total, Owned owned, Clear clear) {
+        const int32 row = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32;
+        uint32 rest = __ballot_sync(kFullWarp, row < total && !owned(row));
+        for (; rest != 0; rest &= rest - 1) clear(row - lane + __ffs(rest) - 1, lane);
+    }
+
+    template <class Pointer>
+    __device__ static void clear_row(Pointer x, const Strides& strides, int32 heads, int32 row, int32 lane) {
+        for (int32 index = lane; index < heads * kChunks; index += 32)
+            *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) = Chunk{};
+    }
+
+    template <class Record>
+    __device__ static bool has_query(const Record& params, int32 row) {
+        if (params.num_sequences == 0) return false;
+        return contains(
+            queries_of(params, last_starting(params.cu_seqlens_q, params.num_sequences, params.total_q, row)), row);
+    }
+    // Keys without a query are left over, too: no kernel by query tiles or key tiles need look at them.
+    template <class Record>
+    __device__ static bool has_key(const Record& params, int32 row) {
+        if (params.num_sequences == 0) return false;
+        const int32 number = last_starting(params.cu_seqlens_k, params.num_sequences, params.total_k, row);
+        return contains(keys_of(params, number), row) && queries_of(params, number).length > 0;
+    }
+};
+
+// O and lse.
+template <class Spec, class Record>
+__device__ __forceinline__ void clear_forward(const Record& params) {
+    using Rest = ClearRest<Spec>;
+    using Accum = typename ElementTraits<typename Spec::Element>::Accum;
+    Rest::for_rest(
+        params.total_q, [&](int32 row) { return Rest::has_query(params, row); },
+        [&](int32 row, int32 lane) {
+            Rest::clear_row(params.o, params.o_strides, params.num_heads, row, lane);
+            for (int32 head = lane; head < params.num_heads; head += 32)
+                params.lse[static_cast<int64>(head) * params.total_q + row] = -infinity<Accum>();
+        });
+}
+
+// dQ, dK and dV.
+template <class Spec, class Record>
+__device__ __forceinline__ void clear_backward(const Record& params) {
+    using Rest = ClearRest<Spec>;
+    Rest::for_rest(
+        params.total_q, [&](int32 row) { return Rest::has_query(params, row); },
+        [&](int32 row, int32 lane) { Rest::clear_row(params.dq, params.dq_strides, params.num_heads, row, lane); });
+    Rest::for_rest(
+        params.total_k, [&](int32 row) { return Rest::has_key(params, row); },
+        [&](int32 row, int32 lane) {
+            const int32 heads = params.num_heads / params.heads_per_group;
+            Rest::clear_row(params.dk, params.dk_strides, heads, row, lane);
+            Rest::clear_row(params.dv, params.dv_strides, heads, row, lane);
+        });
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,88 @@
+// The forward's side of score_mod.cuh: scores from products, P without what is dropped, and the end of a row.
+#pragma once
+#include "common/score_mod.cuh"
+
+namespace fa2::common {
+
+// Turns products into scores, which `score_scale` is still to multiply. first_query, first_key: position of the
+// fragment's tile. `terms`: of the head, if they have been loaded.
+template <class Spec, class Fragment, class Record, class... Terms>
+__device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
+                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
+    if constexpr (kModifiesScores<Spec>) {
+        const auto mod = score_mod<Spec>(params, batch, head, terms...);
+        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        mod.cap(scores);
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+            for (int i = 0; i < Fragment::kRows; ++i)
+                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0));
+    }
+}
+
+// P of unmasked products against the reference, where the cap is taken late: whether it fits. If not, the products have
+// become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
+template <class Spec, int kChains, class Softmax, class Fragment, class P, class Record>
+__device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products, const Record& params, P& p) {
+    const auto mod = score_mod<Spec>(params, 0, 0);
+    const auto scale = score_scale<Spec>(params);
+    const bool small = mod.are_small(products);
+    if (small) {
+        const auto to_base2 = [&](float product, float minus_reference) {
+            return fma(mod.small_capped(product), scale, minus_reference);
+        };
+        if (__builtin_expect(softmax.template try_reference<kChains>(products, to_base2, p), 1)) return true;
+    }
+    mod.cap_any(products);
+    return !small && softmax.template try_reference<kChains>(products, scale, p);
+}
+
+// Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
+template <class Spec, class Element, int kN8, class Record>
+__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, int32 batch, int32 head,
+                                     int32 first_query, int32 first_key, int32 lane) {
+    if constexpr (Spec::kDropout) {
+        using Fragment = QuadFragment<kN8>;
+        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+#pragma unroll
+        for (int s = 0; s < kN8 / 2; ++s)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const uint32 kept = dropout.kept_of_four(first_query + Fragment::row(0, lane),
+                                                         first_key + Fragment::col(4 * s + e, lane));
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    if (!(kept >> w & 1)) p.word[2 * s + w % 2][w / 2] &= e == 0 ? 0xffff0000u : 0x0000ffffu;
+            }
+    }
+}
+// The same before rounding, an element at a time.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void drop(Fragment& p, const Record& params, int32 batch, int32 head, int32 first_query,
+                                     int32 first_key, int32 lane) {
+    if constexpr (Spec::kDropout) {
+        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
+    }
+}
+
+// What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
+// row where one warp does not have it.
+template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head,
+                                            Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
+    if constexpr (Spec::kSink)
+        softmax.finish(total..., params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e), inverse, lse);
+    else
+        softmax.finish(total..., inverse, lse);
+    if constexpr (Spec::kDropout)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) inverse[i] *= params.dropout_scale;
+}
+
+}  // namespace fa2::common
