@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, ROWS, accumulator, extras, numbers, options_of
+from feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 import fa2cupy
 from fa2cupy import philox
@@ -83,6 +85,28 @@ def test_all_at_once(dtype, head_dim):
     options = {key: value for row in rows for key, value in options_of(row, dtype, sizes).items()}
     dlse = cp.asarray(numbers((2, 4, 260), accumulator(dtype)))
     check(draw(dtype, (260, 390), head_dim), families_of(dtype), dlse=dlse, **on_device(options | {"window": (90, 40)}))
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize(("family", "dtype"), [(None, "bfloat16"), ("sm80", "float16"), ("simt", "float32")])
+def test_pairs_drawn_by_hypothesis(family, dtype, turn):
+    """Of features, on each family; a turn draws its own, so that several can be compiled for at a time."""
+
+    @seed(turn)
+    @settings(max_examples=2, deadline=None, database=None)
+    @given(
+        pair=st.lists(st.sampled_from(ROWS), min_size=2, max_size=2, unique_by=keyword),
+        lengths=st.sampled_from(LENGTHS),
+        head_dim=st.sampled_from(HEAD_DIMS),
+    )
+    def run(pair, lengths, head_dim):
+        head_dim = 48 if family == "simt" else head_dim
+        sizes = {"batch": 2, "num_heads": 4, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+        options = {key: value for name in pair for key, value in options_of(name, dtype, sizes).items()}
+        dlse = cp.asarray(numbers((2, 4, lengths[0]), "float32")) if "bias of queries" in pair else None
+        check(draw(dtype, lengths, head_dim), [family], dlse=dlse, **on_device(options))
+
+    run()
 
 
 @pytest.mark.parametrize("window", [(0, 0), (31, 0), (128, 128), (None, 64), (700, None)], ids=str)
