@@ -74,16 +74,16 @@ _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 _FEATURES = (
     "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
-    "dlse", "dsink", "head_dim_v", "cu_seqlens",
+    "dlse", "dsink", "dbias", "head_dim_v", "cu_seqlens",
 )  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
     Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
     Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8,
-           features=(*_FEATURES, "dbias")),
+           features=_FEATURES),
     Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1,
-           features=(*_FEATURES, "dbias")),
+           features=_FEATURES),
 )
 
 

@@ -5,7 +5,7 @@
 namespace fa2::common {
 
 // From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative,
-// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base
+// (which dbias takes itself) with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base
 // 2, and zero where products have started from it.
 // A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
 // `terms`: of the head, if they have been loaded.
@@ -71,23 +71,6 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
-        }
-}
-
-// Adds the gradient of scores to that of the bias, and makes that of the products of it. Where the bias repeats, several
-// elements are added to one.
-template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products, const Record& params, int32 batch,
-                                          int32 head, int32 first_query, int32 first_key, int32 lane) {
-    const auto mod = score_mod<Spec>(params, batch, head);
-#pragma unroll
-    for (int i = 0; i < Fragment::kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j) {
-            const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
-            if (query < params.seqlen_q && key < params.seqlen_k)
-                atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
-            ds(i, j) *= mod.derivative(mod.capped(products(i, j)));
         }
 }
 
