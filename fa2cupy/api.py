@@ -138,8 +138,8 @@ def forward(
     Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes;
     anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8, and data whose v has a
     head_dim of its own. The work is queued on CuPy's current stream of the arrays' device, without a synchronisation;
-    the first call of a kind compiles its kernel. Packed sequences and dbias run on the kernels of ``"sm80"`` on
-    Hopper, too. Offsets are held to the arrays on the device: those that do not grow give no error, and no meaning.
+    the first call of a kind compiles its kernel. Offsets are held to the arrays on the device: those that do not grow
+    give no error, and no meaning.
 
     Examples
     --------

@@ -74,16 +74,16 @@ _HOPPER = (*OPERATIONS, "convert_dq")
 _ANY_NEWER = 10_000
 _FEATURES = (
     "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "sink", "dropout_p",
-    "dlse", "dsink", "head_dim_v", "cu_seqlens",
+    "dlse", "dsink", "dbias", "head_dim_v", "cu_seqlens",
 )  # fmt: skip
 
 #: The first row that supports the operation and dtype on the device wins.
 FAMILIES = (
     Family("sm90", _HOPPER, ("float16", "bfloat16"), 90, 90, row_alignment=16, head_dim_step=8, arch_suffix="a", features=_FEATURES),
     Family("sm80", _ALL, ("float16", "bfloat16"), 80, _ANY_NEWER, row_alignment=16, head_dim_step=8,
-           features=(*_FEATURES, "dbias")),
+           features=_FEATURES),
     Family("simt", _ALL, ("float32", "float64"), 60, _ANY_NEWER, row_alignment=1, head_dim_step=1,
-           features=(*_FEATURES, "dbias")),
+           features=_FEATURES),
 )
 
 
@@ -92,6 +92,9 @@ _DEFAULT_METHODS = {"sm90": "two_pass", "sm80": "single_pass", "simt": "two_pass
 #: Up to a head_dim, the fewest query rows for which sm90 is faster in one pass: without and with a causal mask. Measured by
 #: scripts/methods.py; the number of heads does not matter.
 _ONE_PASS_ON_SM90 = {64: (1024, 1024), 128: (1024, 2048)}
+#: The most keys of a row's window for which it is not, however many rows there are: adding up dQ elsewhere costs a row the
+#: same for few keys as for many.
+_TWO_PASSES_ON_SM90 = 256
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 
@@ -108,7 +111,8 @@ def choose_method(family: str, problem: AttentionProblem, method: str | None, de
         return method or "two_pass"
     if family == "sm90":
         rows = next((rows for limit, rows in _ONE_PASS_ON_SM90.items() if problem.head_dim <= limit), None)
-        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal]:
+        is_narrow = None not in problem.band and sum(problem.band) < _TWO_PASSES_ON_SM90
+        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal] and not is_narrow:
             return "single_pass"
     return _DEFAULT_METHODS[family]
 

@@ -39,7 +39,8 @@ def _rows(
 
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
-#: Features that take registers where the backward has none to spare: with more queries at a time it would spill.
+#: Features that take registers where the backward has none to spare: with more queries at a time it would spill. (With a
+#: window it would not, but compute more scores that are outside.)
 _IN_REGISTERS = ("softcap", "alibi_slopes", "bias", "mask", "dropout_p")
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
@@ -58,13 +59,21 @@ TILE_TABLE: tuple[TileRow, ...] = (
         "backward",
         (64, TileConfig(128, 128, 12, 2), _H100),
     ),
-    *_rows("sm90", "backward", (128, TileConfig(64, 128, 12, 2), _H100_LATER), features=_IN_REGISTERS),
+    *_rows("sm90", "backward", (128, TileConfig(64, 128, 12, 2), _H100_LATER), features=(*_IN_REGISTERS, "window")),
     *_rows(
         "sm90",
         "backward",
         (96, TileConfig(96, 128, 12, 2), _H100),
         (128, TileConfig(80, 128, 12, 2), _H100),
         (256, TileConfig(64, 64, 12, 2), _H100),
+    ),
+    *_rows(
+        "sm90",
+        "backward_dq",
+        (64, TileConfig(64, 64, 8, 2, 2), _H100_LATER),
+        (128, TileConfig(128, 64, 12, 2), _H100_LATER),
+        (256, TileConfig(128, 32, 12, 2), _H100_LATER),
+        features=("bias", "mask", "dropout_p"),
     ),
     *_rows(
         "sm90",

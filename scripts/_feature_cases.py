@@ -225,9 +225,11 @@ class Case:
         return Kernels(method, "+".join(families), specs)
 
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
-        """The shrunk problem with the lengths of this one."""
+        """The shrunk problem with the lengths and the window of this one."""
         if self.feature != "packed":
-            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen)
+            window = attention.features.window if self.window is None else (self.window, 0)
+            features = dataclasses.replace(attention.features, window=window)
+            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen, features=features)
         longest = int(np.diff(_offsets(self.problem)).max())
         features = dataclasses.replace(attention.features, max_seqlen_q=longest, max_seqlen_k=longest)
         return dataclasses.replace(attention, seqlen_q=self.problem.batch * self.problem.seqlen, features=features)

@@ -100,6 +100,8 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
+PAIRS = (69, 98)  # whose scores have rows that all begin on even elements
+OF_ANOTHER_ROW = ("params_.mask_strides.offset(batch_, head_, row, column)", "params_.mask_strides.offset(batch_, head_, 0, column)")
 ONE_HEAD = Problem(heads=(1, 1))
 GROUPS = Problem(heads=(4, 2))
 FULL = Problem(causal=False)
@@ -878,13 +880,45 @@ MUTANTS = (
     Mutant(
         "bias past the last key",
         "forward",
-        "column = min_of(first.key + keys, last_key);",
-        "column = first.key + keys;",
+        "column = min_of(key, last_key);",
+        "column = key;",
         "bounds",
         Problem(feature="bias"),
     ),
-    Mutant("mask of another row", "forward", "batch_, head_, row, column)]) x", "batch_, head_, 0, column)]) x", "numbers",
-           Problem(feature="mask")),
+    Mutant(
+        "bias in pairs past the last key",
+        "forward",
+        "bool yes = key + kFurther < params_.seqlen_k;",
+        "bool yes = true;",
+        "bounds",
+        Problem(feature="bias", lengths=PAIRS),
+    ),
+    Mutant("mask of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask")),
+    Mutant("mask in pairs of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask", lengths=PAIRS)),
+    Mutant(
+        "dbias past the last key",
+        "backward_dq",
+        "if (8 * n + e < left) atomicAdd",
+        "if (row) atomicAdd",
+        "bounds",
+        Problem(feature="bias"),
+    ),
+    Mutant(
+        "dbias in pairs of one key",
+        "backward_dq",
+        '"f"(even), "f"(odd) :',
+        '"f"(even), "f"(even) :',
+        "numbers",
+        Problem(feature="bias", lengths=PAIRS),
+    ),
+    Mutant(
+        "dbias of one row of a warp",
+        "backward_dq",
+        "sum = column_sum<Fragment::kLanesPerRow>(sum);",
+        "",
+        "numbers",
+        Problem(feature="bias of keys"),
+    ),
     Mutant("sink without its share", "forward", "rescale + kExp2(sink - shift);", "rescale;", "numbers", Problem(feature="sink")),
     Mutant("dropout of other elements", "forward", "words.item[w] >=", "words.item[3 - w] >=", "numbers",
            Problem(feature="dropout")),
@@ -1007,8 +1041,9 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             check_delta(o, do, gpu.delta(o, do, "bshd", None))
             return
         method = "two_pass" if operation in ("backward_dq", "backward_dkdv") else "single_pass"
-        gradients = backward(q, k, v, o, lse, do, method=method, **options)
-        expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+        names = ("dq", "dk", "dv", "dbias") if "bias" in asked else ("dq", "dk", "dv")
+        gradients = backward(q, k, v, o, lse, do, method=method, return_dbias="bias" in asked, **options)
+        expected.check(**dict(zip(names, gradients, strict=True)))
 
 
 @functools.lru_cache(maxsize=None)

@@ -178,16 +178,25 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 # -------------------------------------------------------------------------------------------------------------- the table
 
 
-CAPPED = Features(softcap=30.0)
+DROPPED = Features(dropout_p=0.5, seed=0)
+CAPPED, WINDOW, SINK = Features(softcap=30.0), Features(window=(1023, None)), Features(arrays=("sink",))
 
 
-def test_features_that_take_registers_have_tiles_of_their_own():
-    plain, capped = problem("bfloat16", 128), problem("bfloat16", 128).with_features(CAPPED)
-    for operation in ("backward", "backward_dkdv"):
-        tiles = [choose_tile(operation, "sm90", call, H100) for call in (plain, capped)]
-        assert [tile.b_r for tile in tiles] == [80, 64]
-    with_sink = plain.with_features(Features(arrays=("sink",)))
-    assert choose_tile("backward", "sm90", with_sink, H100) == choose_tile("backward", "sm90", plain, H100)
+@pytest.mark.parametrize(
+    ("operation", "features", "wanted"),
+    [
+        ("backward", (NO_FEATURES, SINK), (80, 128)),
+        ("backward", (CAPPED, DROPPED, WINDOW), (64, 128)),
+        ("backward_dkdv", (NO_FEATURES, SINK, WINDOW), (80, 128)),
+        ("backward_dkdv", (CAPPED, DROPPED), (64, 128)),
+        ("backward_dq", (NO_FEATURES, SINK, WINDOW, CAPPED), (128, 128)),
+        ("backward_dq", (DROPPED,), (128, 64)),
+    ],
+)
+def test_features_that_take_registers_have_tiles_of_their_own(operation, features, wanted):
+    for each in features:
+        tile = choose_tile(operation, "sm90", problem("bfloat16", 128).with_features(each), H100)
+        assert (tile.b_r, tile.b_c) == wanted
 
 
 def chosen_rows() -> set[int]:
@@ -197,7 +206,7 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, OPERATIONS):
             if not row.supports(operation, dtype, device):
                 continue
-            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_FEATURES, CAPPED)):
+            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_FEATURES, DROPPED)):
                 call = problem(dtype, head_dim, causal).with_features(features)
                 try:
                     tile = choose_tile(operation, row.name, call, device)
@@ -213,7 +222,7 @@ def chosen_rows() -> set[int]:
                         if (entry.family, entry.operation, entry.tile) == (row.name, operation, tile)
                         and padded_head_dim(row.name, head_dim) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
-                        and bool(entry.features) <= (features is CAPPED)
+                        and bool(entry.features) <= (features is DROPPED)
                     )
                 )
     return found
@@ -378,6 +387,22 @@ def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
 def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causal, wanted):
     assert choose_method("sm90", backward_problem(head_dim, seqlen_q, causal), None, False) == wanted
     assert choose_method("sm80", backward_problem(head_dim, seqlen_q, causal), None, False) == "single_pass"
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "wanted"),
+    [
+        ((255, None), True, "two_pass"),
+        ((256, None), True, "single_pass"),
+        ((100, 155), False, "two_pass"),
+        ((100, 156), False, "single_pass"),
+        ((100, None), False, "single_pass"),
+    ],
+)
+def test_hopper_takes_two_passes_for_narrow_windows(window, causal, wanted):
+    call = backward_problem(128, 16384, causal).with_features(Features(window=window))
+    assert choose_method("sm90", call, None, False) == wanted
+    assert choose_method("sm80", call, None, False) == "single_pass"
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,6 @@ struct ClearRest {
     using Chunk = Vector<Element, kVector>;
     static_assert(Spec::kHeadDim % kVector == 0);
 
-    // The sequence with the last start at or before the row, which owns it if it reaches so far.
-    __device__ static int32 last_starting(const int32* offsets, int32 num_sequences, int32 total, int32 row) {
-        int32 begin = 0, end = num_sequences;
-        while (end - begin > 1) {
-            const int32 middle = (begin + end) / 2;
-            (first_row_of(offsets, middle, total) <= row ? begin : end) = middle;
-        }
-        return begin;
-    }
-    __device__ static bool contains(const Rows& rows, int32 row) {
-        return row >= rows.first && row - rows.first < rows.length;
-    }
-
     // clear(row) by whole warps, for each row from 0 to total that owned(row) is false for.
     template <class Owned, class Clear>
     __device__ static void for_rest(int32 total, Owned owned, Clear clear) {
@@ -45,16 +32,16 @@ struct ClearRest {
 
     template <class Record>
     __device__ static bool has_query(const Record& params, int32 row) {
-        if (params.num_sequences == 0) return false;
-        return contains(
-            queries_of(params, last_starting(params.cu_seqlens_q, params.num_sequences, params.total_q, row)), row);
+        const PackedAxis queries = packed_axis<false>(params);
+        return queries.num_sequences > 0 && queries.rows(queries.sequence_of_row(row)).contain(row);
     }
     // Keys without a query are left over, too: no kernel by query tiles or key tiles need look at them.
     template <class Record>
     __device__ static bool has_key(const Record& params, int32 row) {
-        if (params.num_sequences == 0) return false;
-        const int32 number = last_starting(params.cu_seqlens_k, params.num_sequences, params.total_k, row);
-        return contains(keys_of(params, number), row) && queries_of(params, number).length > 0;
+        const PackedAxis keys = packed_axis<true>(params);
+        if (keys.num_sequences == 0) return false;
+        const int32 number = keys.sequence_of_row(row);
+        return keys.rows(number).contain(row) && packed_axis<false>(params).rows(number).length > 0;
     }
 };
 

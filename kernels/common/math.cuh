@@ -79,5 +79,12 @@ __device__ __forceinline__ T row_sum(T x) {
     for (int mask = 1; mask < kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
     return x;
 }
+// A column by every kLanes-th lane.
+template <int kLanes, class T>
+__device__ __forceinline__ T column_sum(T x) {
+#pragma unroll
+    for (int mask = kLanes; mask < 32; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+    return x;
+}
 
 }  // namespace fa2::common

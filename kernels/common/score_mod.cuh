@@ -2,13 +2,14 @@
 // nothing here is used, and main loops are as they were.
 //
 //   raw score x -> scale x -> cap tanh(. / cap)                                            `cap`, with its `derivative`
-//   -> - slope |distance| -> + bias -> -inf where a mask hides                             `at`
+//   -> - slope |distance| -> + bias -> -inf where a mask hides                          `score`
 //   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta)        times the derivative of the cap
 //
 // A function of the user's own would take the place of the cap.
 #pragma once
 #include "common/dropout.cuh"
 #include "common/mask.cuh"
+#include "common/score_arrays.cuh"
 #include "common/softcap.cuh"
 #include "common/spec.cuh.j2"
 
@@ -77,7 +78,8 @@ __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int3
 }
 
 template <class Spec, class Record>
-class ScoreMod : public Softcap<Spec, Record> {
+class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> {
+    using Arrays = ScoreArrays<Spec, Record>;
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
     static constexpr Real kBase2 = kLog2e;
@@ -91,7 +93,12 @@ class ScoreMod : public Softcap<Spec, Record> {
     };
 
     __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head, const HeadTerms<Spec>& terms)
-        : Softcap<Spec, Record>(params), params_(params), batch_(batch), head_(head), terms_(terms) {}
+        : Softcap<Spec, Record>(params),
+          Arrays(params, batch, head),
+          params_(params),
+          batch_(batch),
+          head_(head),
+          terms_(terms) {}
 
     __device__ __forceinline__ Place place(int32 query, int32 key) const {
         Real distance = 0;
@@ -100,8 +107,10 @@ class ScoreMod : public Softcap<Spec, Record> {
         return {query, key, distance};
     }
 
-    // From a capped product, so many queries and keys past `first`, to a score: to base 2, or in units of its own.
-    __device__ __forceinline__ Real at(Real capped, const Place& first, int32 queries, int32 keys) const {
+    // From a capped product, so many queries and keys past `first`, to a score: to base 2, or in units of its own. `term`
+    // is what arrays say of it.
+    __device__ __forceinline__ Real score(Real capped, const Place& first, int32 queries, int32 keys,
+                                          const typename Arrays::Term& term) const {
         Real x = capped;
         if constexpr (!kOwnUnits<Spec>) {
             if constexpr (!Spec::kSoftcap)
@@ -117,20 +126,9 @@ class ScoreMod : public Softcap<Spec, Record> {
             else
                 x -= terms_.slope * magnitude(first.distance + further);
         }
-        if constexpr (Spec::kBias || Spec::kMask || Spec::kKeyPadding) {
-            // Rows and keys past the end take the last one's: what comes of them is not used.
-            const int32 row = min_of(first.query + queries, params_.seqlen_q - 1);
-            // A packed sequence may be without a key.
-            const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
-            const int32 column = min_of(first.key + keys, last_key);
-            if constexpr (Spec::kBias)
-                x += kBase2 * to_accum(params_.bias[params_.bias_strides.offset(batch_, head_, row, column)]);
-            if constexpr (Spec::kMask)
-                if (!params_.mask[params_.mask_strides.offset(batch_, head_, row, column)]) x = -infinity<Real>();
-            if constexpr (Spec::kKeyPadding)
-                if (!params_.key_padding_mask[params_.key_padding_mask_strides.offset(batch_, 0, 0, column)])
-                    x = -infinity<Real>();
-        }
+        if constexpr (Spec::kBias) x += kBase2 * term.bias;
+        if constexpr (Spec::kMask || Spec::kKeyPadding)
+            if (!term.visible) x = -infinity<Real>();
         return x;
     }
 

@@ -4,8 +4,38 @@
 
 namespace fa2::common {
 
+// From capped products to scores.
+template <bool kRegular, int kN8, class Mod>
+__device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod, const typename Mod::Place& first) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            typename Mod::Term term[2];
+            mod.template pair_at<kRegular>(first.query + 8 * i, first.key, 8 * n, term);
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                x.value[n][2 * i + e] = mod.score(x.value[n][2 * i + e], first, 8 * i, 8 * n + e, term[e]);
+        }
+}
+
 // Turns products into scores, which `score_scale` is still to multiply. first_query, first_key: position of the
 // fragment's tile. `terms`: of the head, if they have been loaded.
+template <class Spec, int kN8, class Record, class... Terms>
+__device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, int32 batch, int32 head,
+                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
+    if constexpr (kModifiesScores<Spec>) {
+        using Fragment = QuadFragment<kN8>;
+        const auto mod = score_mod<Spec>(params, batch, head, terms...);
+        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        mod.cap(scores);
+        if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
+            score_fragment<true>(scores, mod, first);
+        else
+            score_fragment<false>(scores, mod, first);
+    }
+}
+// The same, an element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
                                               int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
@@ -17,7 +47,8 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
         for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
             for (int i = 0; i < Fragment::kRows; ++i)
-                scores(i, j) = mod.at(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0));
+                scores(i, j) = mod.score(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0),
+                                         mod.at(first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0)));
     }
 }
 

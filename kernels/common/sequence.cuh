@@ -14,23 +14,53 @@ namespace fa2::common {
 
 struct Rows {
     int32 first, length;
+
+    __device__ __forceinline__ bool contain(int32 row) const { return row >= first && row - first < length; }
 };
 
-__device__ __forceinline__ int32 first_row_of(const int32* offsets, int32 number, int32 total) {
-    return min_of(max_of(offsets[number], 0), total);
-}
-__device__ __forceinline__ Rows rows_of_sequence(const int32* offsets, int32 number, int32 total, int32 longest) {
-    const int32 first = first_row_of(offsets, number, total);
-    const int32 end = min_of(max_of(offsets[number + 1], first), total);
-    return {first, min_of(end - first, longest)};
-}
-template <class Record>
-__device__ __forceinline__ Rows queries_of(const Record& params, int32 number) {
-    return rows_of_sequence(params.cu_seqlens_q, number, params.total_q, params.max_seqlen_q);
-}
-template <class Record>
-__device__ __forceinline__ Rows keys_of(const Record& params, int32 number) {
-    return rows_of_sequence(params.cu_seqlens_k, number, params.total_k, params.max_seqlen_k);
+// What offsets say of the rows of queries, or of keys.
+struct PackedAxis {
+    const int32* offsets;
+    int32 num_sequences, total, longest;
+
+    __device__ __forceinline__ int32 first_row(int32 number) const { return min_of(max_of(offsets[number], 0), total); }
+    __device__ __forceinline__ Rows rows(int32 number) const {
+        const int32 first = first_row(number);
+        const int32 end = min_of(max_of(offsets[number + 1], first), total);
+        return {first, min_of(end - first, longest)};
+    }
+    template <int kRows>
+    __device__ __forceinline__ int32 first_tile(int32 number) const {
+        return first_row(number) / kRows + number;
+    }
+
+    // The last sequence that starts at or before a row or a tile, which it has if it reaches so far.
+    __device__ __forceinline__ int32 sequence_of_row(int32 row) const {
+        return last_up_to(row, [&](int32 number) { return first_row(number); });
+    }
+    template <int kRows>
+    __device__ __forceinline__ int32 sequence_of_tile(int32 tile) const {
+        return last_up_to(tile, [&](int32 number) { return first_tile<kRows>(number); });
+    }
+
+  private:
+    template <class Start>
+    __device__ __forceinline__ int32 last_up_to(int32 place, const Start& start) const {
+        int32 begin = 0, end = num_sequences;
+        while (end - begin > 1) {
+            const int32 middle = (begin + end) / 2;
+            (start(middle) <= place ? begin : end) = middle;
+        }
+        return begin;
+    }
+};
+
+template <bool kOfKeys, class Record>
+__device__ __forceinline__ PackedAxis packed_axis(const Record& params) {
+    if constexpr (kOfKeys)
+        return {params.cu_seqlens_k, params.num_sequences, params.total_k, params.max_seqlen_k};
+    else
+        return {params.cu_seqlens_q, params.num_sequences, params.total_q, params.max_seqlen_q};
 }
 
 // The record of a sequence; the launch's own where a batch is not packed.
@@ -38,7 +68,7 @@ template <class Spec, class Record>
 __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& params, int32 number) {
     if constexpr (Spec::kVarlen) {
         Record own = params;
-        own.enter_sequence(number, queries_of(params, number), keys_of(params, number));
+        own.enter_sequence(number, packed_axis<false>(params).rows(number), packed_axis<true>(params).rows(number));
         return own;
     } else {
         return (params);
@@ -56,34 +86,18 @@ __device__ __forceinline__ int32 statistic_rows(const Record& params) {
 
 // -------------------------------------------------------------------------------------------------------------- tiles
 
+// From a tile of all sequences to the sequence that it would be of, and which of its tiles it would be.
 template <int kRows>
-__device__ __forceinline__ int32 first_tile_of(const int32* offsets, int32 number, int32 total) {
-    return first_row_of(offsets, number, total) / kRows + number;
-}
-
-// From a tile of all sequences to the sequence that it would be of, `batch`, and which of its tiles it would be.
-template <int kRows>
-__device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const int32* offsets, int32 total,
-                                                  int32 num_sequences) {
-    int32 begin = 0, end = num_sequences;
-    while (end - begin > 1) {
-        const int32 middle = (begin + end) / 2;
-        (first_tile_of<kRows>(offsets, middle, total) <= where.tile ? begin : end) = middle;
-    }
-    where.batch = begin;
-    where.tile -= first_tile_of<kRows>(offsets, begin, total);
+__device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const PackedAxis& axis) {
+    where.batch = axis.sequence_of_tile<kRows>(where.tile);
+    where.tile -= axis.first_tile<kRows>(where.batch);
 }
 
 // What the schedule's index-th tile is, of a kernel whose blocks own tiles of queries, or of keys.
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
     auto where = tile_of_block<Spec::kCausal && !kByKeys>(params.schedule(), index);
-    if constexpr (Spec::kVarlen) {
-        if constexpr (kByKeys)
-            enter_sequence_of<Spec::kBc>(where, params.cu_seqlens_k, params.total_k, params.num_sequences);
-        else
-            enter_sequence_of<Spec::kBr>(where, params.cu_seqlens_q, params.total_q, params.num_sequences);
-    }
+    if constexpr (Spec::kVarlen) enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
     return where;
 }
 
@@ -104,7 +118,7 @@ template <class Spec, class Record>
 __device__ __forceinline__ int64 first_workspace_tile(const Record& params, int32 batch, int32 head) {
     if constexpr (Spec::kVarlen)
         return static_cast<int64>(head) * workspace_tiles<Spec>(params) +
-               first_tile_of<Spec::kBr>(params.cu_seqlens_q, batch, params.total_q);
+               packed_axis<false>(params).template first_tile<Spec::kBr>(batch);
     else
         return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
 }
@@ -114,8 +128,9 @@ template <class Spec, class Record>
 __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
     if constexpr (Spec::kVarlen) {
         TileCoordinates where{tile, 0, 0};
-        enter_sequence_of<Spec::kBr>(where, params.cu_seqlens_q, params.total_q, params.num_sequences);
-        const Rows all = queries_of(params, where.batch);
+        const PackedAxis queries = packed_axis<false>(params);
+        enter_sequence_of<Spec::kBr>(where, queries);
+        const Rows all = queries.rows(where.batch);
         if (!has_tile(where.tile, Spec::kBr, all.length)) return {0, 0};
         return {all.first + where.tile * Spec::kBr, all.length - where.tile * Spec::kBr};
     } else {

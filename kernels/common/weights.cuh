@@ -4,28 +4,21 @@
 
 namespace fa2::common {
 
-// From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative,
-// with the sign bit where dropout drops. `p` gets what dV is made of, P without what is dropped. lse(i, j) is in base
-// 2, and zero where products have started from it.
-// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
-// `terms`: of the head, if they have been loaded.
-template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
-__device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
-                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
-                                             Lse lse, const Terms&... terms) {
-    using Fragment = QuadFragment<kN8>;
-    const auto mod = score_mod<Spec>(params, batch, head, terms...);
-    const auto mask = mask_of<Spec>(params);
-    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
-                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
-    const float scale = score_scale<Spec>(params);
-    mod.cap(x);
+// From capped products to P and weights, see `take_weights`.
+template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
+__device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
+                                      const typename Mod::Place& first, float scale, Lse lse) {
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
+        typename Mod::Term terms[2][2][2];
+        if constexpr (!kTransposed)
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+                mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8, terms[w / 2][w % 2]);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int32 column = Fragment::col(4 * s + e, 0);
+            const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
             uint32 kept = 0xf;
             if constexpr (Spec::kDropout)
@@ -34,7 +27,9 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
-                const float score = mod.at(x(i, j), first, queries + 8 * a, keys + 8 * b);
+                auto term = terms[a][b][e];
+                if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
+                const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
                 const bool keep = kept >> w & 1;
@@ -48,6 +43,28 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
             }
         }
     }
+}
+
+// From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative
+// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of, P
+// without what is dropped. lse(i, j) is in base 2, and zero where products have started from it.
+// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
+// `terms`: of the head, if they have been loaded.
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
+__device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
+                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
+                                             Lse lse, const Terms&... terms) {
+    using Fragment = QuadFragment<kN8>;
+    const auto mod = score_mod<Spec>(params, batch, head, terms...);
+    const auto mask = mask_of<Spec>(params);
+    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
+                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
+    const float scale = score_scale<Spec>(params);
+    mod.cap(x);
+    if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
+        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse);
+    else
+        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse);
 }
 // The same for fragments of which each element is on its own.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
@@ -63,7 +80,8 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
-            const Real capped = mod.capped(x(i, j)), score = mod.at(capped, mod.place(query, key), 0, 0);
+            const Real capped = mod.capped(x(i, j));
+            const Real score = mod.score(capped, mod.place(query, key), 0, 0, mod.at(query, key));
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;
@@ -71,23 +89,6 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
-        }
-}
-
-// Adds the gradient of scores to that of the bias, and makes that of the products of it. Where the bias repeats, several
-// elements are added to one.
-template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(Fragment& ds, const Fragment& products, const Record& params, int32 batch,
-                                          int32 head, int32 first_query, int32 first_key, int32 lane) {
-    const auto mod = score_mod<Spec>(params, batch, head);
-#pragma unroll
-    for (int i = 0; i < Fragment::kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j) {
-            const int32 query = first_query + Fragment::row(i, lane), key = first_key + Fragment::col(j, lane);
-            if (query < params.seqlen_q && key < params.seqlen_k)
-                atomicAdd(params.dbias_accum + params.dbias_accum_strides.offset(batch, head, query, key), ds(i, j));
-            ds(i, j) *= mod.derivative(mod.capped(products(i, j)));
         }
 }
 

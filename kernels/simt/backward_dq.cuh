@@ -9,6 +9,7 @@
 // Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | board of each warp.
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
+#include "common/dbias.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/tile_range.cuh"
@@ -71,7 +72,8 @@ struct BackwardDq {
             Warp::dot(ds, dout, v_tile, board, lane);
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
-                const Scores products = p;
+                common::Products<Spec, Scores> products;
+                products.keep(p);
                 const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                 common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
                                                   tile * kBc, lane, [&](int, int) { return lse_log2; });
@@ -80,7 +82,8 @@ struct BackwardDq {
                     ds.value[j] = common::weighted<Spec>(
                         weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
                 if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds, products, params, where.batch, where.head, first_row, tile * kBc, lane);
+                    common::add_dbias<Spec>(ds, params, where.batch, where.head, first_row, tile * kBc, lane);
+                products.take_derivative(ds, params);
             } else {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)

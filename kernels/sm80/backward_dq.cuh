@@ -8,6 +8,7 @@
 // Shared memory: Q [kBr][D] | dO [kBr][D] | (K, V) [kStages] each [kBc][D]. dQ leaves through Q's rows.
 // Barriers: as in the forward.
 #pragma once
+#include "common/dbias.cuh"
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
@@ -104,12 +105,10 @@ struct BackwardDq {
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
-            Scores products[Spec::kDbias ? kM16 : 1];
-            if constexpr (Spec::kDbias)
-#pragma unroll
-                for (int m = 0; m < kM16; ++m) products[m] = p[m];
+            common::Products<Spec, Scores> products[kM16];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
+                products[m].keep(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
                     const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                     common::Unused unused;
@@ -140,8 +139,9 @@ struct BackwardDq {
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
                 if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds[m], products[m], params, where.batch, where.head,
-                                            first_row + warp_row + 16 * m, tile * kBc, lane);
+                    common::add_dbias<Spec>(ds[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
+                                            tile * kBc, lane);
+                products[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

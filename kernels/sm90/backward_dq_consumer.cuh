@@ -28,6 +28,7 @@
 // takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no
 // group can wait for what another one keeps from being loaded.
 #pragma once
+#include "common/dbias.cuh"
 #include "common/mask.cuh"
 #include "common/math.cuh"
 #include "common/weights.cuh"
@@ -37,9 +38,9 @@
 
 namespace fa2::sm90 {
 
-// Terms of the head are a base: where there are none, a member would still have its place.
+// Terms of the head and products are bases: where there are none, a member would still have its place.
 template <class Spec>
-class BackwardDqConsumer : common::HeadTerms<Spec> {
+class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadFragment<Spec::kBc / 8>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = BackwardDqMemory<Shape>;
@@ -122,7 +123,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
         issue_dp();
         exponentiate(tile, block, masked);
-        finish_ds(keys, block);
+        finish_ds(tile, keys, block);
     }
 
     // From the dS of the present key tile to that of the next, `block`.
@@ -144,7 +145,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
         issue_dp();
         exponentiate(tile, block, kMasked);
         if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
-        finish_ds(keys, block);
+        finish_ds(tile, keys, block);
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
@@ -155,6 +156,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
     // P, or what weighs dP, where S was.
     __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
+            this->keep(scores_);
             common::Unused unused;
             common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
                                               first_row(tile), block * kBc, lane_,
@@ -171,11 +173,22 @@ class BackwardDqConsumer : common::HeadTerms<Spec> {
                     common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
     }
 
-    __device__ __forceinline__ void finish_ds(const GroupKeys& keys, int32 block) {
+    __device__ __forceinline__ void finish_ds(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         wgmma_wait<0>();
         pin(dp_);
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+        if constexpr (Spec::kDbias) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
+            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
+                                    block * kBc, lane_);
+            this->take_derivative(scores_, params_);
+            ds_.set(scores_);
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll

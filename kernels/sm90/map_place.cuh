@@ -22,23 +22,23 @@ struct MapPlace<true> {
     __device__ int32 batch(int32) const { return end; }
 };
 
-template <class Spec, class Record>
-__device__ __forceinline__ MapPlace<Spec::kVarlen> query_place(const Record& params, int32 number) {
+template <class Spec, bool kOfKeys, class Record>
+__device__ __forceinline__ MapPlace<Spec::kVarlen> map_place(const Record& params, int32 number) {
     if constexpr (Spec::kVarlen) {
-        const auto rows = common::queries_of(params, number);
-        return {params.max_seqlen_q - rows.length, rows.first + rows.length};
+        const auto axis = common::packed_axis<kOfKeys>(params);
+        const auto rows = axis.rows(number);
+        return {axis.longest - rows.length, rows.first + rows.length};
     } else {
         return {};
     }
 }
 template <class Spec, class Record>
-__device__ __forceinline__ MapPlace<Spec::kVarlen> key_place(const Record& params, int32 number) {
-    if constexpr (Spec::kVarlen) {
-        const auto rows = common::keys_of(params, number);
-        return {params.max_seqlen_k - rows.length, rows.first + rows.length};
-    } else {
-        return {};
-    }
+__device__ __forceinline__ auto query_place(const Record& params, int32 number) {
+    return map_place<Spec, false>(params, number);
+}
+template <class Spec, class Record>
+__device__ __forceinline__ auto key_place(const Record& params, int32 number) {
+    return map_place<Spec, true>(params, number);
 }
 
 }  // namespace fa2::sm90

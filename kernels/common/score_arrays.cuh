@@ -1,0 +1,105 @@
+// What arrays say of scores: the bias to add, and masks that hide. Without such arrays nothing here is used.
+//
+// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of scores
+// has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a time, at
+// distances that are known when the kernel is compiled. Else each element's address is computed, which takes longer than
+// all that happens to a score besides.
+#pragma once
+#include "common/math.cuh"
+
+namespace fa2::common {
+
+template <class Spec>
+inline constexpr bool kReadsArrays = Spec::kBias || Spec::kMask || Spec::kKeyPadding;
+
+template <class Real>
+struct ArrayTerm {
+    Real bias = 0;
+    bool visible = true;
+};
+
+template <class Spec, class Record>
+class ScoreArrays {
+  public:
+    using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
+
+    __device__ __forceinline__ ScoreArrays(const Record& params, int32 batch, int32 head)
+        : params_(params), batch_(batch), head_(head) {}
+
+    // Rows and keys past the end take the last one's: what comes of them is not used.
+    __device__ __forceinline__ Term at(int32 query, int32 key) const {
+        Term term;
+        if constexpr (kReadsArrays<Spec>) {
+            // A packed sequence may be without a key.
+            const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
+            const int32 row = existing(query), column = min_of(key, last_key);
+            if constexpr (Spec::kBias) term.bias = to_accum(*bias(row, column));
+            if constexpr (Spec::kMask) term.visible = *mask(row, column);
+            if constexpr (Spec::kKeyPadding) term.visible = term.visible && *padding(column);
+        }
+        return term;
+    }
+
+    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which those
+    // past the end do no harm. The last of a lane's keys is kFurther past `key`.
+    template <int kFurther>
+    __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
+        if constexpr (!kReadsArrays<Spec>) return false;
+        bool yes = key + kFurther < params_.seqlen_k;
+        const int32 row = existing(query);
+        if constexpr (Spec::kBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
+        if constexpr (Spec::kMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));
+        if constexpr (Spec::kKeyPadding)
+            yes = yes && params_.key_padding_mask_strides.column == 1 && is_even(padding(key));
+        return __all_sync(kFullWarp, yes);
+    }
+
+    // Two neighbouring keys, so many past `key`.
+    template <bool kRegular>
+    __device__ __forceinline__ void pair_at(int32 query, int32 key, int32 keys, Term (&terms)[2]) const {
+        if constexpr (!kRegular) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) terms[e] = at(query, key + keys + e);
+        } else {
+            terms[0] = terms[1] = {};  // NVRTC 12.9 forgets to, in arrays of arrays
+            const int32 row = existing(query);
+            if constexpr (Spec::kBias) {
+                const auto two = read_two(bias(row, key) + keys);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) terms[e].bias = to_accum(two.item[e]);
+            }
+            if constexpr (Spec::kMask) hide(terms, read_two(mask(row, key) + keys));
+            if constexpr (Spec::kKeyPadding) hide(terms, read_two(padding(key) + keys));
+        }
+    }
+
+  private:
+    __device__ __forceinline__ int32 existing(int32 query) const { return min_of(query, params_.seqlen_q - 1); }
+    __device__ __forceinline__ auto bias(int32 row, int32 column) const {
+        return params_.bias + params_.bias_strides.offset(batch_, head_, row, column);
+    }
+    __device__ __forceinline__ auto mask(int32 row, int32 column) const {
+        return params_.mask + params_.mask_strides.offset(batch_, head_, row, column);
+    }
+    __device__ __forceinline__ auto padding(int32 column) const {
+        return params_.key_padding_mask + params_.key_padding_mask_strides.offset(batch_, 0, 0, column);
+    }
+
+    template <class T>
+    __device__ __forceinline__ static bool is_even(const T* address) {
+        return reinterpret_cast<uint64>(address) % (2 * sizeof(T)) == 0;
+    }
+    template <class T>
+    __device__ __forceinline__ static Vector<T, 2> read_two(const T* address) {
+        return *reinterpret_cast<const Vector<T, 2>*>(address);
+    }
+    __device__ __forceinline__ static void hide(Term (&terms)[2], const Vector<bool, 2>& visible) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) terms[e].visible = terms[e].visible && visible.item[e];
+    }
+
+    const Record& params_;
+    const int32 batch_, head_;
+};
+
+}  // namespace fa2::common
