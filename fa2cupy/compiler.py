@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import KernelCompileError
+from .errors import INSTALL_CUDA, KernelCompileError
 from .settings import dump_directory
 from .source import KernelSource
 
@@ -47,11 +49,11 @@ class CompiledKernel:
     """
 
     symbol: str
-    cubin: bytes
+    cubin: bytes = field(repr=False)
     registers: int
     spill_bytes: int
     stack_bytes: int
-    log: str
+    log: str = field(repr=False)
     seconds: float
     path: Path | None = None
 
@@ -63,16 +65,20 @@ def _nvrtc():
         with _loading:
             nvrtc.getVersion()
     except ModuleNotFoundError as error:
-        raise KernelCompileError(
-            "compiling a kernel needs CuPy, which is not installed: pip install 'fa2cupy[cuda12]' "
-            "(or 'fa2cupy[cuda13]' with a driver for CUDA 13)"
-        ) from error
+        raise KernelCompileError(f"compiling a kernel needs CuPy, which is not installed: {INSTALL_CUDA}") from error
     except Exception as error:  # CuPy reports a missing shared library in several ways
-        raise KernelCompileError(
-            f"CuPy or its NVRTC library cannot be loaded ({error}): pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or "
-            "nvidia-cuda-nvrtc (CUDA 13), in the version that CuPy was built for"
-        ) from error
+        raise KernelCompileError(f"CuPy or its NVRTC library cannot be loaded ({error}): {_how_to_load()}") from error
     return nvrtc
+
+
+def _how_to_load() -> str:
+    version = getattr(sys.modules.get("cupy"), "__version__", "")
+    if version and int(version.split(".")[0]) < 14:
+        return (
+            f"this is CuPy {version}; fa2cupy needs CuPy 14 or newer, which takes bfloat16 arrays and finds CUDA's "
+            f"libraries where pip installs them: {INSTALL_CUDA}"
+        )
+    return "pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or nvidia-cuda-nvrtc (CUDA 13), as CuPy was built for"
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -98,11 +104,9 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     spec = source.spec
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc_version()))
-    if int(re.sub(r"\D", "", spec.arch)) not in nvrtc.getSupportedArchs():
-        raise KernelCompileError(
-            f"NVRTC {version} cannot compile for {spec.arch}: install a CuPy and NVRTC of a newer CUDA "
-            "(pip install -U 'fa2cupy[cuda13]')"
-        )
+    known = nvrtc.getSupportedArchs()
+    if int(re.sub(r"\D", "", spec.arch)) not in known:
+        raise KernelCompileError(f"NVRTC {version} cannot compile for {spec.arch}: {_which_cuda(spec.arch, known)}")
     options = compile_options(spec.arch)
     start = time.perf_counter()
     program = nvrtc.createProgram(source.text, f"{spec.symbol}.cu", (), ())
@@ -132,6 +136,12 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     if dump_directory() is not None:
         _dump(dump_directory(), source, kernel)
     return kernel
+
+
+def _which_cuda(arch: str, known: Sequence[int]) -> str:
+    if int(re.sub(r"\D", "", arch)) < min(known):
+        return f"CUDA 12 is the last with GPUs older than sm_{min(known)}; {INSTALL_CUDA}"
+    return f"install a CuPy and NVRTC of a newer CUDA; {INSTALL_CUDA}"
 
 
 def _dump(directory: Path, source: KernelSource, kernel: CompiledKernel) -> None:

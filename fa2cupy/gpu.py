@@ -16,7 +16,7 @@ import numpy as np
 from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
-from .errors import UnsupportedProblemError
+from .errors import INSTALL_CUDA, UnsupportedProblemError
 from .families import Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
@@ -212,7 +212,7 @@ def _without_tma(row: Family, family: str | None) -> str | None:
     if row.name == "simt" or tma.is_available():
         return family
     if family == "sm90":
-        raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
+        raise UnsupportedProblemError(f"family 'sm90' needs cuda-bindings: {INSTALL_CUDA}")
     return "sm80"
 
 

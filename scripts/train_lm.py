@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = next(iter(results))
     name = first if len(results) == 1 else first.removesuffix("-fused")
     if importlib.util.find_spec("matplotlib") is None:
-        print("no picture of the curves: pip install 'fa2cupy[bench]' for matplotlib")
+        print("no picture of the curves: matplotlib is not installed (pip install matplotlib)")
     else:
         title = f"Byte-level GPT on Python's standard library: {name} on {arrays.device}"
         plot_curves(folder / f"{name}.png", title, list(results.values()), line)
