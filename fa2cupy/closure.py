@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .api import backward, forward
 from .feature_checks import extra_gradients
+from .keywords import check_keywords
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def attention(
     shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
     shared |= features
     own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
+    check_keywords(attention, features)
     extra_gradients(features, return_dbias, return_dsink)  # rather now than after the forward
     o, lse = forward(q, k, v, **shared)
 
