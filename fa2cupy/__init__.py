@@ -1,11 +1,12 @@
 """FlashAttention-2 for CuPy and NumPy arrays: forward, Delta and backward as functions."""
 
 from ._version import __version__
+from .ahead import precompile
 from .api import backward, delta, forward
 from .cache import clear_cache
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
-from .inspection import info, legal_configs, precompile
+from .inspection import info, legal_configs
 from .settings import cache_dir, configure_logging
 from .tiles import TileConfig
 

@@ -35,6 +35,7 @@ from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
 from fa2cupy.errors import KernelCompileError  # noqa: E402
+from fa2cupy.progress import progress  # noqa: E402, F401  (the scripts take it from here)
 from fa2cupy.spec import KernelSpec  # noqa: E402
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
@@ -323,32 +324,3 @@ def format_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
-
-
-class _Lines:
-    """The part of tqdm's interface that the scripts use, as plain lines."""
-
-    def __init__(self, total: int, desc: str):
-        self._done, self._total, self._desc = 0, total, desc
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        print(f"{self._desc} [{self._done}/{self._total}]", file=sys.stderr, flush=True)
-
-    def write(self, text: str) -> None:
-        print(text, flush=True)
-
-
-def progress(total: int, desc: str):
-    """A progress bar (tqdm if it is installed) with ``update`` and ``write``, to be used in a ``with``."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Lines(total, desc)
-    return tqdm(total=total, desc=desc)
