@@ -5,6 +5,7 @@ Importing this module makes ``fa2cupy`` importable in a bare checkout.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import datetime
@@ -30,11 +31,13 @@ if importlib.util.find_spec("fa2cupy") is None:
 
 import ml_dtypes  # noqa: E402  (after the path is complete)
 import numpy as np  # noqa: E402
+from _plots import can_plot  # noqa: E402
 
 from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
 from fa2cupy.errors import KernelCompileError  # noqa: E402
+from fa2cupy.problem import MAX_HEAD_DIM  # noqa: E402
 from fa2cupy.progress import progress  # noqa: E402, F401  (the scripts take it from here)
 from fa2cupy.spec import KernelSpec  # noqa: E402
 
@@ -315,6 +318,36 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """Rows as `write_csv` wrote them, all values as text."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def plot_earlier(source: str, draw: Callable[[list[dict[str, str]]], object]) -> int:
+    """What ``--plot-only`` does: draws the rows of a CSV that an earlier run has written. Returns the exit status."""
+    if not can_plot():
+        return 2
+    try:
+        rows = read_csv(Path(source))
+        if not rows:
+            raise ValueError("it has no rows")
+        draw(rows)
+    except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        print(f"--plot-only: {source} cannot be drawn as the CSV of an earlier run ({reason})", file=sys.stderr)
+        return 2
+    return 0
+
+
+def positive_int(text: str) -> int:
+    """A number of the command line that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
+    return int(text)
+
+
+def supported_head_dim(text: str) -> int:
+    """A head_dim of the command line."""
+    if positive_int(text) > MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"up to {MAX_HEAD_DIM} is supported, got {text}")
+    return int(text)
 
 
 def format_bytes(count: float) -> str:

@@ -45,11 +45,13 @@ from _measure import (
     find_gpu,
     format_bytes,
     host_microseconds,
+    plot_earlier,
+    positive_int,
     progress,
-    read_csv,
     results_folder,
     sets_beyond_cache,
     stamp_of,
+    supported_head_dim,
     time_in_rounds,
     write_csv,
 )
@@ -57,6 +59,8 @@ from _peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
 from _plots import bar_panels, can_plot
 from _startup import COLUMNS as STARTUP_COLUMNS
 from _startup import measure_startup
+
+from fa2cupy.cli import run_command
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
@@ -261,10 +265,11 @@ def summary(rows: Iterable[dict[str, object]]) -> list[str]:
 def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
     """forward.png and backward.png from rows, fresh or read from a CSV: a panel for each dtype, mask and head_dim."""
     paths = []
+    folder.mkdir(parents=True, exist_ok=True)
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
         panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
         for row in rows:
-            swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS[row["dtype"]]
+            swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS.get(row["dtype"])
             if row["operation"] in operations and swept and row.get("tflops"):
                 mask = "causal" if int(row["causal"]) else "full"
                 panel = panels.setdefault((f"{row['dtype']} {mask}", f"head_dim {row['head_dim']}"), {})
@@ -291,11 +296,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
-    add("--head-dims", nargs="+", type=int, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
+    add("--head-dims", nargs="+", type=supported_head_dim, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
     add(
         "--seqlens",
         nargs="+",
-        type=int,
+        type=positive_int,
         metavar="N",
         help=f"divisors of the tokens; default: {' '.join(map(str, SEQLENS))}",
     )
@@ -308,7 +313,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help=f"of {', '.join(OPERATIONS)}",
     )
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=int, help="default: 7, with --quick 3")
+    add("--rounds", type=positive_int, metavar="N", help="default: 7, with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add("--plot-only", metavar="CSV", help="draw the plots of an earlier run beside its CSV, or in --out; needs no GPU")
     options = parser.parse_args(arguments)
@@ -317,7 +322,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         setattr(options, name, getattr(options, name) or value)
     options.rounds = options.rounds or (3 if options.quick else 7)
     options.budget_ms = 10.0 if options.quick else 20.0
-    bad = [s for s in options.seqlens if s < 1 or TOKENS["float16"] % s]
+    bad = [s for s in options.seqlens if TOKENS["float16"] % s]
     if bad:
         parser.error(f"--seqlens: {bad} do not divide {TOKENS['float16']}")
     return options
@@ -357,12 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or one of ours failed."""
     options = parse_arguments(arguments)
     if options.plot_only:
-        source = Path(options.plot_only)
-        folder = Path(options.out) if options.out else source.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        if can_plot():
-            print(*plot(read_csv(source), folder), sep="\n")
-        return 0
+        folder = Path(options.out) if options.out else Path(options.plot_only).parent
+        return plot_earlier(options.plot_only, lambda rows: print(*plot(rows, folder), sep="\n"))
     gpu = find_gpu()
     if gpu is None:
         return 2
@@ -377,4 +378,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("benchmark.py", main))
