@@ -296,7 +296,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
-    add("--head-dims", nargs="+", type=supported_head_dim, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
+    head_dims = " ".join(map(str, HEAD_DIMS))
+    add("--head-dims", nargs="+", type=supported_head_dim, metavar="N", help=f"default: {head_dims}")
     add(
         "--seqlens",
         nargs="+",

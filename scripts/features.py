@@ -298,7 +298,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add, names, families = parser.add_argument, tuple(FEATURES), (DEFAULT, *[row.name for row in FAMILIES])
     add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
-    add("--seqlens", nargs="+", type=positive_int, default=SEQLENS, metavar="N", help=f"divisors of {TOKENS}, but for packed")
+    divisors = f"divisors of {TOKENS}, but for packed"
+    add("--seqlens", nargs="+", type=positive_int, default=SEQLENS, metavar="N", help=divisors)
     add("--families", nargs="+", choices=families, default=(DEFAULT,), metavar="NAME", help=f"of {', '.join(families)}")
     add("--no-flex", action="store_true", help="without FlexAttention, whose compiler takes most of the time")
     add("--rounds", type=positive_int, default=5, metavar="N")

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the steps; returns 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
-    parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="in which the tests run; default: 1")
+    parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="for the tests; default: 1")
     parser.add_argument("--out", help="folder for the results")
     parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
     options = parser.parse_args(arguments)

@@ -500,7 +500,7 @@ def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypa
     assert all(axis.axison and axis.patches for axis in figure.axes)
     lines = {axis.get_subplotspec().rowspan.start for axis in figure.axes}
     assert lines == {0, 1, 2}, "both masks of float32 are in one line"
-    assert {axis.get_title() for axis in figure.axes if axis.get_ylabel()} == {wanted[0], wanted[5], wanted[10], wanted[12]}
+    assert [axis.get_title() for axis in figure.axes if axis.get_ylabel()] == [wanted[i] for i in (0, 5, 10, 12)]
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
@@ -508,7 +508,7 @@ def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "No such file"), ("", "it has no rows"), ("seqlen,head_dim\n", "it has no rows"), (b"\x89PNG\0", "decode"),
+        (None, "No such file"), ("", "it has no rows"), ("seqlen\n", "it has no rows"), (b"\x89PNG\0", "decode"),
         ("hello\nworld\n", "it has no '"), ("a" * 200_000, "field larger than field limit"),
     ],
     ids=["missing", "empty", "no rows", "picture", "other", "long"],
