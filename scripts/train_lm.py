@@ -16,8 +16,8 @@ windows, the final one of more, up to all of them; the output says of how many b
 
 Written to ``--out``: a CSV of the curve and a checkpoint for each run, and a PNG of the curves.
 
-On a CPU the matrix products take one thread, unless ``OPENBLAS_NUM_THREADS`` (or ``MKL_NUM_THREADS``) says otherwise: more
-are faster on idle cores, for sizes above those of ``--preset tiny``.
+On a CPU the matrix products take one thread, unless ``OPENBLAS_NUM_THREADS`` (or ``MKL_NUM_THREADS``) says otherwise:
+more are faster on idle cores, for sizes above those of ``--preset tiny``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
-    # BLAS reads them when NumPy loads it. Its threads wait for each other, actively, in every product of a small model: on
-    # cores that have other work, too, ten times as long as one thread takes for all.
+    # BLAS reads them when NumPy loads it. Its threads spin while they wait for each other, in every product: on cores that
+    # have other work, too, a small model takes ten times as long as with one thread.
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
