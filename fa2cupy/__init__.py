@@ -7,6 +7,7 @@ from .cache import clear_cache
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
 from .inspection import info, legal_configs
+from .lengths import cu_seqlens
 from .settings import cache_dir, configure_logging
 from .tiles import TileConfig
 
@@ -20,6 +21,7 @@ __all__ = [
     "backward",
     "cache_dir",
     "clear_cache",
+    "cu_seqlens",
     "delta",
     "forward",
     "info",

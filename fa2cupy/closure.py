@@ -70,6 +70,18 @@ def attention(
     o, lse = forward(q, k, v, **shared)
 
     def backprop(do):
+        """Gradients of the call of `fa2cupy.attention` that gave this function.
+
+        Parameters
+        ----------
+        do : ndarray, shape of o
+            Gradient for o.
+
+        Returns
+        -------
+        dq, dk, dv : ndarray
+            As from `fa2cupy.backward`, and dbias and dsink behind them if that call asked for them.
+        """
         return backward(q, k, v, o, lse, do, **own, **shared)
 
     return o, backprop

@@ -1,7 +1,7 @@
 """Trains a byte-level GPT on the source code of Python's standard library: fa2cupy at its main job, on real input.
 
     python scripts/train_lm.py                              on the GPU, or a tiny model on NumPy where there is none
-    python scripts/train_lm.py --preset tiny --device cpu   about two minutes on two cores
+    python scripts/train_lm.py --preset tiny --device cpu   about two minutes of one core
     python scripts/train_lm.py --attention both             fused and unfused, one after the other
     python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
 
@@ -54,7 +54,7 @@ from _lm_training import LOG_EVERY, Settings, Training  # noqa: E402
 from fa2cupy.cli import run_command  # noqa: E402
 
 PRESETS = {
-    # Two minutes on two cores: enough to see the loss fall and the two attentions agree, not to pass zlib.
+    # Two minutes of one core: enough to see the loss fall and the two attentions agree, not to pass zlib.
     "tiny": Settings(
         layers=3, heads=4, width=128, context=128, batch=8, steps=1000, learning_rate=4e-3, warmup=30,
         evaluate_every=100, evaluate_windows=64, final_windows=1024,
