@@ -25,11 +25,11 @@ _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as shells report SIGINT and SIGPIPE
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = _parser().parse_args(arguments)
-    return run_command("fa2cupy", lambda: options.run(options))
+    return run_command("fa2cupy", lambda: _run(options))
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status. What stops it is one line, and nothing if it is its reader."""
+    """Runs a command and returns its exit status, also where Ctrl-C or a reader that has seen enough ends it."""
     try:
         status = command()
         sys.stdout.flush()
@@ -41,8 +41,13 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         with contextlib.suppress(OSError):  # what is still to be written, at exit at the latest, goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        return options.run(options)
     except (RuntimeError, UnsupportedProblemError) as error:  # no device, no compiler, or no kernel for what was asked
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"fa2cupy: {error}", file=sys.stderr)
         return 1
 
 

@@ -257,6 +257,21 @@ def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
     assert told.out == ""
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, fa2cupy.KernelCompileError])
+def test_scripts_keep_the_tracebacks_of_what_should_not_happen(error, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def fail():
+        raise error("unforeseen")
+
+    assert cli.run_command("sweep.py", interrupt) == 130
+    assert capsys.readouterr().err == "sweep.py: interrupted\n"
+    with pytest.raises(error, match="unforeseen"):
+        cli.run_command("sweep.py", fail)
+    assert cli.run_command("sweep.py", lambda: 3) == 3
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_in_a_process(tmp_path):
     pytest.importorskip("cupy", exc_type=ImportError)

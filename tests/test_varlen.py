@@ -272,8 +272,9 @@ def test_lengths_of_another_module_become_offsets_of_it(monkeypatch):
         def get(self) -> np.ndarray:
             return np.array([5, 0, 17])
 
-    monkeypatch.setattr(lengths_module, "array_module", lambda array: types.SimpleNamespace(asarray=lambda x: (array, x)))
     lengths = Lengths()
+    module = types.SimpleNamespace(asarray=lambda array: (lengths, array))
+    monkeypatch.setattr(lengths_module, "array_module", lambda array: module)
     (module_of, offsets), longest = fa2cupy.cu_seqlens(lengths)
     assert module_of is lengths
     assert (offsets.tolist(), offsets.dtype, longest) == ([0, 5, 5, 22], np.dtype("int32"), 17)
