@@ -126,13 +126,13 @@ def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, is
 
 def test_an_nvrtc_too_old_for_the_architecture_says_so(nvrtc, monkeypatch):
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [70, 75])
-    with pytest.raises(KernelCompileError, match=r"cannot compile for sm_80: .* of a newer CUDA; .*pip install '\.\[cuda12\]'"):
+    with pytest.raises(KernelCompileError, match=r"for sm_80: it is too old: .*pip install -U '\.\[cuda12\]'"):
         compile_source(render_kernel(SPEC))
 
 
 def test_an_nvrtc_too_new_for_the_architecture_says_so(nvrtc, monkeypatch):
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [90, 100])
-    with pytest.raises(KernelCompileError, match=r"cannot compile for sm_80: CUDA 12 is the last .*pip install '\.\[cuda12\]'"):
+    with pytest.raises(KernelCompileError, match=r"for sm_80: CUDA 12 is the last .*cupy-cuda13x.*'\.\[cuda12\]'"):
         compile_source(render_kernel(SPEC))
 
 
