@@ -92,7 +92,7 @@ def precompile(
     (142, 0)
     """
     here = archs is None
-    devices = [current_device("archs=['sm_90']")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
+    devices = [current_device("archs='sm_90'")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
     columns = [0 if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")]
     head_dims = [max(check_head_dim(head_dim, "head_dims"), *columns) for head_dim in one_or_many(head_dims)]

@@ -44,7 +44,8 @@ def test_its_python_runs(monkeypatch):
 def test_its_commands_are_understood(monkeypatch):
     asked = []
     monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options["features"])) or [])
-    commands = re.findall(r"^    python -m fa2cupy (precompile[^#\n]*)", README.read_text(encoding="utf-8"), re.MULTILINE)
+    text = README.read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m fa2cupy (precompile[^#\n]*)", text, re.MULTILINE)
     for command in commands:
         assert cli.main(command.split()) == 0
     assert asked == [(["sm_80", "sm_90"], ()), (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]])]
