@@ -224,7 +224,10 @@ class Training:
 
     @classmethod
     def _load(cls, path: Path, corpus: Corpus, arrays: Arrays) -> Training:
-        with np.load(path) as saved:
+        archive = np.load(path)
+        if isinstance(archive, np.ndarray):
+            raise ValueError("it is a single array")
+        with archive as saved:
             if str(saved["text"]) != corpus.fingerprint:
                 raise SetupError(
                     f"{path} was trained on the standard library of another Python: resume it with that one"
