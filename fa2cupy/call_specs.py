@@ -53,12 +53,12 @@ def default_specs(
         if method is None:
             plan = plan_forward(problem, device, strides, config, family)
         else:
-            more = tuple(name for feature, name in _OF_BACKWARD.items() if feature in features)
+            more, scheme = tuple(name for feature, name in _OF_BACKWARD.items() if feature in features), method
             if "dbias" in more:
                 row = choose_family("backward", dtype, device, family, (*problem.needs, *more))
-                method = method_of_dbias(row, method, False, problem, options["bias"])
+                scheme = method_of_dbias(row, method, False, problem, options["bias"])
                 strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
-            plan = plan_backward(problem, device, strides, method, config, family, more=more)
+            plan = plan_backward(problem, device, strides, scheme, config, family, more=more)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 

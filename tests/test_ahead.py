@@ -19,6 +19,7 @@ from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
 from fa2cupy import progress as progress_module
 from fa2cupy.choices import CALL_FEATURES
 from fa2cupy.compiler import CompiledKernel
+from fa2cupy.features import FeatureOptions
 from fa2cupy.spec import KernelSpec
 
 FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2}
@@ -126,6 +127,11 @@ def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch
     arch, dtype, family = kind
     options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family}
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) == listed(arch, dtypes=dtype, **options)
+
+
+def test_every_feature_of_calls_can_be_compiled_ahead():
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
+    assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_FEATURES)
 
 
 def test_several_combinations_are_several_kinds_of_calls(listed):
