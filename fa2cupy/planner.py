@@ -71,17 +71,11 @@ class Planner:
             return problem.batch, problem.seqlen_q, problem.num_heads
         return problem.batch, problem.seqlen_k, problem.num_heads_kv
 
-    def _longest(self, name: str) -> int:
-        values = self.problem.feature_values
-        return values["max_seqlen_q" if name in _OF_QUERIES else "max_seqlen_k"]
-
     def _why_not_sm90(self, operation: str) -> str | None:
         if not self.problem.softmax_scale > 0:
             return f"softmax_scale={self.problem.softmax_scale} is not positive"
         if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
             return None  # nothing will be launched
-        if self.problem.is_packed and 0 in self.problem.score_shape[2:]:
-            return "all its sequences are empty"
         for name in param_layout(operation, "sm90", self.problem.dtype).maps:
             reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
             if reason:
@@ -91,7 +85,7 @@ class Planner:
     def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
         problem = self.problem
         array = (problem.dtype, self._sizes(name), self.strides[name], problem.head_dim, problem.itemsize, box_rows)
-        return tma.packed_layout(*array, self._longest(name)) if problem.is_packed else tma.tensor_layout(*array)
+        return (tma.packed_layout if problem.is_packed else tma.tensor_layout)(*array)
 
     def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
         return choose_tile(operation, self.family, self.problem, self.device, config)
