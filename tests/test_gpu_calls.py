@@ -179,3 +179,98 @@ def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
     for result in (o, dq, dk, dv):
         assert not np.any(np.asarray(result, np.float32) != 0)
     assert not (launched and empty in ("batch", "num_heads"))
+
+
+# ----------------------------------------------------------------------------------------- memory of calls, also in graphs
+
+
+def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set, **options) -> tuple[set, set]:
+    """Whose memory the workspaces and copies, and the results of forward and backward are."""
+    cupy = gpu.cupy
+    monkeypatch.setattr(cupy, "stream", stream)
+    monkeypatch.setattr(cupy, "capturing", capturing)
+    held = []
+    original = prepared.KernelCall._run
+    monkeypatch.setattr(
+        prepared.KernelCall, "_run", lambda self, given, at: held.append(given) or original(self, given, at)
+    )
+    cupy.workspaces.clear()
+    q, k, v, do = arrays
+    o, lse = forward(q, k, v, **{name: x for name, x in options.items() if name in ("alibi_slopes", "bias")})
+    results = (o, lse, *backward(q, k, v, o, lse, do, **options))
+    mine = {x.ctypes.data for x in (*arrays, *results) if x is not None}
+    copies = {x.allocator for given in held for x in given if x is not None and x.ctypes.data not in mine}
+    workspaces = {allocator for allocator, _ in cupy.workspaces}
+    return (copies - {"view"}) | workspaces, {x.allocator for x in results}
+
+
+@pytest.mark.parametrize("head_dim", (64, 59))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_what_a_captured_call_needs_is_the_graphs_and_its_results_are_the_callers(
+    launched, monkeypatch, dtype, method, head_dim
+):
+    arrays = tuple(inputs_of(dtype, head_dim=head_dim))
+    for stream, capturing, owner in ((0, {77}, "pool"), (77, {5}, "pool"), (77, {77}, "graph")):
+        needed, results = origins(launched, monkeypatch, arrays, stream=stream, capturing=capturing, method=method)
+        assert needed == {owner} and results == {"pool"}
+
+
+def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, monkeypatch):
+    arrays = tuple(inputs_of())
+    o, lse = forward(*arrays[:3])
+    delta = gpu.delta(o, arrays[3], "bshd", None)
+    subtracted = []
+    monkeypatch.setattr(
+        FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
+        raising=False,
+    )
+    origins(launched, monkeypatch, arrays, stream=77, capturing={77}, delta=delta, dlse=lse)
+    assert [x.allocator for x in subtracted] == ["graph"]
+
+
+# ---------------------------------------------------------------------------------------------- what a signature is made of
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "text"),
+    [
+        ({"causal": True}, {"causal": 1}, "causal"),
+        ({"scale": 1.0}, {"scale": True}, "softmax_scale"),
+        ({"softcap": 1.0}, {"softcap": True}, "softcap"),
+        ({"window": (1, 0)}, {"window": (True, False)}, "window"),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}, "window"),
+        ({"dropout_p": 0.0}, {"dropout_p": False}, "dropout_p"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_refused_after_an_equal_call(launched, right, wrong, text):
+    q, k, v, _ = inputs_of()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{text}"):
+            forward(q, k, v, **wrong)
+        forward(q, k, v, **right)
+
+
+def test_a_deterministic_flag_of_another_type_is_refused_after_an_equal_call(launched):
+    q, k, v, do = inputs_of()
+    o, lse = forward(q, k, v)
+    for _ in range(2):
+        backward(q, k, v, o, lse, do, deterministic=True)
+        with pytest.raises(TypeError, match="^deterministic"):
+            backward(q, k, v, o, lse, do, deterministic=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"config": {"forward": TileConfig(192, 96, 16, 2)}}, {"window": [9, 4]}, {"window": [9, None], "softcap": 3.0}],
+    ids=("dict of tiles", "list", "list and number"),
+)
+def test_options_that_cannot_be_hashed_are_planned_once(launched, monkeypatch, options):
+    prepared = []
+    original = gpu._prepare_forward
+    monkeypatch.setattr(gpu, "_prepare_forward", lambda *a: prepared.append(a) or original(*a))
+    q, k, v, _ = inputs_of()
+    for _ in range(3):
+        forward(q, k, v, **{name: type(x)(x) for name, x in options.items()})
+    assert len(prepared) == 1
