@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .api import backward, forward
 from .feature_checks import extra_gradients
@@ -26,10 +28,11 @@ def attention(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_lse: bool = False,
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     **features: Unpack[FeatureOptions],
-) -> tuple[object, Callable]:
+) -> tuple:
     """`forward`, and its gradient as a closure: the style of layer libraries.
 
     Parameters
@@ -38,6 +41,8 @@ def attention(
         As for `forward`.
     method, deterministic, return_dbias, return_dsink
         As for `backward`.
+    return_lse : bool, optional
+        Also give lse, as for a z-loss.
     config : dict of TileConfig by operation, optional
         As for `forward` and `backward`.
 
@@ -45,9 +50,11 @@ def attention(
     -------
     o : ndarray
         As from `forward`.
+    lse : ndarray
+        As from `forward`; with `return_lse` only.
     backprop : callable
-        ``backprop(do)`` gives what `backward` gives: ``(dq, dk, dv)`` and what else was asked for. It keeps q, k, v, o,
-        lse and the arrays of features alive.
+        ``backprop(do, dlse=None)`` gives what `backward` gives: ``(dq, dk, dv)`` and what else was asked for, of `do` and
+        of a gradient for lse. It keeps q, k, v, o, lse and the arrays of features alive.
 
     Raises
     ------
@@ -60,14 +67,33 @@ def attention(
     >>> q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 64, 2, 32), dtype=np.float32)
     >>> o, backprop = attention(q, k, v, causal=True)
     >>> dq, dk, dv = backprop(do)
+    >>> o, lse, backprop = attention(q, k, v, causal=True, return_lse=True)  # z-loss: mean of lse**2
+    >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
+    if not isinstance(return_lse, bool | np.bool_):
+        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
     shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
     shared |= features
     own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
     extra_gradients(features, return_dbias, return_dsink)  # rather now than after the forward
     o, lse = forward(q, k, v, **shared)
 
-    def backprop(do):
-        return backward(q, k, v, o, lse, do, **own, **shared)
+    def backprop(do, dlse=None):
+        """The gradients: of q, k and v, then of the bias and the sink if they were asked for.
 
-    return o, backprop
+        Parameters
+        ----------
+        do : ndarray, shape of o
+            Gradient for o.
+        dlse : ndarray, shape and dtype of lse, optional
+            Gradient for lse.
+
+        Returns
+        -------
+        dq, dk, dv : ndarray
+        dbias, dsink : ndarray
+            Those that were asked for.
+        """
+        return backward(q, k, v, o, lse, do, dlse=dlse, **own, **shared)
+
+    return (o, lse, backprop) if return_lse else (o, backprop)
