@@ -16,6 +16,14 @@ from fa2cupy import cache, tuning
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--isolate",
+        action="store_true",
+        help="on a GPU: each array alone in pages of its own, so that what is read or written outside of it faults",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist inherit
     # the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them longer.
@@ -45,6 +53,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason is not None:
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _isolated_arrays(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--isolate") and _why_no_gpu() is None:
+        import isolated_memory
+
+        isolated_memory.install()
 
 
 def _why_no_gpu() -> str | None:
