@@ -15,7 +15,8 @@ speed
     times as many, by either method. Results are checked first: one head of ours against float64, all heads of every
     peer against ours; what is wrong is reported and not timed. Then the implementations take turns in rounds, and each
     rotates among inputs larger than twice the L2 cache. ``ratio`` is the median over rounds of a peer's time over ours:
-    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode.
+    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode, but for cuDNN, which has none in
+    PyTorch and adds atomically there, too.
 training
     A forward and a backward one after the other, through `fa2cupy.attention`, with the FLOPs of both.
 memory
@@ -57,6 +58,7 @@ from _peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
 from _plots import bar_panels, can_plot
 from _startup import COLUMNS as STARTUP_COLUMNS
 from _startup import measure_startup
+from _tables import speed_table
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
@@ -264,6 +266,8 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
         panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
         for row in rows:
+            if (row["operation"], row["provider"]) == ("two_pass", "torch cudnn"):
+                continue  # the same call as beside single_pass
             swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS[row["dtype"]]
             if row["operation"] in operations and swept and row.get("tflops"):
                 mask = "causal" if int(row["causal"]) else "full"
@@ -310,7 +314,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
     add("--rounds", type=int, help="default: 7, with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
-    add("--plot-only", metavar="CSV", help="draw the plots of an earlier run beside its CSV, or in --out; needs no GPU")
+    add(
+        "--plot-only",
+        metavar="CSV",
+        help="draw the plots of an earlier run beside its CSV, or in --out, and print its table; needs no GPU",
+    )
     options = parser.parse_args(arguments)
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
@@ -360,8 +368,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = Path(options.plot_only)
         folder = Path(options.out) if options.out else source.parent
         folder.mkdir(parents=True, exist_ok=True)
+        rows = read_csv(source)
         if can_plot():
-            print(*plot(read_csv(source), folder), sep="\n")
+            print(*plot(rows, folder), sep="\n")
+        print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
         return 0
     gpu = find_gpu()
     if gpu is None:
