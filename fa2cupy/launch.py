@@ -42,12 +42,9 @@ def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int):
     import cupy
 
     try:
-        if compiled.path is not None:
-            function = cupy.RawModule(path=str(compiled.path)).get_function(compiled.symbol).kernel
-        else:
-            module = cupy.cuda.function.Module()
-            module.load(compiled.cubin)
-            function = module.get_function(compiled.symbol)
+        module = cupy.cuda.function.Module()
+        module.load(compiled.cubin)
+        function = module.get_function(compiled.symbol)
         if spec.shared_memory_bytes > 48 * 1024:
             attribute = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, spec.shared_memory_bytes)
