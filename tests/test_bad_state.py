@@ -194,6 +194,41 @@ def test_a_driver_that_refuses_the_machine_code_is_reported_with_advice(nvrtc, m
     assert "update it" in str(caught.value)
 
 
+# -------------------------------------------------------------------------------------------------------------- no Unix
+
+
+def test_without_what_only_unix_has_kernels_and_tiles_are_kept(run_python, tmp_path):
+    result = run_python(
+        """
+import jinja2, numpy, os, sys, types
+for name in ("fcntl", "grp", "pwd"):
+    sys.modules[name] = None
+for name in ("fork", "geteuid", "getuid", "register_at_fork", "O_NOFOLLOW", "O_NONBLOCK"):
+    delattr(os, name)
+locked = []
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *arguments: locked.append(arguments[1:]))
+
+from fa2cupy import TileConfig, cache, clear_cache, tuning
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.device import DeviceInfo
+from fa2cupy.spec import KernelSpec
+spec = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+cache.nvrtc_build, cache.compile_options = (lambda: "build"), (lambda arch: ())
+cache.compile_source = lambda source: CompiledKernel(source.spec.symbol, b"code", 24, 0, 0, "", 0.5)
+kernel = cache.cached_kernel(spec)
+cache._kernels.clear()
+cache.compile_source = None
+print(cache.cached_kernel(spec) == kernel, clear_cache())
+arguments = ("forward", "sm80", "float16", 64, False, DeviceInfo.named("sm_90"))
+tuning.save_tuned_tile(*arguments, TileConfig(64, 48, 4))
+print(tuning.tuned_tile(*arguments), locked)
+""",
+        FA2CUPY_CACHE_DIR=str(tmp_path / "cache"),
+        XDG_CONFIG_HOME=str(tmp_path / "config"),
+    )
+    assert result.stdout == f"True 1\n{TileConfig(64, 48, 4)} [(2, 1), (2, 1)]\n"
+
+
 # ----------------------------------------------------------------------------------------------------------- no templates
 
 
