@@ -7,7 +7,6 @@ lookup, the allocation of its results and a launch per kernel.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Mapping
 
 import cupy
@@ -21,6 +20,7 @@ from .errors import UnsupportedProblemError
 from .families import Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
+from .locks import new_lock
 from .plan import plan_backward, plan_delta, plan_forward
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
@@ -30,7 +30,7 @@ __all__ = ["backward", "delta", "forward"]
 
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, Callable] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 _FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
 _DELTA = Arguments(("o", "do"), (), ("delta",))

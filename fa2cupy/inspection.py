@@ -8,17 +8,16 @@ import platform
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
 
 from ._version import __version__
-from .cache import cached_kernel
+from .cache import cache_state, cached_kernel
 from .compiler import CompiledKernel, nvrtc_version
 from .device import DeviceInfo
 from .errors import KernelCompileError
 from .families import FAMILIES, choose_family
 from .plan import plan_backward, plan_forward
 from .problem import AttentionProblem
-from .settings import cache_dir, tuning_file
+from .settings import tuning_file
 from .spec import KernelSpec
 from .tiles import OPERATIONS, TileConfig, why_illegal
 
@@ -150,7 +149,6 @@ def info() -> dict[str, object]:
     -------
     dict
     """
-    entries = list(cache_dir().glob("*.cubin"))
     return {
         "fa2cupy": __version__,
         "python": platform.python_version(),
@@ -159,9 +157,7 @@ def info() -> dict[str, object]:
         "nvrtc": _nvrtc(),
         "driver": _driver(),
         "device": _device(),
-        "cache_dir": str(cache_dir()),
-        "cached_kernels": len(entries),
-        "cached_bytes": sum(map(_size, entries)),
+        **cache_state(),
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
         "families": {row.name: row.dtypes for row in FAMILIES},
     }
@@ -172,13 +168,6 @@ def _current_device(instead: str) -> DeviceInfo:
         return DeviceInfo.current()
     except Exception as error:  # CuPy absent, or without a driver
         raise RuntimeError(f"there is no CUDA device to look at ({error}); name an architecture: {instead}") from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # another process has just deleted it
-        return 0
 
 
 def _version(distribution: str) -> str | None:
