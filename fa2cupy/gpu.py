@@ -17,11 +17,12 @@ from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .device_memory import temporaries
 from .errors import UnsupportedProblemError
-from .families import Family, choose_family, choose_method, method_of_dbias
+from .families import OPERATIONS_OF, Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
 from .locks import new_lock
 from .plan import plan_backward, plan_delta, plan_forward
+from .planner import Strides, why_not_sm90
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
 from .score_strides import contiguous_score_strides, feature_strides
@@ -156,9 +157,8 @@ def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Cal
             return forward(*copies[:3], causal, problem.softmax_scale, layout, None, config, family, own)
 
         return AdaptedCall(run, row, problem, arguments, outputs, arrays)
-    family = _without_tma(row, family)
     strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | feature_strides(features)
-    plan = plan_forward(problem, device, strides, config, family)
+    plan = plan_forward(problem, device, strides, config, _usable_family(row, family, problem, strides, ("forward",)))
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
@@ -195,9 +195,14 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     given_names = tuple("dbias" if name == _DBIAS_SUM else name for name in more)
     extra = (*(("dlse",) if dlse is not None else ()), *given_names)
     row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
-    method = choose_method(row.name, problem, method, deterministic)
-    if "dbias" in given_names:
-        method = method_of_dbias(row, method, deterministic, problem, features["bias"])
+
+    def method_on(family_name: str) -> str:
+        chosen = choose_method(family_name, problem, method, deterministic)
+        if "dbias" in given_names:
+            return method_of_dbias(row, chosen, deterministic, problem, features["bias"])
+        return chosen
+
+    usual_method = method_on(row.name)
     dq, dk, dv = results[:3]
     offsets = tuple(features.get(name) for name in OFFSETS)
     dsink = results[3 + more.index("dsink")] if "dsink" in more else None
@@ -221,19 +226,26 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     strides |= feature_strides(features)
     if _DBIAS_SUM in more:
         strides[_DBIAS_SUM] = contiguous_score_strides(features["bias"].shape)
+    family = _usable_family(row, family, problem, strides, OPERATIONS_OF[usual_method])
     plan = plan_backward(
-        problem, device, strides, method, config, _without_tma(row, family), with_delta=given_delta is None, more=extra
+        problem, device, strides, method_on(family or row.name), config, family, with_delta=given_delta is None, more=extra
     )
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _without_tma(row: Family, family: str | None) -> str | None:
-    """The caller's family, or the one to insist on where tensor maps cannot be made."""
-    if row.name == "simt" or tma.is_available():
+def _usable_family(
+    row: Family, family: str | None, problem: AttentionProblem, strides: Mapping[str, Strides], operations: tuple[str, ...]
+) -> str | None:
+    """The caller's family, or the one to insist on where Hopper's kernels cannot take the problem or an array."""
+    if row.name != "sm90":
         return family
-    if family == "sm90":
-        raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
-    return "sm80"
+    if not tma.is_available():
+        if family == "sm90":
+            raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
+        return "sm80"
+    if family is None and any(why_not_sm90(operation, problem, strides) for operation in operations):
+        return "sm80"
+    return family
 
 
 def _device(arrays: tuple, arguments: Arguments) -> tuple[int, DeviceInfo]:

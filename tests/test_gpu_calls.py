@@ -274,3 +274,41 @@ def test_options_that_cannot_be_hashed_are_planned_once(launched, monkeypatch, o
     for _ in range(3):
         forward(q, k, v, **{name: type(x)(x) for name, x in options.items()})
     assert len(prepared) == 1
+
+
+# ------------------------------------------------------------------------------------ calls that Hopper's kernels do not take
+
+
+def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, str]]:
+    q, k, v, do = arrays
+    forward_options = {name: x for name, x in options.items() if name == "scale"}
+    o, lse = forward(q, k, v, **forward_options)
+    launched.clear()
+    backward(q, k, v, o, lse, do, **options)
+    return [(s.spec.family, s.spec.operation) for s in launched if s.spec.operation.startswith("backward")]
+
+
+def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):
+    arrays = tuple(inputs_of(seqlen_q=512, seqlen_k=512))
+    on_hopper = [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
+    assert kernels_of_backward(launched, arrays) == on_hopper  # which are faster so for short sequences
+    before = [("sm80", "backward")]
+    assert kernels_of_backward(launched, arrays, scale=-0.2) == before
+    reversed_rows = tuple(place(x[:, ::-1])[:, ::-1] for x in arrays)
+    assert kernels_of_backward(launched, reversed_rows) == before
+    # Whichever array it is: one family for the whole call.
+    out = (None, place(np.empty_like(arrays[1]))[:, ::-1], None)
+    assert kernels_of_backward(launched, arrays, out=out) == before
+    assert kernels_of_backward(launched, arrays, out=out, deterministic=True) == [
+        ("sm80", "backward_dq"), ("sm80", "backward_dkdv"),
+    ]  # fmt: skip
+    gpu._prepared.clear()
+    monkeypatch.setattr(gpu.tma, "is_available", lambda: False)
+    assert kernels_of_backward(launched, arrays) == before
+
+
+@pytest.mark.parametrize("view", (shifted, gapped), ids=lambda view: view.__name__)
+def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
+    arrays = tuple(view(x) for x in inputs_of(seqlen_q=512, seqlen_k=512))
+    assert kernels_of_backward(launched, arrays, scale=-0.2) == [("sm80", "backward")]
+    assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
