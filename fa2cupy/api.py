@@ -70,15 +70,17 @@ def forward(
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
     alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads)
-        ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores. dtype of lse; no gradient.
+        ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores; slopes have either sign. dtype of lse; no
+        gradient.
     bias : ndarray, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
-        Added to the scores, in q's dtype or that of lse, and never expanded. ``-inf`` hides a key.
+        Added to the scores, in q's dtype or that of lse, and never expanded. ``-inf`` hides a key. Elements for keys
+        that are hidden otherwise are ignored, NaN included.
     mask : ndarray of bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
     key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
         True where a key is visible, to all queries and heads.
     sink : ndarray, shape (num_heads,)
-        A logit for each query head that joins the softmax without a value, in the dtype of lse.
+        A logit for each query head that joins the softmax without a value, in the dtype of lse; ``-inf`` is none.
     dropout_p : float
         Probability, from 0 to below 1, that an element of the softmax is dropped; the others grow by ``1 / (1 - p)``.
         lse is that without dropout.
@@ -91,8 +93,9 @@ def forward(
         sequence alone, with i and j counted from its start; rows of no sequence get 0, and ``-inf`` in lse. bias
         and masks have the shapes of a padded batch, with max_seqlen_q and max_seqlen_k.
     max_seqlen_q, max_seqlen_k : int
-        No sequence is longer; by default the total. NumPy raises ValueError for one that is, and for offsets that do
-        not grow or leave the arrays.
+        No sequence is longer; by default the total, and no more than that if larger. NumPy raises ValueError for a
+        sequence that is longer, and for offsets that do not grow or leave the arrays. On the GPU, which does not read
+        offsets on the host, the rows of a sequence beyond the longest length are rows of no sequence.
 
     Raises
     ------
@@ -117,8 +120,13 @@ def forward(
     Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes;
     anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8, and data whose v has a
     head_dim of its own. The work is queued on CuPy's current stream of the arrays' device, without a synchronisation;
-    the first call of a kind compiles its kernel. Offsets are held to the arrays on the device: those that do not grow
-    give no error, and no meaning.
+    the first call of a kind compiles its kernel. On the GPU offsets are clamped to the arrays; decreasing offsets raise
+    no error and give undefined results.
+
+    Calls can be captured into a CUDA graph once a call of the same kind has loaded its kernels. Copies, and workspaces of
+    `backward`, then are memory of the graph: it is allocated and freed by nodes of the graph, and held between launches by
+    CUDA's memory pool for graphs, up to the largest amount that one call of the graph needs. Results are allocated as
+    ever: keep them, like the inputs, for as long as the graph is launched, or pass `out`.
 
     Examples
     --------
@@ -219,6 +227,11 @@ def backward(
     With P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = softmax_scale dS K and
     dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. What features
     add is at the top of ``fa2cupy/features.py``. Errors are those of `forward`.
+
+    On the GPU a call holds, besides inputs and results, delta (4 bytes a row of a head, 8 for float64) unless it is given;
+    in ``single_pass`` of 16-bit data a dq in float32, rows rounded up to whole tiles of up to 128 and head_dim to a multiple
+    of 16; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call holds
+    the same in memory of its graph.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU depends on the method's atomics: for
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for

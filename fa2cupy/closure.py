@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .api import backward, forward
+from .arguments import check_bool
 from .feature_checks import extra_gradients
 from .keywords import check_keywords
 from .tiles import TileConfig
@@ -27,10 +28,11 @@ def attention(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_lse: bool = False,
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     **features: Unpack[FeatureOptions],
-) -> tuple[object, Callable]:
+) -> tuple:
     """`forward`, and its gradient as a closure: the style of layer libraries.
 
     Parameters
@@ -39,6 +41,8 @@ def attention(
         As for `forward`.
     method, deterministic, return_dbias, return_dsink
         As for `backward`.
+    return_lse : bool, optional
+        Also give lse, as for a z-loss.
     config : dict of TileConfig by operation, optional
         As for `forward` and `backward`.
 
@@ -46,9 +50,11 @@ def attention(
     -------
     o : ndarray
         As from `forward`.
+    lse : ndarray
+        As from `forward`; with `return_lse` only.
     backprop : callable
-        ``backprop(do)`` gives what `backward` gives: ``(dq, dk, dv)`` and what else was asked for. It keeps q, k, v, o,
-        lse and the arrays of features alive.
+        ``backprop(do, dlse=None)`` gives what `backward` gives: ``(dq, dk, dv)`` and what else was asked for, of `do` and
+        of a gradient for lse. It keeps q, k, v, o, lse and the arrays of features alive.
 
     Raises
     ------
@@ -61,27 +67,33 @@ def attention(
     >>> q, k, v, do = np.random.default_rng(0).standard_normal((4, 1, 64, 2, 32), dtype=np.float32)
     >>> o, backprop = attention(q, k, v, causal=True)
     >>> dq, dk, dv = backprop(do)
+    >>> o, lse, backprop = attention(q, k, v, causal=True, return_lse=True)  # z-loss: mean of lse**2
+    >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
+    check_keywords(attention, features)
+    check_bool("return_lse", return_lse)
     shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
     shared |= features
     own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
-    check_keywords(attention, features)
     extra_gradients(features, return_dbias, return_dsink)  # rather now than after the forward
     o, lse = forward(q, k, v, **shared)
 
-    def backprop(do):
-        """Gradients of the call of `fa2cupy.attention` that gave this function.
+    def backprop(do, dlse=None):
+        """Gradients of the call of `fa2cupy.attention` that gave this function: see `fa2cupy.backward`.
 
         Parameters
         ----------
         do : ndarray, shape of o
             Gradient for o.
+        dlse : ndarray, shape and dtype of lse, optional
+            Gradient for lse.
 
         Returns
         -------
         dq, dk, dv : ndarray
-            As from `fa2cupy.backward`, and dbias and dsink behind them if that call asked for them.
+        dbias, dsink : ndarray
+            Those that were asked for.
         """
-        return backward(q, k, v, o, lse, do, **own, **shared)
+        return backward(q, k, v, o, lse, do, dlse=dlse, **own, **shared)
 
-    return o, backprop
+    return (o, lse, backprop) if return_lse else (o, backprop)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import INSTALL_CUDA, KernelCompileError
+from .folders import replace_file, warn_once
+from .locks import ForkGate, new_lock
 from .settings import dump_directory
 from .source import KernelSource
 
-__all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_version"]
+__all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
 
 _log = logging.getLogger("fa2cupy")
 
-# CuPy loads NVRTC at the first call, and of CUDA 13 a second library after it: who calls meanwhile does not find that.
-_loading = threading.Lock()
+# CuPy's first NVRTC call loads the library (two with CUDA 13) and is not thread-safe.
+_loading = new_lock()
+_in_nvrtc = ForkGate()
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -44,29 +47,31 @@ class CompiledKernel:
         NVRTC's program log.
     seconds : float
         What the compilation took.
-    path : pathlib.Path or None
-        The cubin's file, if it was read from the disk cache.
     """
 
     symbol: str
-    cubin: bytes = field(repr=False)
+    cubin: bytes = field(repr=False, hash=False)
     registers: int
     spill_bytes: int
     stack_bytes: int
-    log: str = field(repr=False)
+    log: str = field(repr=False, hash=False)
     seconds: float
-    path: Path | None = None
 
 
 def _nvrtc():
     try:
         from cupy.cuda import nvrtc
 
-        with _loading:
+        with _loading, _in_nvrtc:
             nvrtc.getVersion()
     except ModuleNotFoundError as error:
         raise KernelCompileError(f"compiling a kernel needs CuPy, which is not installed: {INSTALL_CUDA}") from error
     except Exception as error:  # CuPy reports a missing shared library in several ways
+        if isinstance(error, OSError) and error.filename is not None:
+            raise KernelCompileError(
+                f"CuPy cannot be imported, because it cannot make a cache folder of its own ({error}): set "
+                "CUPY_CACHE_DIR, or HOME, to a folder that is writable"
+            ) from error
         raise KernelCompileError(f"CuPy or its NVRTC library cannot be loaded ({error}): {_how_to_load()}") from error
     return nvrtc
 
@@ -84,6 +89,27 @@ def _how_to_load() -> str:
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC that CuPy loads."""
     return tuple(_nvrtc().getVersion())
+
+
+@functools.lru_cache(maxsize=None)
+def nvrtc_build() -> str:
+    """The patch release and build number of NVRTC, as the header of its PTX says them.
+
+    Patch releases compile differently, and ``nvrtcGetVersion`` does not tell them apart. To compile the empty program
+    takes 20 ms, once in a process. The header depends on the build alone, and not on the package that it comes in.
+    """
+    nvrtc = _nvrtc()
+    with _in_nvrtc:
+        program = nvrtc.createProgram("", "empty.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, ())
+            ptx = nvrtc.getPTX(program).decode()
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise KernelCompileError(f"NVRTC cannot compile an empty program: {log or error}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+    return ptx.partition(".version")[0]
 
 
 def compile_options(arch: str) -> tuple[str, ...]:
@@ -109,16 +135,17 @@ def compile_source(source: KernelSource) -> CompiledKernel:
         raise KernelCompileError(f"NVRTC {version} cannot compile for {spec.arch}: {_which_cuda(spec.arch, known)}")
     options = compile_options(spec.arch)
     start = time.perf_counter()
-    program = nvrtc.createProgram(source.text, f"{spec.symbol}.cu", (), ())
-    try:
+    with _in_nvrtc:
+        program = nvrtc.createProgram(source.text, f"{spec.symbol}.cu", (), ())
         try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError as error:
-            raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
-        log = nvrtc.getProgramLog(program)
-        cubin = nvrtc.getCUBIN(program)
-    finally:
-        nvrtc.destroyProgram(program)
+            try:
+                nvrtc.compileProgram(program, options)
+            except nvrtc.NVRTCError as error:
+                raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
+            log = nvrtc.getProgramLog(program)
+            cubin = nvrtc.getCUBIN(program)
+        finally:
+            nvrtc.destroyProgram(program)
     seconds = time.perf_counter() - start
 
     registers = _REGISTERS.search(log)
@@ -133,8 +160,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
         seconds=seconds,
     )
     _log.info("compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes)
-    if dump_directory() is not None:
-        _dump(dump_directory(), source, kernel)
+    _dump(source, kernel)
     return kernel
 
 
@@ -150,20 +176,32 @@ def _which_cuda(arch: str, known: Sequence[int]) -> str:
     )
 
 
-def _dump(directory: Path, source: KernelSource, kernel: CompiledKernel) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    stem = f"{source.spec.symbol}.{source.spec.arch}"
-    (directory / f"{stem}.cu").write_text(source.text, encoding="utf-8")
-    (directory / f"{stem}.cubin").write_bytes(kernel.cubin)
-    (directory / f"{stem}.log").write_text(kernel.log, encoding="utf-8")
+def _dump(source: KernelSource, kernel: CompiledKernel) -> None:
+    _write_dump(source, ".cu", source.text.encode())
+    _write_dump(source, ".cubin", kernel.cubin)
+    _write_dump(source, ".log", kernel.log.encode())
+
+
+def _write_dump(source: KernelSource, suffix: str, data: bytes) -> Path | None:
+    """The file that was written to ``FA2CUPY_DUMP_DIR``, if that is set and takes it."""
+    directory = dump_directory()
+    if directory is None:
+        return None
+    path = directory / f"{source.spec.symbol}.{source.spec.arch}{suffix}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+    except OSError as error:
+        warn_once(
+            ("FA2CUPY_DUMP_DIR", directory),
+            f"FA2CUPY_DUMP_DIR: nothing can be written to {directory} ({error.strerror or error}); set it to a folder "
+            "that is writable and has room",
+        )
+        return None
+    return path
 
 
 def _failure(source: KernelSource, options: tuple[str, ...], version: str, log: str) -> str:
-    directory = dump_directory()
-    where = "set FA2CUPY_DUMP_DIR to have the source written there"
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{source.spec.symbol}.{source.spec.arch}.cu"
-        path.write_text(source.text, encoding="utf-8")
-        where = f"the source is in {path}"
+    path = _write_dump(source, ".cu", source.text.encode())
+    where = f"the source is in {path}" if path else "set FA2CUPY_DUMP_DIR to have the source written there"
     return f"NVRTC {version} refused {source.spec}\noptions: {' '.join(options)}\n{where}\n{log}"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 
+from .locks import new_lock
+
 __all__ = ["TileCounters", "tile_counters"]
 
 _SLOT_BYTES = 32  # counters that are in use at a time do not share a sector
@@ -21,7 +23,7 @@ class TileCounters:
     """The counters of one device."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._memory: list[object] = []  # never freed: graphs may hold addresses as long as the process lives
         self._free: list[int] = []
         self._of_stream: dict[object, int] = {}

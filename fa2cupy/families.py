@@ -14,7 +14,10 @@ from .tile_table import TILE_TABLE
 from .tiles import OPERATIONS, TileConfig, fits_blocks, padded_head_dim, why_illegal
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Family", "choose_family", "choose_method", "choose_tile", "method_of_dbias", "requested_tile"]
+__all__ = [
+    "FAMILIES", "OPERATIONS_OF", "Family", "choose_family", "choose_method", "choose_tile", "method_of_dbias",
+    "requested_tile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ _ONE_PASS_ON_SM90 = {64: (1024, 1024), 128: (1024, 2048)}
 #: The most keys of a row's window for which it is not, however many rows there are: adding up dQ elsewhere costs a row the
 #: same for few keys as for many.
 _TWO_PASSES_ON_SM90 = 256
+#: The kernels of each scheme.
+OPERATIONS_OF = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
 _WITHOUT_ATOMICS = ("numpy",)  # one thing at a time: both schemes give the same bits each time
 
 

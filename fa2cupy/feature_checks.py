@@ -213,6 +213,8 @@ def split_features(features: Mapping[str, object]) -> tuple[tuple[str, ...], tup
     """
     arrays = {name: x for name, x in features.items() if x is not None and name in (*ARRAY_FEATURES, "dlse")}
     settings = {name: x for name, x in features.items() if name not in (*ARRAY_FEATURES, "dlse")}
+    if isinstance(settings.get("window"), list):  # which could not be hashed
+        settings["window"] = tuple(settings["window"])
     seed = settings.get("seed")
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
         return tuple(arrays), tuple(arrays.values()), tuple(settings.items()), None  # which the checks will name

@@ -7,8 +7,7 @@ lookup, the allocation of its results and a launch per kernel.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import cupy
 import numpy as np
@@ -16,11 +15,14 @@ import numpy as np
 from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
+from .device_memory import temporaries
 from .errors import INSTALL_CUDA, UnsupportedProblemError
-from .families import Family, choose_family, choose_method, method_of_dbias
+from .families import OPERATIONS_OF, Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
+from .locks import new_lock
 from .plan import plan_backward, plan_delta, plan_forward
+from .planner import Strides, why_not_sm90
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
 from .score_strides import contiguous_score_strides, feature_strides
@@ -29,7 +31,7 @@ __all__ = ["backward", "delta", "forward"]
 
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, Callable] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 
 _FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
 _DELTA = Arguments(("o", "do"), (), ("delta",))
@@ -41,12 +43,12 @@ _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=None):
     """`fa2cupy.forward` on CuPy arrays."""
     o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
-    options = (causal, softmax_scale, layout, config, family)
+    options = (causal, softmax_scale, layout, _hashable(config), family)
     if not features:
         return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
     names, arrays, settings, seed = split_features(features)
     arguments = _FORWARD.with_inputs(names)
-    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed)
+    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed, settings)
 
 
 def delta(o, do, layout, out):
@@ -60,18 +62,19 @@ def backward(
 ):  # fmt: skip
     """`fa2cupy.backward` on CuPy arrays."""
     inputs = (q, k, v, o, lse, do, given_delta)
-    options = (causal, softmax_scale, method, deterministic, layout, config, family)
+    options = (causal, softmax_scale, method, deterministic, layout, _hashable(config), family)
     if not features and dlse is None and return_dbias is False and return_dsink is False:
         results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
         return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
     if _alike(given_delta, dlse):
-        with cupy.cuda.Device(given_delta.data.device_id):
+        with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             inputs, dlse = (*inputs[:6], given_delta - dlse), None
     more = tuple(extra_gradients(features or {}, return_dbias, return_dsink))
     names, arrays, settings, seed = split_features({**(features or {}), "dlse": dlse})
     arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
     results = unpack_out(out, arguments.results)
-    return _call(_prepare_backward, arguments, (*inputs, *arrays, *results), (*options, names, settings, more), seed)
+    arrays = (*inputs, *arrays, *results)
+    return _call(_prepare_backward, arguments, arrays, (*options, names, settings, more), seed, settings)
 
 
 def _alike(given_delta, dlse) -> bool:
@@ -80,9 +83,27 @@ def _alike(given_delta, dlse) -> bool:
     return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
 
 
-def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None) -> tuple:
+class _Tiles(dict):
+    """A dict of tiles that a signature can have."""
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+
+def _hashable(config):
+    return _Tiles(config) if config is not None and isinstance(config, Mapping) else config
+
+
+def _types(values: tuple) -> tuple:
+    return tuple([_types(x) if type(x) is tuple else type(x) for x in values])
+
+
+def _call(
+    prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None, settings: tuple = ()
+) -> tuple:
     addresses = []
-    signature = [prepare, options]
+    # Types tell options apart that are equal, and not equally legal: True, 1 and 1.0.
+    signature = [prepare, options, tuple(map(type, options)), _types(settings)]
     try:
         for array in arrays:
             if array is None:
@@ -101,7 +122,7 @@ def _call(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple
     key = tuple(signature)
     try:
         call = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: a dict of tiles, a list, or a mistake that the checks will name
+    except TypeError:  # an option that cannot be hashed: a mistake that the checks will name
         return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
     if call is None:
         call = _prepare_checked(prepare, arguments, arrays, options)
@@ -135,10 +156,9 @@ def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Cal
             own = dict(settings) | dict(zip(names, copies[3:], strict=True))
             return forward(*copies[:3], causal, problem.softmax_scale, layout, None, config, family, own)
 
-        return AdaptedCall(run, row, problem, arguments, arrays)
-    family = _without_tma(row, family)
+        return AdaptedCall(run, row, problem, arguments, outputs, arrays)
     strides = _strides(problem, outputs, q=q, k=k, v=v, o=o) | feature_strides(features)
-    plan = plan_forward(problem, device, strides, config, family)
+    plan = plan_forward(problem, device, strides, config, _usable_family(row, family, problem, strides, ("forward",)))
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
@@ -151,7 +171,7 @@ def _prepare_delta(arguments: Arguments, arrays: tuple, options: tuple) -> Calla
     check_outputs(outputs, (out,))
     row = choose_family("delta", problem.dtype, device)
     if not _direct(row, problem, (o, do), (out,)):
-        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, arguments, arrays)
+        return AdaptedCall(lambda copies: (delta(*copies, layout, None),), row, problem, arguments, outputs, arrays)
     plan = plan_delta(problem, device, _strides(problem, outputs, o=o, dout=do))
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
@@ -175,9 +195,14 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
     given_names = tuple("dbias" if name == _DBIAS_SUM else name for name in more)
     extra = (*(("dlse",) if dlse is not None else ()), *given_names)
     row = choose_family("backward", problem.dtype, device, family, (*problem.needs, *extra))
-    method = choose_method(row.name, problem, method, deterministic)
-    if "dbias" in given_names:
-        method = method_of_dbias(row, method, deterministic, problem, features["bias"])
+
+    def method_on(family_name: str) -> str:
+        chosen = choose_method(family_name, problem, method, deterministic)
+        if "dbias" in given_names:
+            return method_of_dbias(row, chosen, deterministic, problem, features["bias"])
+        return chosen
+
+    usual_method = method_on(row.name)
     dq, dk, dv = results[:3]
     offsets = tuple(features.get(name) for name in OFFSETS)
     dsink = results[3 + more.index("dsink")] if "dsink" in more else None
@@ -194,26 +219,33 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
             seed = copies[7 + names.index("seed")] if "seed" in names else None
             own = tuple(None if name == "seed" else x for name, x in zip(arguments.inputs, copies, strict=True))
             none = (None,) * len(inner_arguments.results)
-            return _call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed)
+            return _call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed, settings)
 
-        return AdaptedCall(run, row, problem, arguments, arrays)
+        return AdaptedCall(run, row, problem, arguments, outputs, arrays)
     strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)
     strides |= feature_strides(features)
     if _DBIAS_SUM in more:
         strides[_DBIAS_SUM] = contiguous_score_strides(features["bias"].shape)
+    family = _usable_family(row, family, problem, strides, OPERATIONS_OF[usual_method])
     plan = plan_backward(
-        problem, device, strides, method, config, _without_tma(row, family), with_delta=given_delta is None, more=extra
+        problem, device, strides, method_on(family or row.name), config, family, with_delta=given_delta is None, more=extra
     )
     return KernelCall(plan, ordinal, arguments, outputs, arrays)
 
 
-def _without_tma(row: Family, family: str | None) -> str | None:
-    """The caller's family, or the one to insist on where tensor maps cannot be made."""
-    if row.name == "simt" or tma.is_available():
+def _usable_family(
+    row: Family, family: str | None, problem: AttentionProblem, strides: Mapping[str, Strides], operations: tuple[str, ...]
+) -> str | None:
+    """The caller's family, or the one to insist on where Hopper's kernels cannot take the problem or an array."""
+    if row.name != "sm90":
         return family
-    if family == "sm90":
-        raise UnsupportedProblemError(f"family 'sm90' needs cuda-bindings: {INSTALL_CUDA}")
-    return "sm80"
+    if not tma.is_available():
+        if family == "sm90":
+            raise UnsupportedProblemError(f"family 'sm90' needs cuda-bindings: {INSTALL_CUDA}")
+        return "sm80"
+    if family is None and any(why_not_sm90(operation, problem, strides) for operation in operations):
+        return "sm80"
+    return family
 
 
 def _device(arrays: tuple, arguments: Arguments) -> tuple[int, DeviceInfo]:

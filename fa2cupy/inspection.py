@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import platform
 from importlib import metadata
-from pathlib import Path
 
 from ._version import __version__
+from .cache import cache_state
 from .call_specs import default_specs
 from .choices import check_dtype, check_head_dim
 from .compiler import nvrtc_version
 from .device import DeviceInfo, current_device
 from .errors import KernelCompileError
 from .families import FAMILIES, choose_family
-from .settings import cache_dir, tuning_file
+from .settings import tuning_file
 from .tiles import OPERATIONS, TileConfig, why_illegal
 
 __all__ = ["default_specs", "info", "legal_configs"]
@@ -86,7 +86,6 @@ def info() -> dict[str, object]:
     -------
     dict
     """
-    entries = list(cache_dir().glob("*.cubin"))
     return {
         "fa2cupy": __version__,
         "python": platform.python_version(),
@@ -95,19 +94,12 @@ def info() -> dict[str, object]:
         "nvrtc": _nvrtc(),
         "driver": _driver(),
         "device": _device(),
-        "cache_dir": str(cache_dir()),
-        "cached_kernels": len(entries),
-        "cached_bytes": sum(map(_size, entries)),
+        **cache_state(),
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
         "families": {row.name: row.dtypes for row in FAMILIES},
     }
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # another process has just deleted it
-        return 0
 
 
 def _version(distribution: str) -> str | None:

@@ -107,13 +107,13 @@ def _hint(function: Callable, name: str, value: object, keywords: list[str]) -> 
     """The end of a sentence that names the keyword."""
     from . import api, closure  # which import this module
 
-    others = [f for f in (api.forward, api.backward, closure.attention) if name in _own_keywords(f)]
-    if others:
-        return f": it is one of {' and '.join(map(_public_name, others))}."
     if name in _RETURN_LSE and "return_lse" in keywords:
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
+    others = [f for f in (api.forward, api.backward, closure.attention) if name in _own_keywords(f)]
+    if others:
+        return f": it is one of {' and '.join(map(_public_name, others))}."
     close = similar(name, keywords)
     if close:
         return f"; did you mean {close!r}?"

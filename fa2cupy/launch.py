@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
 from operator import getitem, itemgetter
 
@@ -13,13 +12,14 @@ from .cache import cached_kernel
 from .compiler import CompiledKernel
 from .counters import tile_counters
 from .errors import INSTALL_CUDA, KernelLaunchError
+from .locks import new_lock
 from .params import TILE_COUNTER
 from .plan import Plan, Stage
 from .spec import KernelSpec
 
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
 
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def load_kernel(spec: KernelSpec):
@@ -42,12 +42,9 @@ def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int):
     import cupy
 
     try:
-        if compiled.path is not None:
-            function = cupy.RawModule(path=str(compiled.path)).get_function(compiled.symbol).kernel
-        else:
-            module = cupy.cuda.function.Module()
-            module.load(compiled.cubin)
-            function = module.get_function(compiled.symbol)
+        module = cupy.cuda.function.Module()
+        module.load(compiled.cubin)
+        function = module.get_function(compiled.symbol)
         if spec.shared_memory_bytes > 48 * 1024:
             attribute = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, spec.shared_memory_bytes)
@@ -94,7 +91,7 @@ class BoundStage:
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
         self._shape = (self._function.ptr, stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
         self._parameters_address = ctypes.addressof(self._parameters)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         try:

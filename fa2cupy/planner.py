@@ -17,7 +17,7 @@ from .spec import KernelSpec
 from .stages import Stage
 from .tiles import OPERATIONS, TileConfig
 
-__all__ = ["Planner", "Strides"]
+__all__ = ["Planner", "Strides", "why_not_sm90"]
 
 _LOG2_E = math.log2(math.e)
 _COMMON = ("delta", "dsink", "clear_forward", "clear_backward")  # operations that all families share
@@ -27,6 +27,26 @@ _BY_KEYS = ("backward", "backward_dkdv")  # operations of sm90 whose blocks own 
 
 #: Element strides of the batch, row and head axes.
 Strides = tuple[int, int, int]
+
+
+def why_not_sm90(operation: str, problem: AttentionProblem, strides: Mapping[str, Strides]) -> str | None:
+    """The reason why Hopper's kernel of an operation cannot take a problem and its arrays, or None if it can."""
+    if not problem.softmax_scale > 0:
+        return f"softmax_scale={problem.softmax_scale} is not positive"
+    if 0 in _sizes(problem, "k" if operation in _BY_KEYS else "q"):
+        return None  # nothing will be launched
+    for name in param_layout(operation, "sm90", problem.dtype).maps:
+        reason = tma.why_not_mappable(_sizes(problem, name), strides[name], problem.itemsize)
+        if reason:
+            return f"{name} is not for TMA, {reason}"
+    return None
+
+
+def _sizes(problem: AttentionProblem, name: str) -> tuple[int, int, int]:
+    """Of the batch, row and head axes of a tensor."""
+    if name in _OF_QUERIES:
+        return problem.batch, problem.seqlen_q, problem.num_heads
+    return problem.batch, problem.seqlen_k, problem.num_heads_kv
 
 
 class Planner:
@@ -42,7 +62,7 @@ class Planner:
         self.strides = strides
         needs = self._features(operation)
         row = choose_family(operation, problem.dtype, device, family, needs)
-        reason = self._why_not_sm90(operation) if row.name == "sm90" else None
+        reason = why_not_sm90(operation, problem, strides) if row.name == "sm90" else None
         if reason and family:
             raise UnsupportedProblemError(f"family 'sm90' for this problem: {reason}")
         if reason:
@@ -65,33 +85,11 @@ class Planner:
     def _owns_queries(self, operation: str) -> bool:
         return operation == "backward_dq" or (operation == "backward" and self.problem.itemsize > 2)
 
-    def _sizes(self, name: str) -> tuple[int, int, int]:
-        problem = self.problem
-        if name in _OF_QUERIES:
-            return problem.batch, problem.seqlen_q, problem.num_heads
-        return problem.batch, problem.seqlen_k, problem.num_heads_kv
-
-    def _longest(self, name: str) -> int:
-        values = self.problem.feature_values
-        return values["max_seqlen_q" if name in _OF_QUERIES else "max_seqlen_k"]
-
-    def _why_not_sm90(self, operation: str) -> str | None:
-        if not self.problem.softmax_scale > 0:
-            return f"softmax_scale={self.problem.softmax_scale} is not positive"
-        if 0 in self._sizes("k" if operation in _BY_KEYS else "q"):
-            return None  # nothing will be launched
-        if self.problem.is_packed and 0 in self.problem.score_shape[2:]:
-            return "all its sequences are empty"
-        for name in param_layout(operation, "sm90", self.problem.dtype).maps:
-            reason = tma.why_not_mappable(self._sizes(name), self.strides[name], self.problem.itemsize)
-            if reason:
-                return f"{name} is not for TMA, {reason}"
-        return None
-
     def tensor_layout(self, name: str, box_rows: int) -> tma.TensorLayout:
         problem = self.problem
-        array = (problem.dtype, self._sizes(name), self.strides[name], problem.head_dim, problem.itemsize, box_rows)
-        return tma.packed_layout(*array, self._longest(name)) if problem.is_packed else tma.tensor_layout(*array)
+        sizes = _sizes(problem, name)
+        array = (problem.dtype, sizes, self.strides[name], problem.head_dim, problem.itemsize, box_rows)
+        return (tma.packed_layout if problem.is_packed else tma.tensor_layout)(*array)
 
     def tile(self, operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig:
         return choose_tile(operation, self.family, self.problem, self.device, config)

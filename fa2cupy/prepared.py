@@ -11,6 +11,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from .arguments import OverlapCheck, array_backend, output_name
+from .device_memory import allocator_of, is_capturing, temporaries
 from .families import Family
 from .features import ARRAY_FEATURES, OFFSETS
 from .launch import bind_plan
@@ -113,14 +114,15 @@ class KernelCall:
         for position, shape, dtype in self.allocated:
             array = buffers[position] = cupy.ndarray(shape, dtype)
             addresses[position] = array.data.ptr
-        # Freed on return, before the kernels end: CuPy's pool hands the memory only to later work of the same stream.
-        for nbytes in self.workspace_bytes:
-            memory = cupy.cuda.alloc(nbytes)
-            buffers.append(memory)
-            addresses.append(memory.ptr)
+        stream = cupy.cuda.get_current_stream().ptr
+        if self.workspace_bytes:
+            allocate = allocator_of(stream)
+            for nbytes in self.workspace_bytes:
+                memory = allocate(nbytes)
+                buffers.append(memory)
+                addresses.append(memory.ptr)
         for position in self.cleared:
             self._clear(buffers[position], position - len(arrays))
-        stream = cupy.cuda.get_current_stream().ptr
         for stage in self.stages:
             stage(addresses, stream)
         return tuple(buffers[self.first_result : len(arrays)])
@@ -137,7 +139,9 @@ class KernelCall:
 class AdaptedCall:
     """A prepared call with arrays that the kernels do not take: it runs on copies, and copies the results back."""
 
-    def __init__(self, run: Callable, family: Family, problem: AttentionProblem, arguments: Arguments, arrays: tuple):
+    def __init__(
+        self, run: Callable, family: Family, problem: AttentionProblem, arguments: Arguments, outputs: Outputs, arrays: tuple
+    ):
         self.run = run
         self.family = family
         # Zeros in further columns change no product, so that kernels may have one head_dim for all.
@@ -146,18 +150,28 @@ class AdaptedCall:
         widest = max(self.head_dim, *self.columns.values())
         self.padded = -(-widest // family.head_dim_step) * family.head_dim_step
         self.arguments = arguments
+        self.outputs = outputs
         self.check_overlap = _overlap_check(arguments, arrays)
 
     def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
         self.check_overlap(addresses)
-        inputs, names = self.arguments.inputs, self.arguments.results
+        first_result = len(self.arguments.inputs)
+        inputs, results = arrays[:first_result], arrays[first_result:]
         with cupy.cuda.Device(arrays[0].data.device_id):
-            copies = [self._copy(*pair) for pair in zip(inputs, arrays[: len(inputs)], strict=True)]
-            if "seed" in inputs:
-                copies[inputs.index("seed")] = addresses[inputs.index("seed")]
-            delivered = zip(names, self.run(copies), arrays[len(inputs) :], strict=True)
-            dtypes = {f"d{name}": array.dtype for name, array in zip(inputs, arrays, strict=False) if array is not None}
-            return tuple([self._deliver(*triple, dtypes) for triple in delivered])
+            if is_capturing(cupy.cuda.get_current_stream().ptr):
+                # All that is allocated from here on is the graph's; results are not.
+                kinds = zip(self.outputs, results, strict=True)
+                results = tuple([cupy.ndarray(*kind[1:]) if array is None else array for kind, array in kinds])
+            with temporaries():
+                return self._run(inputs, addresses, results)
+
+    def _run(self, inputs: tuple, addresses: list[int], results: tuple) -> tuple:
+        names = self.arguments.inputs
+        copies = [self._copy(*pair) for pair in zip(names, inputs, strict=True)]
+        if "seed" in names:
+            copies[names.index("seed")] = addresses[names.index("seed")]
+        delivered = zip(self.outputs, self.run(copies), results, strict=True)
+        return tuple([self._deliver(name, dtype, result, given) for (name, _, dtype), result, given in delivered])
 
     def _copy(self, name: str, array):
         if array is None:
@@ -172,12 +186,10 @@ class AdaptedCall:
             return padded
         return array if takes_rows(self.family, array) else array.copy(order="C")
 
-    def _deliver(self, name: str, result, given, dtypes: dict[str, np.dtype]):
+    def _deliver(self, name: str, dtype: np.dtype, result, given):
         if name not in _WITHOUT_COLUMNS:
             result = result[..., : self.columns.get(name, self.head_dim)]
-        if name == "dbias" and given is None:
-            return result.astype(dtypes[name])
         if given is None:
-            return cupy.ascontiguousarray(result)
+            return cupy.ascontiguousarray(result.astype(dtype, copy=False))
         given[...] = result
         return given

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from pathlib import Path
 
-__all__ = ["cache_dir", "configure_logging", "dump_directory", "tuning_file"]
+from .folders import warn_once
+
+__all__ = ["cache_dir", "cache_limit", "cache_path", "configure_logging", "dump_directory", "tuning_file"]
+
+_MIB = 1024**2
+_DEFAULT_LIMIT_MIB = 1024
 
 
 def cache_dir() -> Path:
     """Folder of the compiled kernels.
 
     ``FA2CUPY_CACHE_DIR`` if set, else ``fa2cupy`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
-    It is created by the first compilation.
+    It is created by the first compilation, for the user alone.
 
     Returns
     -------
@@ -22,6 +26,21 @@ def cache_dir() -> Path:
     """
     chosen = os.environ.get("FA2CUPY_CACHE_DIR")
     return Path(chosen).absolute() if chosen else _user_folder("XDG_CACHE_HOME", ".cache") / "fa2cupy"
+
+
+def cache_path() -> list[Path]:
+    """Folders that others fill, to look into after `cache_dir`: ``FA2CUPY_CACHE_PATH``, written like ``PATH``."""
+    return [Path(each).absolute() for each in os.environ.get("FA2CUPY_CACHE_PATH", "").split(os.pathsep) if each]
+
+
+def cache_limit() -> int | None:
+    """The most bytes that `cache_dir` keeps: ``FA2CUPY_CACHE_LIMIT`` in MiB, else 1 GiB; None (for 0) is any number."""
+    chosen = os.environ.get("FA2CUPY_CACHE_LIMIT") or str(_DEFAULT_LIMIT_MIB)
+    if not chosen.isdecimal():
+        text = f"FA2CUPY_CACHE_LIMIT: expected a number of MiB (0 is no limit), got {chosen!r}"
+        warn_once(text, f"{text}; {_DEFAULT_LIMIT_MIB} is used instead")
+        return _DEFAULT_LIMIT_MIB * _MIB
+    return int(chosen) * _MIB or None
 
 
 def tuning_file() -> Path:
@@ -51,8 +70,15 @@ def configure_logging() -> None:
 
 
 def _user_folder(variable: str, default: str) -> Path:
-    chosen = os.environ.get(variable)
+    chosen = _absolute(variable)  # the XDG specification says to ignore others
+    if chosen:
+        return chosen
     try:
-        return Path(chosen) if chosen else Path.home() / default
+        return Path.home() / default
     except RuntimeError:  # no home folder: a container user without an entry in passwd
-        return Path(tempfile.gettempdir())
+        return (_absolute("TMPDIR") or Path("/tmp")) / f"fa2cupy-{os.getuid()}"
+
+
+def _absolute(variable: str) -> Path | None:
+    path = Path(os.environ.get(variable, ""))
+    return path if path.is_absolute() else None

@@ -1,9 +1,9 @@
 """The numbers by which kernels cap scores: of tanh, and of the polynomial that stands for it where scores are small.
 
-``tanh(x)`` is ``x (a + b x^2 + c x^4)`` for ``|x| <= LARGEST``, up to 1.2e-6: a least-squares fit at 4000 Chebyshev
-points of x^2, their weights multiplied by their errors until the largest errors were equal. Under a cap of 80 that is
-less than the 1e-4 that `testing` allows for lse, and further than 0.4 a polynomial so short would not stay in that.
-With x = rate * product, two FMAs and a product do, in a unit that is left to what multiplies the score anyhow:
+``tanh(x)`` is ``x (a + b x^2 + c x^4)`` for ``|x| <= largest``, up to an error that a cap multiplies: least-squares fits at
+4000 Chebyshev points of x^2, their weights multiplied by their errors until the largest errors were equal. A cap takes the
+fit for the most scores of those whose error it leaves below the 1e-4 that `testing` allows for lse. With x = rate * product,
+two FMAs and a product do, in a unit that is left to what multiplies the score anyhow:
 
     tanh(x) = unit * product * ((product^2 + shift)^2 + rest)
 """
@@ -11,15 +11,30 @@ With x = rate * product, two FMAs and a product do, in a unit that is left to wh
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-__all__ = ["COEFFICIENTS", "LARGEST", "softcap_values"]
+__all__ = ["FITS", "Fit", "softcap_values"]
 
-COEFFICIENTS = (0.99997883, -0.33225425, 0.11942388)
-LARGEST = 0.4
 
-# Outside of these float32 might not hold fifth powers of the rate times the cap, or what they divide.
-_RATES = (1e-5, 1e4)
-_CAPS = (1e-4, 1e6)
+class Fit(NamedTuple):
+    """A polynomial: where it holds, its coefficients, and its largest absolute error there."""
+
+    largest: float
+    a: float
+    b: float
+    c: float
+    error: float
+
+
+FITS = (
+    Fit(0.4, 0.99997883, -0.33225425, 0.11942388, 1.2e-6),
+    Fit(0.3, 0.99999601, -0.33297480, 0.12522591, 1.7e-7),
+    Fit(0.2, 0.999999635, -0.333259939, 0.129634941, 1.04e-8),
+    Fit(0.1, 0.999999994147, -0.333328645434, 0.132393921946, 8.4e-11),
+)
+
+_ALLOWED = 1e-4  # of an error of scores
+_NORMAL = (1e-36, 1e36)  # what float32 holds with room for the products in which it occurs
 
 
 def softcap_values(softcap: float, softmax_scale: float) -> dict[str, float]:
@@ -27,11 +42,14 @@ def softcap_values(softcap: float, softmax_scale: float) -> dict[str, float]:
     rate = softmax_scale / softcap
     cap_log2 = softcap * math.log2(math.e)
     unit, shift, rest, largest = 1.0, 0.0, 0.0, -1.0
-    if _RATES[0] <= rate <= _RATES[1] and _CAPS[0] <= softcap <= _CAPS[1]:
-        a, b, c = COEFFICIENTS
-        vertex = b / (2 * c)
-        unit, shift, rest = c * rate**5, vertex / rate**2, (a / c - vertex**2) / rate**4
-        largest = LARGEST / rate
+    fit = next((fit for fit in FITS if softcap * fit.error <= _ALLOWED), None)
+    if fit is not None and rate > 0:
+        vertex = fit.b / (2 * fit.c)
+        found = fit.c * rate**5, vertex / rate**2, (fit.a / fit.c - vertex**2) / rate**4
+        factors = (found[0], -found[1], found[1] ** 2, found[2], cap_log2 * found[0], 1 / found[0] if found[0] else 0.0)
+        if all(_NORMAL[0] <= factor <= _NORMAL[1] for factor in factors):
+            unit, shift, rest = found
+            largest = fit.largest / rate
     return {
         "scale_over_softcap": rate,
         "softcap_log2": cap_log2,

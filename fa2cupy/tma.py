@@ -11,36 +11,35 @@ from dataclasses import dataclass
 from .errors import INSTALL_CUDA, KernelLaunchError
 
 __all__ = [
-    "TensorLayout", "TensorMaps", "encode", "is_available", "packed_layout", "tensor_layout", "tensor_maps", "why_not_mappable",
+    "TensorLayout", "TensorMaps", "encode", "encode_arguments", "is_available", "packed_layout", "tensor_layout", "tensor_maps",
+    "why_not_mappable",
 ]  # fmt: skip
 
 _PANEL_COLUMNS = 64  # of 16 bits: the 128 bytes that a swizzle spans
 _MAX_STRIDE = 2**40
+_FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; kernels/sm90/map_place.cuh has the first, too
 _MAX_MAPS = 256
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A (batch, row, head, column) array of 16-bit elements but for its address, innermost axis first.
+    """An array of 16-bit elements as TMA sees it, but for its address: the innermost axis first.
 
     Attributes
     ----------
     dtype : str
     sizes : tuple of int
-        Of column, row, head and batch.
+        Of column, row, head and batch; for packed sequences of column, row, head, end and wrap.
     strides : tuple of int
-        Bytes between rows, heads and batches.
+        Bytes from element to element of all these axes but the first.
     box_rows : int
-        Rows of the boxes that are copied; their columns are always 64.
-    rows_before : int
-        How many rows before the array the map begins. They are never copied.
+        Rows of the boxes that are copied. They have 64 columns, and one element along the other axes.
     """
 
     dtype: str
-    sizes: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     box_rows: int
-    rows_before: int = 0
 
 
 def why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
@@ -65,18 +64,21 @@ def tensor_layout(
 
 
 def packed_layout(
-    dtype: str, sizes: Sequence[int], strides: Sequence[int], head_dim: int, itemsize: int, box_rows: int, longest: int
+    dtype: str, sizes: Sequence[int], strides: Sequence[int], head_dim: int, itemsize: int, box_rows: int
 ) -> TensorLayout:
-    """The layout of packed sequences, of which none has more than `longest` rows (kernels/sm90/map_place.cuh).
+    """The layout of packed sequences, of any lengths: kernels/sm90/map_place.cuh says how kernels address their rows.
 
-    Both the row and the last axis count rows: element (longest - length + i, end) is row i of the sequence of that length
-    that ends before row `end`. What is past a sequence is then past an axis, for all of them with one map.
+    Row i of the sequence of n rows that ends before row `end` of the array is element (2**30 - n + i, end, 2**30) of the
+    axes row, end and wrap, whose strides leave of the 2**30 a multiple of 2**64. What is past a sequence is then past the
+    row axis, for all sequences with one map, which begins where the array does: no load may be of a map that begins at an
+    unmapped address, whatever it loads.
     """
     plain = tensor_layout(dtype, sizes, strides, head_dim, itemsize, box_rows)
     row_stride, head_stride, _ = plain.strides
     _, rows, heads, _ = plain.sizes
-    sizes = (head_dim, longest, heads, rows + 1)
-    return TensorLayout(dtype, sizes, (row_stride, head_stride, row_stride), box_rows, longest)
+    wrap_stride = _WRAP - row_stride % _WRAP
+    sizes = (head_dim, _FAR_ROW, heads, rows + 1, _FAR_ROW + 1)
+    return TensorLayout(dtype, sizes, (row_stride, head_stride, row_stride, wrap_stride), box_rows)
 
 
 @functools.lru_cache(maxsize=None)
@@ -102,16 +104,11 @@ def encode(layout: TensorLayout, address: int) -> bytes:
     Raises
     ------
     KernelLaunchError
-        The driver refuses, or the map would begin before address 0.
+        The driver refuses.
     """
-    if address < layout.rows_before * layout.strides[0]:
-        raise KernelLaunchError(
-            f"sequences of up to {layout.rows_before} packed rows of {layout.strides[0]} bytes are too long for TMA at the "
-            f"address {address:#x}: pass their longest lengths as max_seqlen_q and max_seqlen_k, or family='sm80'"
-        )
     from cuda.bindings import driver
 
-    result, encoded = driver.cuTensorMapEncodeTiled(*_arguments(layout, address))
+    result, encoded = driver.cuTensorMapEncodeTiled(*encode_arguments(layout, address))
     if result != driver.CUresult.CUDA_SUCCESS:
         raise KernelLaunchError(f"the driver does not make a tensor map of {layout} at {address:#x}: {result.name}")
     return ctypes.string_at(int(encoded.getPtr()), 128)
@@ -127,8 +124,8 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
     behind = (
         [driver.cuuint64_t(size) for size in layout.sizes],
         [driver.cuuint64_t(stride) for stride in layout.strides],
-        [driver.cuuint32_t(n) for n in (_PANEL_COLUMNS, layout.box_rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
+        [driver.cuuint32_t(n) for n in (_PANEL_COLUMNS, layout.box_rows, *[1] * (len(layout.sizes) - 2))],
+        [driver.cuuint32_t(1)] * len(layout.sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -137,9 +134,10 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
     return (dtype, len(layout.sizes)), behind
 
 
-def _arguments(layout: TensorLayout, address: int) -> tuple:
+def encode_arguments(layout: TensorLayout, address: int) -> tuple:
+    """The arguments of ``cuTensorMapEncodeTiled``."""
     before, behind = _fixed_arguments(layout)
-    return (*before, address - layout.rows_before * layout.strides[0], *behind)
+    return (*before, address, *behind)
 
 
 class TensorMaps(dict):

@@ -31,7 +31,6 @@ if importlib.util.find_spec("fa2cupy") is None:
 
 import ml_dtypes  # noqa: E402  (after the path is complete)
 import numpy as np  # noqa: E402
-from _plots import can_plot  # noqa: E402
 
 from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
@@ -320,18 +319,16 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def plot_earlier(source: str, draw: Callable[[list[dict[str, str]]], object]) -> int:
-    """What ``--plot-only`` does: draws the rows of a CSV that an earlier run has written. Returns the exit status."""
-    if not can_plot():
-        return 2
+def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object]) -> int:
+    """What ``--plot-only`` does: shows the rows of a CSV that an earlier run has written. Returns the exit status."""
     try:
         rows = read_csv(Path(source))
         if not rows:
             raise ValueError("it has no rows")
-        draw(rows)
+        show(rows)
     except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        print(f"--plot-only: {source} cannot be drawn as the CSV of an earlier run ({reason})", file=sys.stderr)
+        print(f"--plot-only: {source} cannot be shown as the CSV of an earlier run ({reason})", file=sys.stderr)
         return 2
     return 0
 

@@ -16,7 +16,8 @@ from fa2cupy.inspection import default_specs
 
 __all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "TorchPeer", "available_peers"]
 
-#: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode.
+#: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode, if it
+#: has one.
 OPERATIONS = ("forward", "single_pass", "two_pass")
 
 #: A forward and a backward by whichever method is the default: attention's part of a training step.
@@ -168,10 +169,9 @@ class TorchFlash(TorchPeer):
 
 
 class TorchCudnn(TorchPeer):
-    """cuDNN's attention through PyTorch, which offers no deterministic mode for it."""
+    """cuDNN's attention through PyTorch, which offers no deterministic mode for it: beside ``two_pass`` it is the same."""
 
     name = "torch cudnn"
-    operations = ("forward", "single_pass")
 
     def forward(self, causal: bool, q, k, v) -> tuple:
         """Calls the operator."""
@@ -183,6 +183,10 @@ class TorchCudnn(TorchPeer):
         return self.torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
         )
+
+    def deterministic(self) -> contextlib.AbstractContextManager:
+        """Its ordinary mode."""
+        return contextlib.nullcontext()
 
 
 class TorchEfficient(TorchPeer):

@@ -15,7 +15,8 @@ speed
     times as many, by either method. Results are checked first: one head of ours against float64, all heads of every
     peer against ours; what is wrong is reported and not timed. Then the implementations take turns in rounds, and each
     rotates among inputs larger than twice the L2 cache. ``ratio`` is the median over rounds of a peer's time over ours:
-    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode.
+    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode, but for cuDNN, which has none in
+    PyTorch and adds atomically there, too.
 training
     A forward and a backward one after the other, through `fa2cupy.attention`, with the FLOPs of both.
 memory
@@ -45,11 +46,11 @@ from _measure import (
     find_gpu,
     format_bytes,
     host_microseconds,
-    plot_earlier,
     positive_int,
     progress,
     results_folder,
     sets_beyond_cache,
+    show_earlier,
     stamp_of,
     supported_head_dim,
     time_in_rounds,
@@ -59,6 +60,7 @@ from _peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
 from _plots import bar_panels, can_plot
 from _startup import COLUMNS as STARTUP_COLUMNS
 from _startup import measure_startup
+from _tables import speed_table
 
 from fa2cupy.cli import run_command
 
@@ -269,6 +271,8 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
         panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
         for row in rows:
+            if (row["operation"], row["provider"]) == ("two_pass", "torch cudnn"):
+                continue  # the same call as beside single_pass
             swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS.get(row["dtype"])
             if row["operation"] in operations and swept and row.get("tflops"):
                 mask = "causal" if int(row["causal"]) else "full"
@@ -279,6 +283,13 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
             paths.append(folder / f"{name}.png")
             bar_panels(paths[-1], title, "TFLOP/s", COLORS, panels)
     return paths
+
+
+def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
+    """What an earlier run is shown by: the plots, where they can be drawn, and the table of the README."""
+    if can_plot():
+        print(*plot(rows, folder), sep="\n")
+    print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
 
 
 def _series(row: dict[str, object]) -> str:
@@ -316,7 +327,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
     add("--rounds", type=positive_int, metavar="N", help="default: 7, with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
-    add("--plot-only", metavar="CSV", help="draw the plots of an earlier run beside its CSV, or in --out; needs no GPU")
+    add(
+        "--plot-only",
+        metavar="CSV",
+        help="draw the plots of an earlier run beside its CSV, or in --out, and print its table; needs no GPU",
+    )
     options = parser.parse_args(arguments)
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
@@ -364,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.plot_only:
         folder = Path(options.out) if options.out else Path(options.plot_only).parent
-        return plot_earlier(options.plot_only, lambda rows: print(*plot(rows, folder), sep="\n"))
+        return show_earlier(options.plot_only, lambda rows: show(rows, folder))
     gpu = find_gpu()
     if gpu is None:
         return 2

@@ -5,8 +5,9 @@
     python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
-skipped, what each tool of compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be
-held against the code that it is about (``--verify`` does). Commit it with the change that it checks.
+skipped, the same once more with each array alone in pages of its own (``pytest --isolate``), what each tool of
+compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be held against the code that
+it is about (``--verify`` does). Commit it with the change that it checks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from _measure import ROOT, Gpu, find_gpu, positive_int, results_folder
 from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
 
-STEPS = ("tests", "sanitizers", "benchmark")
+STEPS = ("tests", "isolated", "sanitizers", "benchmark")
 # What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the block's
 # barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model the second
 # and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one loop for both
@@ -86,8 +87,16 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     # Written after each step, so that a run that is broken off leaves what it found.
     path = folder / "check.json"
     before = _receipt_of(receipt, path)
-    tests = functools.partial(_run_tests, processes=options.processes)
-    for name, step in (("tests", tests), ("sanitizers", _run_sanitizers), ("benchmark", _run_benchmark)):
+    steps = {
+        "tests": functools.partial(_run_tests, markers=("gpu and not large", "gpu and large"), processes=options.processes),
+        "isolated": functools.partial(
+            _run_tests, markers=("gpu and not large",), processes=options.processes, more=("--isolate",)
+        ),
+        "sanitizers": _run_sanitizers,
+        "benchmark": _run_benchmark,
+    }
+    _compile_ahead()
+    for name, step in steps.items():
         receipt[name] = before.get(name, "skipped") if name in options.skip else "not finished"
         if name not in options.skip:
             path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
@@ -125,12 +134,12 @@ def _verify(path: Path) -> int:
     return 0 if same else 1
 
 
-def _run_tests(folder: Path, processes: int) -> dict[str, object]:
-    _compile_ahead()
+def _run_tests(folder: Path, markers: Sequence[str], processes: int, more: Sequence[str] = ()) -> dict[str, object]:
     start = time.perf_counter()
     parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
     counts = Counter()
-    for marker, options in (("gpu and not large", parallel), ("gpu and large", [])):
+    for marker in markers:
+        options = [*more, *(parallel if "not large" in marker else [])]
         report = folder / "tests.xml"
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *options], cwd=ROOT)
         suite = next(ElementTree.parse(report).iter("testsuite"))
@@ -190,9 +199,9 @@ def _run_benchmark(folder: Path) -> str:
 
 
 def _passed(receipt: dict) -> bool:
-    tests, sanitizers = receipt["tests"], receipt["sanitizers"]
+    suites, sanitizers = (receipt["tests"], receipt["isolated"]), receipt["sanitizers"]
     return (
-        (tests == "skipped" or isinstance(tests, dict) and tests["failed"] == 0)
+        all(suite == "skipped" or isinstance(suite, dict) and suite["failed"] == 0 for suite in suites)
         and (sanitizers == "skipped" or isinstance(sanitizers, dict) and all(map(_CLEAN.match, sanitizers.values())))
         and receipt["benchmark"] in ("passed", "skipped")
     )

@@ -27,11 +27,11 @@ from _measure import (
     Gpu,
     Problem,
     find_gpu,
-    plot_earlier,
     positive_int,
     progress,
     results_folder,
     sets_beyond_cache,
+    show_earlier,
     stamp_of,
     supported_head_dim,
     time_in_rounds,
@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot-only", metavar="CSV", help="draw the plot of an earlier run; needs no GPU")
     options = parser.parse_args(arguments)
     if options.plot_only:
-        return plot_earlier(options.plot_only, lambda rows: plot(rows, Path(options.plot_only).with_suffix(".png")))
+        path = Path(options.plot_only).with_suffix(".png")
+        return show_earlier(options.plot_only, lambda rows: plot(rows, path) if can_plot() else None)
     gpu = find_gpu()
     if gpu is None:
         return 2

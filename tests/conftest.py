@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 
 import fa2cupy
-from fa2cupy import cache, tuning
+from fa2cupy import cache, entries, folders, tuning
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.source import KernelSource
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--isolate",
+        action="store_true",
+        help="on a GPU: each array alone in pages of its own, so that what is read or written outside of it faults",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
     os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
-    for variable in ("FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
+    for variable in ("FA2CUPY_CACHE_LIMIT", "FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
     # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process.
     if getattr(config.option, "dist", None) == "load":
@@ -45,6 +55,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason is not None:
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _isolated_arrays(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--isolate") and _why_no_gpu() is None:
+        import isolated_memory
+
+        isolated_memory.install()
 
 
 def _why_no_gpu() -> str | None:
@@ -71,8 +89,24 @@ def isolated_cache(tmp_path, monkeypatch):
 
 def forget_cache() -> None:
     """What a new process would not know either: kernels in memory, and which folders have been warned about."""
-    cache._cached_kernel.cache_clear()
-    cache._warned_about.clear()
+    cache._kernels.clear()
+    entries._room.clear()
+    folders._warned_about.clear()
+
+
+@pytest.fixture
+def fake_compiler(isolated_cache, monkeypatch):
+    """A compiler that takes no time and no CuPy; the specs that it has been called for, in an empty cache."""
+    specs = []
+
+    def compile_source(source: KernelSource) -> CompiledKernel:
+        specs.append(source.spec)
+        return CompiledKernel(source.spec.symbol, b"machine code \n" * 4, 24, 0, 8, "the log", 0.5)
+
+    monkeypatch.setattr(cache, "nvrtc_build", lambda: "// NVRTC of the tests")
+    monkeypatch.setattr(cache, "compile_options", lambda arch: (f"-arch={arch}",))
+    monkeypatch.setattr(cache, "compile_source", compile_source)
+    return specs
 
 
 @pytest.fixture
@@ -80,6 +114,7 @@ def tuning_folder(tmp_path, monkeypatch):
     """An empty configuration folder, read anew."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     tuning._tuned_tiles.cache_clear()
+    folders._warned_about.clear()
     yield tmp_path / "fa2cupy"
     tuning._tuned_tiles.cache_clear()
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
+from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
-from fa2cupy import gpu, prepared, reference
+from fa2cupy import device_memory, gpu, prepared, reference
 from fa2cupy.device import DeviceInfo
 from fa2cupy.features import ARRAY_FEATURES, OFFSETS
 from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
-from fa2cupy.tma import TensorLayout
+from fa2cupy.tma import TensorLayout, encode_arguments
 
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
@@ -40,10 +41,16 @@ class FakeArray(np.ndarray):
     """What ``cupy.ndarray`` is to them."""
 
     device_id = 0
+    allocator = "view"
 
     def __new__(cls, shape, dtype):
         """As CuPy allocates."""
         return _aligned(shape, dtype)
+
+    def copy(self, order: str = "C"):
+        """As CuPy copies: into memory of the current allocator."""
+        assert order == "C"
+        return place(self)
 
     @property
     def data(self) -> FakeMemory:
@@ -55,19 +62,48 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN in every dtype, so that an unwritten element shows
     start = -raw.ctypes.data % 512
-    return raw[start : start + nbytes].view(dtype).reshape(shape).view(FakeArray)
+    array = raw[start : start + nbytes].view(dtype).reshape(shape).view(FakeArray)
+    array.allocator = _allocators[-1]
+    return array
+
+
+#: Whose memory new arrays get: the pool's, or in a context the graph's.
+_allocators = ["pool"]
+
+
+@contextlib.contextmanager
+def _using_allocator(name: str) -> Iterator[None]:
+    _allocators.append(name)
+    yield
+    _allocators.pop()
 
 
 class FakeCupy(types.SimpleNamespace):
-    """The functions of CuPy that gpu.py and prepared.py call."""
+    """The functions of CuPy that gpu.py, prepared.py and device_memory.py call.
+
+    Attributes
+    ----------
+    stream : int
+        Address of the current stream.
+    capturing : set of int
+        Streams whose work goes into a graph.
+    workspaces : list of (allocator, bytes)
+        What has been allocated besides arrays.
+    """
 
     def __init__(self) -> None:
-        super().__init__(ndarray=FakeArray)
+        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[])
         self.cuda = types.SimpleNamespace(
             Device=lambda ordinal: contextlib.nullcontext(),
-            get_current_stream=lambda: types.SimpleNamespace(ptr=0),
-            alloc=self._alloc,
+            get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream),
+            alloc=lambda nbytes: self._alloc(nbytes, _allocators[-1]),
+            malloc_async=lambda nbytes: self._alloc(nbytes, "graph"),
+            using_allocator=lambda allocator: _using_allocator("graph" if allocator == self.cuda.malloc_async else "pool"),
         )
+
+    def is_capturing(self, stream: int) -> bool:
+        assert stream not in (0, 1), "the runtime must not be asked about these"
+        return stream in self.capturing
 
     def empty(self, shape, dtype):
         return _aligned(shape, dtype)
@@ -78,9 +114,10 @@ class FakeCupy(types.SimpleNamespace):
         return array
 
     def ascontiguousarray(self, array):
-        return np.ascontiguousarray(array).view(FakeArray)
+        return array if array.flags.c_contiguous else place(array)
 
-    def _alloc(self, nbytes: int) -> FakeMemory:
+    def _alloc(self, nbytes: int, allocator: str) -> FakeMemory:
+        self.workspaces.append((allocator, nbytes))
         buffer = _aligned((nbytes,), np.uint8)
         return FakeMemory(buffer.ctypes.data, buffer)
 
@@ -157,8 +194,7 @@ class Launch:
         self.maps = dict(zip(layout.maps, stage.maps, strict=True))
         self.values = stage_values(stage)
         for name, tensor in self.maps.items():
-            assert self.pointers[name] % 16 == 0 and all(0 < s < 2**40 and s % 16 == 0 for s in tensor.strides), name
-            row, head, batch = (stride // 2 for stride in tensor.strides)
+            row, head, batch = (stride // 2 for stride in tensor.strides[:3])
             self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
         self.packed = "cu_seqlens" in self.spec.features
@@ -166,6 +202,8 @@ class Launch:
         assert len(self.record(addresses)) == layout.nbytes
         self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
         self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
+        for name, tensor in self.maps.items():
+            check_map(tensor, self.array(name))
 
     def record(
         self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
@@ -207,6 +245,33 @@ class Launch:
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
 
 
+def check_map(layout: TensorLayout, array: np.ndarray) -> None:
+    """Holds a tensor map of a (batch, row, head, column) array against what driver and hardware require of it.
+
+    The driver takes it; it begins at the array's first element, because a load by a map that begins at an unmapped address
+    faults; and what is inside of its axes, as far as kernels ask for it, is the array and nothing else.
+    """
+    address = array.ctypes.data
+    tensor = TensorMap(bytes(driver_tensor_map(*encode_arguments(layout, address))))
+    assert tensor.address == address and tensor.box == (64, layout.box_rows, *[1] * (tensor.rank - 2))
+    batch, rows, heads, columns = array.shape
+    if tensor.rank == 4:
+        assert tensor.dims == (columns, rows, heads, batch)
+        places = [((0, r, h, b), (b, r, h)) for b in (0, batch - 1) for r in (0, rows - 1) for h in (0, heads - 1)]
+    else:
+        # A sequence of n rows that ends before row `end` ends with the row axis; see kernels/sm90/map_place.cuh.
+        far = 2**30
+        assert tensor.dims == (columns, far, heads, rows + 1, far + 1)
+        sequences = [(n, end) for end in (1, (rows + 1) // 2, rows) for n in (1, end)]
+        places = [
+            ((0, far - n + i, h, end, far), (0, end - n + i, h))
+            for n, end in sequences for i in (0, n - 1) for h in (0, heads - 1)
+        ]  # fmt: skip
+    for coordinates, index in places:
+        offset = sum(c * s for c, s in zip(coordinates, tensor.strides, strict=True)) % 2**64
+        assert offset == (array[index].ctypes.data - address) % 2**64, (layout, coordinates)
+
+
 def run_formulas(launch: Launch) -> None:
     """Does what the kernel would, by the formulas."""
     _Formulas(launch).run()
@@ -231,8 +296,9 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (gpu, prepared):
+    for module in (gpu, prepared, device_memory):
         monkeypatch.setattr(module, "cupy", cupy)
+    monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0, free=lambda pointer: None))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))

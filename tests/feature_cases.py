@@ -37,8 +37,9 @@ def options_of(name: str, dtype: str, sizes: dict) -> dict:
         "window left": lambda: {"window": (7, None)},
         "window right": lambda: {"window": (None, 3)},
         "softcap": lambda: {"softcap": 0.8},
-        "alibi": lambda: {"alibi_slopes": np.linspace(0.02, 0.4, heads).astype(wide)},
-        "alibi by batch": lambda: {"alibi_slopes": abs(numbers((batch, heads), wide))},
+        "softcap large": lambda: {"softcap": 1e6},
+        "alibi": lambda: {"alibi_slopes": np.linspace(0.4, -0.1, heads).astype(wide)},
+        "alibi by batch": lambda: {"alibi_slopes": numbers((batch, heads), wide)},
         "bias": lambda: {"bias": numbers((batch, heads, rows, keys), dtype)},
         "bias of heads": lambda: {"bias": numbers((heads, rows, keys), wide)},
         "bias of keys": lambda: {"bias": numbers((batch, 1, 1, keys), dtype)},
@@ -53,8 +54,8 @@ def options_of(name: str, dtype: str, sizes: dict) -> dict:
 
 
 ROWS = (
-    "causal", "window", "window left", "window right", "softcap", "alibi", "alibi by batch", "bias", "bias of heads",
-    "bias of keys", "bias of one row", "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
+    "causal", "window", "window left", "window right", "softcap", "softcap large", "alibi", "alibi by batch", "bias",
+    "bias of heads", "bias of keys", "bias of one row", "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
 )  # fmt: skip
 
 

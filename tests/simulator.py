@@ -19,13 +19,14 @@ import ptxsim
 from fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
+from ptxsim.tensor_map import driver_tensor_map
 
 from fa2cupy.compiler import compile_options
 from fa2cupy.device import DeviceInfo
 from fa2cupy.plan import Stage
 from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
-from fa2cupy.tma import TensorLayout
+from fa2cupy.tma import TensorLayout, encode_arguments
 
 __all__ = ["simulated_gpu"]
 
@@ -114,11 +115,8 @@ def _execute(
 
 
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:
-    """As fa2cupy.tma.encode asks the driver for it."""
-    kind = {"float16": "f16", "bfloat16": "bf16"}[layout.dtype]
-    first = address - layout.rows_before * layout.strides[0]
-    box = (64, layout.box_rows, 1, 1)
-    return bytes(ptxsim.tensor_map(first, kind, layout.sizes, layout.strides, box, 128, within=address))
+    """What the driver would make of the arguments that fa2cupy.tma.encode gives it."""
+    return bytes(driver_tensor_map(*encode_arguments(layout, address)))
 
 
 class _Buffer:

@@ -195,7 +195,7 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is(listed, mistake):
 def test_a_kernel_is_printed_without_its_machine_code():
     kernel = CompiledKernel("fa2_forward", b"\x7fELF" * 10_000, 168, 0, 0, "ptxas info" * 1000, 1.5)
     assert repr(kernel) == (
-        "CompiledKernel(symbol='fa2_forward', registers=168, spill_bytes=0, stack_bytes=0, seconds=1.5, path=None)"
+        "CompiledKernel(symbol='fa2_forward', registers=168, spill_bytes=0, stack_bytes=0, seconds=1.5)"
     )
 
 
@@ -284,9 +284,7 @@ def test_ctrl_c_in_a_process(tmp_path):
     command = [sys.executable, "-m", "fa2cupy", "precompile", "sm_80", "--jobs", "1"]
     environment = {**os.environ, "FA2CUPY_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert process.stderr.readline() == "compiling [1/40]\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")

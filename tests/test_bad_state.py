@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fa2cupy
-from fa2cupy import TileConfig, inspection, launch
-from fa2cupy.compiler import compile_source
+from fa2cupy import TileConfig, entries, launch
+from fa2cupy.compiler import compile_source, nvrtc_build
 from fa2cupy.errors import KernelCompileError, KernelLaunchError
 from fa2cupy.source import kernel_directory, render_kernel
 from fa2cupy.spec import KernelSpec
@@ -124,6 +125,26 @@ def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, is
     assert "nvidia-cuda-nvrtc" not in str(caught.value), "which CuPy 13 does not look for"
 
 
+def test_an_nvrtc_that_compiles_nothing_says_why(nvrtc, isolated_cache, monkeypatch):
+    # As with a wheel that lacks its second library.
+    def refuse(*_):
+        raise nvrtc.NVRTCError(7)
+
+    monkeypatch.setattr(nvrtc, "compileProgram", refuse)
+    monkeypatch.setattr(nvrtc, "getProgramLog", lambda _: "failed to open libnvrtc-builtins.so.12.9")
+    nvrtc_build.cache_clear()
+    with pytest.raises(KernelCompileError, match="failed to open libnvrtc-builtins"):
+        fa2cupy.precompile(["sm_80"])
+
+
+def test_a_home_folder_that_cannot_be_made_is_not_called_a_missing_nvrtc(run_python):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    result = run_python(PRECOMPILE, HOME="/proc/nobody", CUPY_CACHE_DIR="/proc/nobody/cupy")
+    assert "pip install" not in result.stdout
+    assert "/proc/nobody" in result.stdout
+    assert "set CUPY_CACHE_DIR" in result.stdout
+
+
 def test_an_nvrtc_too_old_for_the_architecture_says_so(nvrtc, monkeypatch):
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [70, 75])
     with pytest.raises(KernelCompileError, match=r"for sm_80: it is too old: .*pip install -U '\.\[cuda12\]'"):
@@ -170,9 +191,16 @@ def test_without_a_gpu_what_needs_one_says_how_to_do_without(no_gpu, call):
 
 
 def test_info_answers_while_another_process_empties_the_cache(isolated_cache, monkeypatch):
-    vanished = isolated_cache / f"{'0' * 64}.cubin"
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [vanished])
-    assert inspection.info()["cached_bytes"] == 0
+    class Vanished:
+        name = f"{'0' * 64}.kernel"
+        path = str(isolated_cache / name)
+
+        def stat(self, **_):
+            raise FileNotFoundError
+
+    isolated_cache.mkdir()
+    monkeypatch.setattr(entries.os, "scandir", lambda folder: contextlib.nullcontext([Vanished()]))
+    assert fa2cupy.info()["cached_bytes"] == fa2cupy.info()["cached_kernels"] == 0
 
 
 def test_a_driver_that_refuses_the_machine_code_is_reported_with_advice(nvrtc, monkeypatch):
@@ -188,12 +216,46 @@ def test_a_driver_that_refuses_the_machine_code_is_reported_with_advice(nvrtc, m
 
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: 11040)
-    monkeypatch.setattr(cupy, "RawModule", refuse)
     monkeypatch.setattr(cupy.cuda.function, "Module", refuse)
     with pytest.raises(KernelLaunchError, match=r"the driver \(for CUDA 11\.4\) does not load delta") as caught:
         launch.load_kernel(SPEC)
     assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in str(caught.value)
     assert "update it" in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------------------- no Unix
+
+
+def test_without_what_only_unix_has_kernels_and_tiles_are_kept(run_python, tmp_path):
+    result = run_python(
+        """
+import jinja2, numpy, os, sys, types
+for name in ("fcntl", "grp", "pwd"):
+    sys.modules[name] = None
+for name in ("fork", "geteuid", "getuid", "register_at_fork", "O_NOFOLLOW", "O_NONBLOCK"):
+    delattr(os, name)
+locked = []
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *arguments: locked.append(arguments[1:]))
+
+from fa2cupy import TileConfig, cache, clear_cache, tuning
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.device import DeviceInfo
+from fa2cupy.spec import KernelSpec
+spec = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
+cache.nvrtc_build, cache.compile_options = (lambda: "build"), (lambda arch: ())
+cache.compile_source = lambda source: CompiledKernel(source.spec.symbol, b"code", 24, 0, 0, "", 0.5)
+kernel = cache.cached_kernel(spec)
+cache._kernels.clear()
+cache.compile_source = None
+print(cache.cached_kernel(spec) == kernel, clear_cache())
+arguments = ("forward", "sm80", "float16", 64, False, DeviceInfo.named("sm_90"))
+tuning.save_tuned_tile(*arguments, TileConfig(64, 48, 4))
+print(tuning.tuned_tile(*arguments), locked)
+""",
+        FA2CUPY_CACHE_DIR=str(tmp_path / "cache"),
+        XDG_CONFIG_HOME=str(tmp_path / "config"),
+    )
+    assert result.stdout == f"True 1\n{TileConfig(64, 48, 4)} [(2, 1), (2, 1)]\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- no templates

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
+import hashlib
 import logging
 import multiprocessing
 import os
-import tempfile
+import re
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 import fa2cupy
-from fa2cupy import TileConfig, cache
+from fa2cupy import TileConfig, cache, entries, folders, launch
 from fa2cupy.cache import cached_kernel, entry_path
-from fa2cupy.compiler import compile_source
+from fa2cupy.compiler import CompiledKernel, compile_source, nvrtc_build, nvrtc_version
+from fa2cupy.entries import clear_folder
 from fa2cupy.settings import cache_dir, tuning_file
 from fa2cupy.source import KernelSource, render_kernel
 from fa2cupy.spec import KernelSpec
@@ -47,10 +49,10 @@ def compilations(isolated_cache, monkeypatch):
 
 def forget_memory() -> None:
     """As in a new process: kernels are on disk only."""
-    cache._cached_kernel.cache_clear()
+    cache._kernels.clear()
 
 
-def entries(folder: Path) -> list[str]:
+def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -68,8 +70,8 @@ def test_first_request_compiles_and_leaves_one_entry(compilations, isolated_cach
     kernel = cached_kernel(SPEC)
     assert compilations == [SPEC]
     path = entry_path(SPEC)
-    assert entries(isolated_cache) == [path.name, f"{path.stem}.json"]
-    assert path.read_bytes() == kernel.cubin
+    assert names(isolated_cache) == [path.name]
+    assert path.read_bytes().endswith(b"\n" + kernel.cubin)
     assert kernel.symbol == SPEC.symbol
 
 
@@ -83,16 +85,14 @@ def test_second_request_is_answered_from_memory(compilations):
 def test_a_new_process_finds_the_whole_kernel_on_disk(compilations):
     compiled = cached_kernel(SPEC)
     forget_memory()
-    found = cached_kernel(SPEC)
+    assert cached_kernel(SPEC) == compiled
     assert compilations == [SPEC]
-    assert found.path == entry_path(SPEC)
-    assert dataclasses.replace(found, path=compiled.path) == compiled
 
 
 def test_other_kernels_are_other_entries(compilations, isolated_cache):
     assert cached_kernel(SPEC).cubin != cached_kernel(OTHER).cubin
     assert compilations == [SPEC, OTHER]
-    assert len(entries(isolated_cache)) == 4
+    assert len(names(isolated_cache)) == 2
 
 
 def test_another_cache_folder_is_another_cache(compilations, monkeypatch, tmp_path):
@@ -102,7 +102,7 @@ def test_another_cache_folder_is_another_cache(compilations, monkeypatch, tmp_pa
     assert compilations == [SPEC, SPEC]
 
 
-@pytest.mark.parametrize("changed", ("text", "options", "architecture", "NVRTC version", "schema"))
+@pytest.mark.parametrize("changed", ("text", "options", "architecture", "NVRTC", "schema"))
 def test_the_key_depends_on_all_that_shapes_the_machine_code(changed, compilations, monkeypatch):
     spec = SPEC
     cached_kernel(spec)
@@ -114,68 +114,142 @@ def test_the_key_depends_on_all_that_shapes_the_machine_code(changed, compilatio
         monkeypatch.setattr(cache, "compile_options", lambda arch: (f"-arch={arch}", "--another-option"))
     elif changed == "architecture":
         spec = dataclasses.replace(SPEC, arch="sm_90")
-    elif changed == "NVRTC version":
-        monkeypatch.setattr(cache, "nvrtc_version", lambda: (99, 9))
+    elif changed == "NVRTC":  # by its patch release only
+        monkeypatch.setattr(cache, "nvrtc_build", lambda: "another")
     else:
         monkeypatch.setattr(cache, "_SCHEMA", "another")
     cached_kernel(spec)
     assert compilations == [SPEC, spec]
 
 
+def test_the_build_of_nvrtc_tells_patch_releases_apart():
+    build = nvrtc_build()
+    assert re.search(rf"V{'.'.join(map(str, nvrtc_version()))}\.\d+\b", build)
+    nvrtc_build.cache_clear()
+    assert nvrtc_build() == build
+
+
+def test_what_was_verified_is_what_the_driver_gets(fake_compiler, monkeypatch):
+    import cupy
+
+    loaded = []
+
+    class Module:
+        load = staticmethod(loaded.append)
+        get_function = staticmethod(lambda symbol: f"function {symbol}")
+
+    monkeypatch.setattr(cupy.cuda.function, "Module", Module)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    launch._load_kernel.cache_clear()
+    cached_kernel(SPEC)
+    forget_memory()
+    verified = cached_kernel(SPEC).cubin
+    clear_folder(entry_path(SPEC).parent)  # by another process
+    assert launch.load_kernel(SPEC) == f"function {SPEC.symbol}"
+    assert loaded == [verified]
+    launch._load_kernel.cache_clear()
+
+
+def test_a_lookup_does_not_hash_the_machine_code():
+    class Bytes(bytes):
+        def __hash__(self):
+            raise AssertionError("hashed")
+
+    hash(CompiledKernel("symbol", Bytes(b"code"), 24, 0, 8, "log", 0.5))
+
+
 # --------------------------------------------------------------------------------------------------------- damaged entries
 
 
-def rewrite_report(path: Path, change) -> None:
-    report = json.loads(path.read_text())
-    change(report)
-    path.write_text(json.dumps(report))
+def with_report(key: str, data: bytes, report: bytes) -> bytes:
+    """An entry with another report and the right checksum."""
+    body = report + b"\n" + data.split(b"\n", 2)[2]
+    digest = hashlib.sha256(key.encode() + body).hexdigest()
+    return f"fa2cupy-kernel {digest}\n".encode() + body
+
+
+def report_of(data: bytes) -> bytes:
+    return data.split(b"\n", 2)[1]
 
 
 DAMAGES = {
-    "truncated report": lambda cubin, report: report.write_text(report.read_text()[:20]),
-    "empty report": lambda cubin, report: report.write_text(""),
-    "report that is no text": lambda cubin, report: report.write_bytes(b"\xff\xfe\x00"),
-    "report that is a list": lambda cubin, report: report.write_text("[1, 2]"),
-    "report that is a number": lambda cubin, report: report.write_text("7"),
-    "report without checksum": lambda cubin, report: rewrite_report(report, lambda fields: fields.pop("sha256")),
-    "report without registers": lambda cubin, report: rewrite_report(report, lambda fields: fields.pop("registers")),
-    "report with an unknown field": lambda cubin, report: rewrite_report(report, lambda fields: fields.update(new=1)),
-    "truncated machine code": lambda cubin, report: cubin.write_bytes(cubin.read_bytes()[:-100]),
-    "empty machine code": lambda cubin, report: cubin.write_bytes(b""),
-    "changed machine code": lambda cubin, report: cubin.write_bytes(cubin.read_bytes()[:-1] + b"x"),
+    "nothing": lambda key, data: b"",
+    "no text": lambda key, data: b"\xff\xfe\x00",
+    "half a header": lambda key, data: data[:40],
+    "header alone": lambda key, data: data[: data.index(b"\n") + 1],
+    "truncated report": lambda key, data: data[:120],
+    "truncated machine code": lambda key, data: data[:-100],
+    "changed machine code": lambda key, data: data[:-1] + b"x",
+    "something after it": lambda key, data: data + b"\0",
+    "report that is no text": lambda key, data: with_report(key, data, b"\xff\xfe"),
+    "report that is a list": lambda key, data: with_report(key, data, b"[1, 2]"),
+    "report that is a number": lambda key, data: with_report(key, data, b"7"),
+    "report without registers": lambda key, data: with_report(
+        key, data, report_of(data).replace(b'"registers"', b'"register"')
+    ),
+    "deeply nested report": lambda key, data: with_report(key, data, b"[" * 100_000),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_rebuilt_with_one_log_line(damage, compilations, caplog):
+def test_a_damaged_entry_is_rebuilt_with_one_log_line(damage, fake_compiler, caplog):
     good = cached_kernel(SPEC)
-    cubin = entry_path(SPEC)
-    DAMAGES[damage](cubin, cubin.with_suffix(".json"))
+    path = entry_path(SPEC)
+    whole = path.read_bytes()
+    assert with_report(path.stem, whole, report_of(whole)) == whole
+    path.write_bytes(DAMAGES[damage](path.stem, whole))
     forget_memory()
     with caplog.at_level(logging.WARNING, logger="fa2cupy"):
         rebuilt = cached_kernel(SPEC)
-    assert rebuilt.cubin == good.cubin
-    assert compilations == [SPEC, SPEC]
+    assert rebuilt == good
+    assert fake_compiler == [SPEC, SPEC]
     (record,) = caplog.records
-    assert cubin.stem[:12] in record.getMessage()
+    assert path.stem[:12] in record.getMessage()
 
     caplog.clear()
     forget_memory()
-    assert cached_kernel(SPEC).path == cubin  # the entry is whole again
-    assert compilations == [SPEC, SPEC]
+    assert cached_kernel(SPEC) == good  # the entry is whole again
+    assert fake_compiler == [SPEC, SPEC]
     assert not caplog.records
 
 
-@pytest.mark.parametrize("missing", (".cubin", ".json"))
-def test_half_an_entry_is_completed_without_a_word(missing, compilations, caplog):
-    # What a process leaves that was stopped between its two files is no damage.
+def test_every_bit_of_an_entry_is_under_the_checksum():
+    key = "0" * 64
+    kernel = CompiledKernel("symbol", b"\x7fELF \n code", 24, 0, 8, "line\nline", 0.5)
+    data = entries.encode(key, kernel)
+    assert entries.decode(key, data) == kernel
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="checksum"):
+            entries.decode(key, bytes(flipped))
+
+
+def test_an_entry_under_the_name_of_another_is_damaged(fake_compiler, caplog):
     cached_kernel(SPEC)
-    entry_path(SPEC).with_suffix(missing).unlink()
+    entry_path(SPEC).rename(entry_path(OTHER))
+    assert cached_kernel(OTHER).symbol == OTHER.symbol
+    assert fake_compiler == [SPEC, OTHER]
+    assert "checksum" in caplog.text
+
+
+def test_an_entry_that_cannot_be_read_is_replaced_without_a_word(fake_compiler, caplog, monkeypatch):
+    cached_kernel(SPEC)
+    entry_path(SPEC).chmod(0)
+    real = os.open
+
+    def open_as_a_user(path, flags, *mode):  # root would read it
+        if not flags & os.O_CREAT and not os.stat(path).st_mode & 0o400:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(folders.os, "open", open_as_a_user)
     forget_memory()
     cached_kernel(SPEC)
-    assert compilations == [SPEC, SPEC]
+    forget_memory()
+    cached_kernel(SPEC)
+    assert fake_compiler == [SPEC, SPEC]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert entry_path(SPEC).with_suffix(missing).exists()
 
 
 # --------------------------------------------------------------------------------------------- folders that take nothing
@@ -198,13 +272,22 @@ def write_nothing(monkeypatch):
 
         write = full_disk
 
-    monkeypatch.setattr(cache.os, "fdopen", FullFile)
+    monkeypatch.setattr(folders.os, "fdopen", FullFile)
+
+
+def create_nothing(monkeypatch):
+    real = os.open
+
+    def open_only(path, flags, *mode):
+        return (full_disk if flags & os.O_CREAT else real)(path, flags, *mode)
+
+    monkeypatch.setattr(folders.os, "open", open_only)
 
 
 UNWRITABLE = {
-    "full disk when creating": lambda monkeypatch: monkeypatch.setattr(tempfile, "mkstemp", full_disk),
+    "full disk when creating": create_nothing,
     "full disk when writing": write_nothing,
-    "full disk when renaming": lambda monkeypatch: monkeypatch.setattr(cache.os, "replace", full_disk),
+    "full disk when renaming": lambda monkeypatch: monkeypatch.setattr(folders.os, "replace", full_disk),
 }
 
 
@@ -218,7 +301,7 @@ def test_on_a_full_disk_kernels_work_with_one_warning_and_nothing_is_left(
     (message,) = messages
     for part in (str(isolated_cache), "No space left on device", "FA2CUPY_CACHE_DIR"):
         assert part in message
-    assert entries(isolated_cache) == []
+    assert names(isolated_cache) == []
 
 
 def test_where_no_folder_can_be_made_kernels_work_with_one_warning(compilations, tmp_path, monkeypatch, caplog):
@@ -265,7 +348,7 @@ def test_processes_that_race_for_an_entry_all_get_it_and_leave_it_whole(isolated
     for racer in racers:
         racer.join(TIMEOUT)
     assert [racer.exitcode for racer in racers] == [0, 0, 0]
-    assert len(entries(isolated_cache)) == 2
+    assert len(names(isolated_cache)) == 1
     assert cubins == {cached_kernel(SPEC).cubin}
     assert compilations == []  # the entry that they left is good
 
@@ -307,6 +390,77 @@ def test_a_failed_compilation_is_tried_again(isolated_cache, monkeypatch):
     assert cached_kernel(SPEC).symbol == SPEC.symbol
 
 
+# --------------------------------------------------------------------------------------------------- size of the folder
+
+
+def spec_number(number: int) -> KernelSpec:
+    return dataclasses.replace(SPEC, head_dim=8 * number)
+
+
+@pytest.fixture
+def megabytes(fake_compiler, monkeypatch):
+    """A limit of 4 MiB, and kernels of about one."""
+    monkeypatch.setenv("FA2CUPY_CACHE_LIMIT", "4")
+    compile_small = cache.compile_source
+    monkeypatch.setattr(
+        cache, "compile_source", lambda source: dataclasses.replace(compile_small(source), cubin=bytes(1024**2 - 1024))
+    )
+
+
+def used_at(path: Path, seconds_ago: float) -> None:
+    now = time.time() - seconds_ago
+    os.utime(path, (now, now))
+
+
+def test_kernels_that_were_used_longest_ago_make_room(megabytes, isolated_cache):
+    for number in range(1, 5):
+        cached_kernel(spec_number(number))
+        used_at(entry_path(spec_number(number)), 1000 - number)
+    forget_memory()
+    cached_kernel(spec_number(1))  # used again
+    cached_kernel(spec_number(5))
+    left = [number for number in range(1, 6) if entry_path(spec_number(number)).exists()]
+    assert left == [1, 4, 5]  # down to fifteen sixteenths of the limit
+    assert fa2cupy.info()["cached_bytes"] <= fa2cupy.info()["cache_limit"] == 4 * 1024**2
+
+
+def test_older_versions_and_what_stopped_processes_left_go_first(megabytes, isolated_cache):
+    isolated_cache.mkdir()
+    older = isolated_cache / f"{'a' * 64}.cubin"
+    older.write_bytes(bytes(1024**2))
+    stale, fresh, mine = (isolated_cache / name for name in (".new-stale", ".new-fresh", "mine.bin"))
+    for path in (stale, fresh, mine):
+        path.write_bytes(b"something")
+    for path in (stale, mine):
+        used_at(path, 7200)
+    for number in range(1, 5):
+        cached_kernel(spec_number(number))
+        used_at(entry_path(spec_number(number)), 1000 - number)
+    assert not older.exists() and not stale.exists()
+    assert fresh.exists() and mine.exists()
+    assert all(entry_path(spec_number(number)).exists() for number in (2, 3, 4))
+
+
+def test_the_folder_is_not_looked_through_at_each_write(fake_compiler, monkeypatch):
+    looks = []
+    scandir = os.scandir
+    monkeypatch.setattr(entries.os, "scandir", lambda folder: (looks.append(folder), scandir(folder))[1])
+    for number in range(1, 9):
+        cached_kernel(spec_number(number))
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize(("limit", "kept"), (("0", 6), ("4", 4), ("x", 6), ("-1", 6)))
+def test_no_limit_is_zero_and_a_wrong_one_is_one_warning(limit, kept, megabytes, monkeypatch):
+    monkeypatch.setenv("FA2CUPY_CACHE_LIMIT", limit)
+    specs = [spec_number(number) for number in range(1, 7)]
+    messages = warnings_of(lambda: [cached_kernel(spec) for spec in specs])
+    assert fa2cupy.info()["cached_kernels"] <= kept
+    assert kept == 4 or fa2cupy.info()["cached_kernels"] == kept
+    assert len(messages) == (limit in ("x", "-1"))
+    assert all("FA2CUPY_CACHE_LIMIT" in message and limit in message for message in messages)
+
+
 # ------------------------------------------------------------------------------------------------- clearing, and settings
 
 
@@ -320,16 +474,18 @@ def test_clearing_deletes_kernels_and_nothing_else(compilations, isolated_cache)
     assert fa2cupy.info()["cached_kernels"] >= 2
 
     assert fa2cupy.clear_cache() == 2
-    assert entries(isolated_cache) == sorted([*others, "folder"])
+    assert names(isolated_cache) == sorted([*others, "folder"])
     cached_kernel(SPEC)
     assert compilations == [SPEC, OTHER, SPEC]  # memory is cleared, too
 
 
-def test_clearing_removes_what_stopped_processes_left(isolated_cache):
+def test_clearing_removes_what_stopped_processes_and_older_versions_left(isolated_cache):
     isolated_cache.mkdir()
-    (isolated_cache / ".new-abcdefgh").write_bytes(b"half a cubin")
-    assert fa2cupy.clear_cache() == 0
-    assert entries(isolated_cache) == []
+    older = "0123456789abcdef" * 4
+    for name in (".new-abcdefgh", f".lock-{older}", f"{older}.cubin", f"{older}.json"):
+        (isolated_cache / name).write_bytes(b"half a cubin")
+    assert fa2cupy.clear_cache() == 1
+    assert names(isolated_cache) == []
 
 
 def test_clearing_a_cache_that_is_not_there_is_fine(isolated_cache):
@@ -344,19 +500,14 @@ def test_cache_folder_is_the_variable_then_the_users_cache_folder_then_the_home_
     assert cache_dir() == tmp_path / "chosen"
     monkeypatch.delenv("FA2CUPY_CACHE_DIR")
     assert cache_dir() == tmp_path / "xdg" / "fa2cupy"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")  # empty is unset, says the XDG specification
-    assert cache_dir() == tmp_path / "home" / ".cache" / "fa2cupy"
+    for ignored in ("", "relative", "./relative"):  # says the XDG specification
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
+        assert cache_dir() == tmp_path / "home" / ".cache" / "fa2cupy"
+        assert tuning_file() == tmp_path / "home" / ".config" / "fa2cupy" / "tuning.json"
 
 
-def test_a_relative_cache_folder_stays_where_it_was_when_the_process_moves(compilations, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FA2CUPY_CACHE_DIR", "relative")
-    cached_kernel(SPEC)
-    forget_memory()
-    assert cached_kernel(SPEC).path.is_absolute()
-
-
-def test_without_a_home_folder_there_is_a_cache_folder_all_the_same(monkeypatch):
+def test_without_a_home_folder_there_is_a_cache_folder_of_this_user_all_the_same(monkeypatch, tmp_path):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -364,18 +515,49 @@ def test_without_a_home_folder_there_is_a_cache_folder_all_the_same(monkeypatch)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert cache_dir().is_absolute()
-    assert tuning_file().is_absolute()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert cache_dir() == tmp_path / f"fa2cupy-{os.getuid()}" / "fa2cupy"
+    assert tuning_file() == cache_dir() / "tuning.json"
+    monkeypatch.delenv("TMPDIR")
+    assert cache_dir() == Path(f"/tmp/fa2cupy-{os.getuid()}/fa2cupy")
 
 
 def test_dump_folder_gets_source_machine_code_and_log(compilations, monkeypatch, tmp_path):
     monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(tmp_path / "dump"))
     kernel = cached_kernel(SPEC)
     stem = f"{SPEC.symbol}.{SPEC.arch}"
-    assert entries(tmp_path / "dump") == [f"{stem}.cu", f"{stem}.cubin", f"{stem}.log"]
+    assert names(tmp_path / "dump") == [f"{stem}.cu", f"{stem}.cubin", f"{stem}.log"]
     assert (tmp_path / "dump" / f"{stem}.cu").read_text() == render_kernel(SPEC).text
     assert (tmp_path / "dump" / f"{stem}.cubin").read_bytes() == kernel.cubin
     assert "registers" in (tmp_path / "dump" / f"{stem}.log").read_text()
+
+
+@pytest.mark.parametrize("obstacle", ("a file", "a full disk"))
+def test_a_dump_folder_that_takes_nothing_is_one_warning_and_no_failure(obstacle, compilations, monkeypatch, tmp_path):
+    folder = tmp_path / "dump"
+    if obstacle == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        real = os.replace
+        monkeypatch.setattr(
+            folders.os, "replace", lambda a, b: full_disk() if Path(b).parent == folder else real(a, b)
+        )
+    monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(folder))
+    (message,) = warnings_of(lambda: [cached_kernel(SPEC), cached_kernel(OTHER)])
+    assert compilations == [SPEC, OTHER]
+    for part in ("FA2CUPY_DUMP_DIR", str(folder), "writable"):
+        assert part in message
+
+
+def test_a_dump_does_not_follow_a_link_that_somebody_has_put_there(compilations, monkeypatch, tmp_path):
+    folder, precious = tmp_path / "dump", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("mine")
+    (folder / f"{SPEC.symbol}.{SPEC.arch}.log").symlink_to(precious)
+    monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(folder))
+    cached_kernel(SPEC)
+    assert precious.read_text() == "mine"
 
 
 COMPILE_ONE = "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[])"

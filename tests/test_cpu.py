@@ -396,6 +396,18 @@ class TestOptions:
         assert_bits_equal(backprop(do), fa2cupy.backward(q, k, v, o, lse, do, **options, method="two_pass"))
         Expectation(q, k, v, do, **options).check(**dict(zip(("dq", "dk", "dv"), backprop(do), strict=True)))
 
+    def test_attention_gives_lse_and_takes_its_gradient(self):
+        q, k, v, do = make_inputs("float64", seqlen_q=20, seqlen_k=30, num_heads=4, num_heads_kv=2, head_dim=8)
+        o, lse, backprop = fa2cupy.attention(q, k, v, causal=True, return_lse=True)
+        assert_bits_equal((o, lse), fa2cupy.forward(q, k, v, causal=True))
+        dlse = 2 * lse / lse.size  # of a z-loss, the mean of lse**2
+        wanted = fa2cupy.backward(q, k, v, o, lse, do, causal=True, dlse=dlse)
+        assert_bits_equal(backprop(do, dlse), wanted)
+        assert_bits_equal(backprop(do, dlse=dlse), wanted)
+        assert not np.array_equal(backprop(do)[0], wanted[0])
+        with pytest.raises(TypeError, match="^return_lse: expected a bool, got int"):
+            fa2cupy.attention(q, k, v, return_lse=1)
+
     def test_a_given_delta_is_used(self):
         q, k, v, do = make_inputs("float64", seqlen_q=20, head_dim=8)
         o, lse, dq, dk, dv = run(q, k, v, do)

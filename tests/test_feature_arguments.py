@@ -13,7 +13,7 @@ import fa2cupy
 from fa2cupy import UnsupportedProblemError, families
 from fa2cupy.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
 from fa2cupy.problem import AttentionProblem
-from fa2cupy.softcap import LARGEST, softcap_values
+from fa2cupy.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
 
 OFFSETS = {"cu_seqlens_q": np.array([0, 20, 37], "int32"), "cu_seqlens_k": np.array([0, 53, 53], "int32")}
@@ -269,7 +269,7 @@ def test_every_feature_has_its_row_and_its_numbers():
 
 
 @pytest.mark.parametrize("scale", [0.3, 1e-3, 1e-9, 0.0, -0.3, 1e9])
-@pytest.mark.parametrize("cap", [1e-9, 0.7, 50.0, 1e9])
+@pytest.mark.parametrize("cap", [1e-9, 0.7, 50.0, 300.0, 3e3, 1e4, 1e6, 1e9])
 def test_a_cap_is_tanh_within_its_bound_and_float32(cap, scale):
     exact = softcap_values(cap, scale)
     values = {name: np.float32(x) for name, x in exact.items()}
@@ -279,13 +279,26 @@ def test_a_cap_is_tanh_within_its_bound_and_float32(cap, scale):
         assert np.isfinite(number) and (number == 0 or abs(number) >= np.finfo("float32").tiny)
     assert exact["capped_log2"] * exact["tanh_limit"] == pytest.approx(exact["softcap_log2"], 1e-12)
     product = np.linspace(-1, 1, 1001, dtype="float32") * values["tanh_largest"]
-    if cap in (0.7, 50.0) and scale in (0.3, 1e-3):
-        assert values["tanh_largest"] * scale / cap == pytest.approx(LARGEST)
-        square = product * product + values["tanh_shift"]
-        tanh = values["tanh_unit"] * (product * (square * square + values["tanh_rest"]))
-        assert abs(tanh - np.tanh(product * (scale / cap))).max() < 1.3e-6
-    else:
+    if scale <= 0 or cap == 1e9:
         assert values["tanh_largest"] < 0
+    if 0.7 <= cap <= 1e4 and scale in (0.3, 1e-3):
+        assert values["tanh_largest"] > 0
+    if values["tanh_largest"] > 0:
+        # Errors of scores: of the fit, and of float32 in proportion to the score.
+        scores = cap * np.tanh(product.astype("float64") * (scale / cap))
+        square = product * product + values["tanh_shift"]
+        capped = cap * (values["tanh_unit"] * (product * (square * square + values["tanh_rest"]))).astype("float64")
+        assert np.all(abs(capped - scores) <= 1.05e-4 + 3e-7 * abs(scores))
+        assert values["tanh_largest"] * scale / cap == pytest.approx(
+            next(fit.largest for fit in FITS if cap * fit.error <= 1e-4)
+        )
+
+
+@pytest.mark.parametrize("fit", FITS, ids=lambda fit: str(fit.largest))
+def test_fits_of_tanh_have_the_errors_that_they_say(fit):
+    x = np.linspace(0, fit.largest, 20001)
+    error = abs(x * (fit.a + fit.b * x**2 + fit.c * x**4) - np.tanh(x)).max()
+    assert 0.9 * fit.error < error < 1.02 * fit.error
 
 
 def test_slopes_are_in_units_of_products_without_a_cap():

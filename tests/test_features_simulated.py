@@ -178,6 +178,18 @@ class TestScores:
         options = options_for(family[0], rows, lengths)
         check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
 
+    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
+    def test_hidden_elements_of_a_bias_are_ignored_and_a_sink_of_minus_infinity_is_none(self, family):
+        lengths = (40, 50)
+        inputs = draw(family[0], lengths)
+        options = options_for(family[0], ("bias", "mask of rows"), lengths)
+        bias, mask = options["bias"], options["mask"]
+        behind = np.arange(50) > np.arange(40)[:, None] + 10
+        hidden = np.broadcast_to(behind | ~np.asarray(mask), bias.shape)
+        bias[hidden] = np.nan
+        sink = place(np.array([-np.inf, 0.5], accumulator(inputs[0].dtype.name)))
+        check(family, inputs, causal=True, sink=sink, **options)
+
     @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]
@@ -201,8 +213,8 @@ def capped_lse(inputs: tuple, cap: float, tanh) -> np.ndarray:
 
 
 def polynomial(x: np.ndarray) -> np.ndarray:
-    a, b, c = softcap.COEFFICIENTS
-    return x * (a + b * x**2 + c * x**4)
+    fit = softcap.FITS[0]
+    return x * (fit.a + fit.b * x**2 + fit.c * x**4)
 
 
 @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
@@ -222,13 +234,24 @@ class TestCap:
         q, k = inputs[0], inputs[1]
         k[...] = k[:, :1]  # one score for all keys of a query, which are log(keys) under lse
         scores = np.asarray(q[0, :, 0], "float64") @ np.asarray(k[0, 0, 0], "float64") / math.sqrt(q.shape[3])
-        wanted = np.where(np.arange(q.shape[1]) < 16, 0.9, 1.1) * softcap.LARGEST * self.CAP
+        wanted = np.where(np.arange(q.shape[1]) < 16, 0.9, 1.1) * softcap.FITS[0].largest * self.CAP
         q *= (wanted / abs(scores))[None, :, None, None].astype(q.dtype)
         _, lse = run_forward(family, inputs, softcap=self.CAP)
         by_polynomial, by_tanh = (capped_lse(inputs, self.CAP, tanh) for tanh in (polynomial, np.tanh))
         off_polynomial, off_tanh = abs(lse[0, 0] - by_polynomial), abs(lse[0, 0] - by_tanh)
         assert off_polynomial[:16].mean() < off_tanh[:16].mean() / 2  # products are rounded, too
         assert off_tanh[16:].mean() < off_polynomial[16:].mean() / 5
+
+    @pytest.mark.parametrize(("cap", "magnitude"), [(1e4, 12.0), (1e5, 5.0), (1e6, 1.0), (1e8, 1.0)])
+    def test_a_large_cap_leaves_scores_as_they_are(self, family, cap, magnitude):
+        """Errors of tanh are multiplied by the cap: here scores are far below it, and must not have them."""
+        inputs = small_case(family[0], magnitude=magnitude)
+        expected = Expectation(*inputs, softcap=cap)
+        o, lse = run_forward(family, inputs, softcap=cap)
+        expected.check(o=o, lse=lse)
+
+    def test_gradients_under_a_large_cap(self, family):
+        check(family, small_case(family[0]), softcap=1e6)
 
     def test_infinities_are_the_cap_and_nan_is_nan(self, family):
         inputs = small_case(family[0])
@@ -276,8 +299,11 @@ class TestAlibi:
     @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
     @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
     def test_on_both_sides_of_the_diagonal(self, family, rows, lengths):
+        """With slopes of both signs."""
         inputs = draw(family[0], lengths, num_heads_kv=2)
-        check(family, inputs, **options_for(family[0], rows, lengths))
+        options = options_for(family[0], rows, lengths)
+        assert (np.sign(options["alibi_slopes"]) == (1, -1)).all()
+        check(family, inputs, **options)
 
     def test_a_scale_that_is_not_positive(self, monkeypatch):
         with simulated_gpu(monkeypatch):

@@ -179,3 +179,136 @@ def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
     for result in (o, dq, dk, dv):
         assert not np.any(np.asarray(result, np.float32) != 0)
     assert not (launched and empty in ("batch", "num_heads"))
+
+
+# ----------------------------------------------------------------------------------------- memory of calls, also in graphs
+
+
+def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set, **options) -> tuple[set, set]:
+    """Whose memory the workspaces and copies, and the results of forward and backward are."""
+    cupy = gpu.cupy
+    monkeypatch.setattr(cupy, "stream", stream)
+    monkeypatch.setattr(cupy, "capturing", capturing)
+    held = []
+    original = prepared.KernelCall._run
+    monkeypatch.setattr(
+        prepared.KernelCall, "_run", lambda self, given, at: held.append(given) or original(self, given, at)
+    )
+    cupy.workspaces.clear()
+    q, k, v, do = arrays
+    o, lse = forward(q, k, v, **{name: x for name, x in options.items() if name in ("alibi_slopes", "bias")})
+    results = (o, lse, *backward(q, k, v, o, lse, do, **options))
+    mine = {x.ctypes.data for x in (*arrays, *results) if x is not None}
+    copies = {x.allocator for given in held for x in given if x is not None and x.ctypes.data not in mine}
+    workspaces = {allocator for allocator, _ in cupy.workspaces}
+    return (copies - {"view"}) | workspaces, {x.allocator for x in results}
+
+
+@pytest.mark.parametrize("head_dim", (64, 59))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_what_a_captured_call_needs_is_the_graphs_and_its_results_are_the_callers(
+    launched, monkeypatch, dtype, method, head_dim
+):
+    arrays = tuple(inputs_of(dtype, head_dim=head_dim))
+    for stream, capturing, owner in ((0, {77}, "pool"), (77, {5}, "pool"), (77, {77}, "graph")):
+        needed, results = origins(launched, monkeypatch, arrays, stream=stream, capturing=capturing, method=method)
+        assert needed == {owner} and results == {"pool"}
+
+
+def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, monkeypatch):
+    arrays = tuple(inputs_of())
+    o, lse = forward(*arrays[:3])
+    delta = gpu.delta(o, arrays[3], "bshd", None)
+    subtracted = []
+    monkeypatch.setattr(
+        FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
+        raising=False,
+    )
+    origins(launched, monkeypatch, arrays, stream=77, capturing={77}, delta=delta, dlse=lse)
+    assert [x.allocator for x in subtracted] == ["graph"]
+
+
+# ---------------------------------------------------------------------------------------------- what a signature is made of
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "text"),
+    [
+        ({"causal": True}, {"causal": 1}, "causal"),
+        ({"scale": 1.0}, {"scale": True}, "softmax_scale"),
+        ({"softcap": 1.0}, {"softcap": True}, "softcap"),
+        ({"window": (1, 0)}, {"window": (True, False)}, "window"),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}, "window"),
+        ({"dropout_p": 0.0}, {"dropout_p": False}, "dropout_p"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_refused_after_an_equal_call(launched, right, wrong, text):
+    q, k, v, _ = inputs_of()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{text}"):
+            forward(q, k, v, **wrong)
+        forward(q, k, v, **right)
+
+
+def test_a_deterministic_flag_of_another_type_is_refused_after_an_equal_call(launched):
+    q, k, v, do = inputs_of()
+    o, lse = forward(q, k, v)
+    for _ in range(2):
+        backward(q, k, v, o, lse, do, deterministic=True)
+        with pytest.raises(TypeError, match="^deterministic"):
+            backward(q, k, v, o, lse, do, deterministic=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"config": {"forward": TileConfig(192, 96, 16, 2)}}, {"window": [9, 4]}, {"window": [9, None], "softcap": 3.0}],
+    ids=("dict of tiles", "list", "list and number"),
+)
+def test_options_that_cannot_be_hashed_are_planned_once(launched, monkeypatch, options):
+    prepared = []
+    original = gpu._prepare_forward
+    monkeypatch.setattr(gpu, "_prepare_forward", lambda *a: prepared.append(a) or original(*a))
+    q, k, v, _ = inputs_of()
+    for _ in range(3):
+        forward(q, k, v, **{name: type(x)(x) for name, x in options.items()})
+    assert len(prepared) == 1
+
+
+# ------------------------------------------------------------------------------------ calls that Hopper's kernels do not take
+
+
+def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, str]]:
+    q, k, v, do = arrays
+    forward_options = {name: x for name, x in options.items() if name == "scale"}
+    o, lse = forward(q, k, v, **forward_options)
+    launched.clear()
+    backward(q, k, v, o, lse, do, **options)
+    return [(s.spec.family, s.spec.operation) for s in launched if s.spec.operation.startswith("backward")]
+
+
+def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):
+    arrays = tuple(inputs_of(seqlen_q=512, seqlen_k=512))
+    on_hopper = [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
+    assert kernels_of_backward(launched, arrays) == on_hopper  # which are faster so for short sequences
+    before = [("sm80", "backward")]
+    assert kernels_of_backward(launched, arrays, scale=-0.2) == before
+    reversed_rows = tuple(place(x[:, ::-1])[:, ::-1] for x in arrays)
+    assert kernels_of_backward(launched, reversed_rows) == before
+    # Whichever array it is: one family for the whole call.
+    out = (None, place(np.empty_like(arrays[1]))[:, ::-1], None)
+    assert kernels_of_backward(launched, arrays, out=out) == before
+    assert kernels_of_backward(launched, arrays, out=out, deterministic=True) == [
+        ("sm80", "backward_dq"), ("sm80", "backward_dkdv"),
+    ]  # fmt: skip
+    gpu._prepared.clear()
+    monkeypatch.setattr(gpu.tma, "is_available", lambda: False)
+    assert kernels_of_backward(launched, arrays) == before
+
+
+@pytest.mark.parametrize("view", (shifted, gapped), ids=lambda view: view.__name__)
+def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
+    arrays = tuple(view(x) for x in inputs_of(seqlen_q=512, seqlen_k=512))
+    assert kernels_of_backward(launched, arrays, scale=-0.2) == [("sm80", "backward")]
+    assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]

@@ -7,11 +7,15 @@ import threading
 
 import numpy as np
 import pytest
+from feature_cases import numbers, options_of
 
 import fa2cupy
+from fa2cupy import tma
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
+from fa2cupy import gpu  # noqa: E402  (which imports CuPy)
+
 pytestmark = pytest.mark.gpu
 
 RUNS = 250
@@ -101,6 +105,153 @@ def test_a_training_step_is_captured_in_a_graph_and_replayed():
     Expectation(q, k, v, do, causal=True).check(**dict(zip(names, results, strict=True)))
 
 
+#: What a captured call may need memory for: workspaces, copies of arrays, sums of gradients.
+CAPTURED = {
+    "plain": ("bfloat16", {"head_dim": 128}, {"causal": True}),
+    "float32": ("float32", {"head_dim": 64}, {"causal": True}),
+    "copies": ("float16", {"head_dim": 59}, {"causal": True}),
+    "own head_dim of v": ("float16", {"head_dim": 64, "head_dim_v": 40}, {}),
+    "features": (
+        "float16", {"head_dim": 64},
+        ("window", "softcap", "alibi by batch", "bias of heads", "mask of rows", "padding", "sink", "dropout"),
+    ),
+    "packed": ("bfloat16", {"head_dim": 64, "batch": 1}, "packed"),
+}  # fmt: skip
+
+
+def captured_case(name: str) -> tuple[tuple, dict, dict]:
+    """Arrays, options of both calls, and those of the backward alone."""
+    dtype, sizes, options = CAPTURED[name]
+    inputs = inputs_of(dtype, **sizes)
+    if options == "packed":
+        ends = cp.asarray([0, 100, 100, 300], dtype="int32")
+        return tuple(x[0] for x in inputs), {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}, {}
+    if isinstance(options, dict):
+        return inputs, options, {}
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 300, "seqlen_k": 300}
+    given = {key: x for row in options for key, x in options_of(row, dtype, sizes).items()}
+    dlse = cp.asarray(numbers((2, 4, 300), "float32"))
+    given = {key: cp.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+    return inputs, given, {"return_dbias": True, "return_dsink": True, "dlse": dlse}
+
+
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+@pytest.mark.parametrize("name", CAPTURED)
+def test_graphs_own_the_memory_of_captured_calls(name, method):
+    """Replayed by turns on two streams, among other calls, while all that the pool had to give is somebody else's."""
+    (q, k, v, do), options, more = captured_case(name)
+    more = {**more, "method": method, "delta": fa2cupy.delta(*[fa2cupy.forward(q, k, v, **options)[0], do])}
+    if name == "plain":
+        del more["delta"]  # which then is a workspace, too
+
+    def step() -> tuple:
+        o, lse = fa2cupy.forward(q, k, v, **options)
+        return o, lse, *fa2cupy.backward(q, k, v, o, lse, do, **options, **more)
+
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    wanted = step()
+    cp.cuda.Device().synchronize()
+    with streams[0] as stream:
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        results = step()
+        graph = stream.end_capture()
+        # Blocks of all sizes that the pool would hand out again, in the stream that gave them back.
+        others = [cp.full(size, 0x5A, "uint8") for size in (1 << n for n in range(9, 24)) for _ in range(6)]
+        stream.synchronize()
+    for turn in range(6):
+        for x in results:
+            with streams[turn % 2]:
+                x.fill(np.nan)
+        graph.launch(streams[turn % 2])
+        with streams[1 - turn % 2]:
+            again = step()
+        graph.launch(streams[1 - turn % 2])
+        for stream in streams:
+            stream.synchronize()
+        for x in (again, results):
+            assert_equal_results(x, wanted, exact=method == "two_pass" and name != "features")
+    assert all(bool((x == 0x5A).all()) for x in others), "a replay has written to memory that is not the graph's"
+
+
+def assert_equal_results(results: tuple, wanted: tuple, exact: bool) -> None:
+    for ours, theirs in zip(results, wanted, strict=True):
+        if exact:
+            assert bool((bits(ours) == bits(theirs)).all())
+        else:  # what is added atomically differs in its last bits
+            ours, theirs = (x.astype("float32") for x in (ours, theirs))
+            finite = cp.isfinite(theirs)
+            assert bool((cp.isfinite(ours) == finite).all())
+            difference = float(abs(ours - theirs)[finite].max())
+            assert difference <= 2e-2 * float(abs(theirs)[finite].max())
+
+
+#: 15 kinds of calls, each on 10 lengths: what is prepared at a time is of all kinds, kernels, copies, maps and records.
+MIXED = [
+    ("float16", 64, {}), ("float16", 64, {"causal": True}), ("bfloat16", 128, {"causal": True}), ("bfloat16", 128, {}),
+    ("float16", 59, {"causal": True}), ("bfloat16", 192, {}), ("float16", 256, {"causal": True}), ("float32", 64, {}),
+    ("float32", 40, {"causal": True}), ("float64", 64, {}), ("float16", 64, {"softcap": 5.0}),
+    ("bfloat16", 64, {"window": (60, 10)}), ("float16", 64, "packed"), ("bfloat16", 128, "packed"), ("float32", 64, "packed"),
+]  # fmt: skip
+
+
+def mixed_calls() -> list:
+    """Functions that give (o, lse, dq, dk, dv), the same bits each time."""
+
+    def call(dtype: str, head_dim: int, options: dict | str, length: int):
+        inputs = inputs_of(dtype, seqlen_q=length, head_dim=head_dim, seed=length)
+        if options == "packed":
+            inputs = tuple(x[0] for x in inputs)
+            ends = cp.asarray([0, length // 3, length // 2, length], dtype="int32")
+            options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        q, k, v, do = inputs
+
+        def run() -> tuple:
+            o, lse = fa2cupy.forward(q, k, v, **options)
+            return o, lse, *fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **options)
+
+        return run
+
+    return [call(*kind, 20 + 17 * i + n) for n, kind in enumerate(MIXED) for i in range(10)]
+
+
+def test_sixteen_threads_make_150_different_calls_at_once():
+    """Nothing is prepared before; each round starts anew, and each thread takes the calls in an order of its own."""
+    calls = mixed_calls()
+    assert len(calls) == 150
+    with concurrent.futures.ThreadPoolExecutor(len(MIXED)) as pool:  # kernels are compiled side by side
+        list(pool.map(lambda call: call(), calls[:: len(calls) // len(MIXED)]))
+    wanted = [call() for call in calls]
+    cp.cuda.Device().synchronize()
+    failures: list[object] = []
+
+    def work(number: int, ready: threading.Barrier) -> None:
+        try:
+            order = np.random.default_rng(number).permutation(len(calls))
+            with cp.cuda.Stream(non_blocking=True) as stream:
+                different = cp.zeros(len(calls), "int64")
+                ready.wait()
+                for index in order.tolist():
+                    for a, b in zip(calls[index](), wanted[index], strict=True):
+                        different[index] += (bits(a) != bits(b)).sum()
+                stream.synchronize()
+                failures.extend((number, index) for index in cp.flatnonzero(different).tolist())
+        except Exception as error:  # handed to the main thread, which fails the test with it
+            failures.append(error)
+
+    for round_ in range(4):
+        gpu._prepared.clear()
+        tma.tensor_maps.cache_clear()
+        ready = threading.Barrier(16)
+        threads = [threading.Thread(target=work, args=(16 * round_ + n, ready)) for n in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_threads_on_their_own_streams(dtype):
     """Half of the shapes are new to the process, so that threads also prepare, compile and load at once."""
@@ -159,8 +310,10 @@ def test_arrays_of_a_device_that_is_not_current():
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
-def test_memory_beyond_the_results_does_not_grow_with_the_square(dtype):
+def test_memory_beyond_the_results_does_not_grow_with_the_square(dtype, request):
     """lse, delta and (for 16-bit single_pass) one float32 dq; a score matrix of this length would be 8 GB or more."""
+    if request.config.getoption("--isolate"):
+        pytest.skip("measures CuPy's pool, which --isolate does without")
     seqlen = 65536 if dtype == "float16" else 16384
     q, k, v, do = make_inputs(dtype, seqlen_q=seqlen, num_heads=1, head_dim=64, xp=cp)
     results = [cp.empty_like(x) for x in (q, q, k, v)]

@@ -125,19 +125,18 @@ def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
         assert all(record(s)["num_tiles"] == 300 // s.spec.tile.b_r + 5 for s in plan.stages if "dq" in s.spec.operation)
 
 
-def test_maps_of_packed_sequences_begin_before_the_arrays():
+def test_maps_of_packed_sequences_are_those_of_any_lengths():
     q, k, v, o = forward_plan(**packed()).stages[1].maps
-    assert (q.sizes, q.rows_before, k.sizes, k.rows_before) == ((64, 90, 8, 301), 90, (64, 120, 2, 501), 120)
-    assert q.strides == (2 * 800, 2 * 80, 2 * 800)
-    # No sequence is longer than the array, whatever the caller says.
-    assert forward_plan(**packed(max_seqlen_q=10**6)).stages[1].maps[0].rows_before == 300
+    assert (q.sizes, k.sizes) == ((64, 2**30, 8, 301, 2**30 + 1), (64, 2**30, 2, 501, 2**30 + 1))
+    assert q.strides == (2 * 800, 2 * 80, 2 * 800, 2**34 - 2 * 800)
+    assert forward_plan(**packed(max_seqlen_q=7)).stages[1].maps == (q, k, v, o)
 
 
 def test_without_packed_rows_nothing_is_launched():
     for changes in (packed(num_sequences=0), {**packed(), "seqlen_q": 0}):
         assert [op for op in operations(forward_plan(**changes)) if op != "clear_forward"] == []
     assert operations(forward_plan(**packed(num_sequences=0))) == ["clear_forward"]
-    assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm80"}
+    assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
 
 
 ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broadcast": (8000, 800, 0), "far": (2**39, 800, 80)}

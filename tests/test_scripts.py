@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import importlib.util
@@ -28,6 +29,7 @@ import _measure
 import _peers
 import _plots
 import _startup
+import _tables
 import benchmark
 import features
 import gpu_check
@@ -450,10 +452,9 @@ def made_up_rows():
     for problem in benchmark.speed_problems(["float16", "float32"], [64, 128], [2048, 4096]):
         for operation in _peers.OPERATIONS:
             for speed, provider in enumerate(("torch flash", "torch cudnn", "fa2cupy"), start=2):
-                if (provider, operation) != ("torch cudnn", "two_pass"):
-                    row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
-                    row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
-                    yield {**row, "tflops": 100.0 * speed, "ratio": 4 / speed if provider != "fa2cupy" else ""}
+                row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
+                row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
+                yield {**row, "tflops": 100.0 * speed, "ratio": 4 / speed if provider != "fa2cupy" else ""}
 
 
 def test_csv_round_trip_and_summary(tmp_path):
@@ -465,6 +466,25 @@ def test_csv_round_trip_and_summary(tmp_path):
         benchmark.summary(rows)[0].split()
         == "torch flash forward float16 d=64 worst 2.00 median 2.00 (4 sizes)".split()
     )
+
+
+def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
+    rows = list(made_up_rows())
+    for row in rows:
+        if (row["provider"], row["operation"]) == ("torch cudnn", "two_pass"):
+            row["ratio"] = 0.96
+    table = _tables.speed_table(rows, "float16", "torch cudnn")
+    assert table[:2] == ["| | head_dim | seqlen 2048 | seqlen 4096 |", "|---|---|---|---|"]
+    assert table[2] == "| forward | 64 | 400 (1.33) / 400 (1.33) | 400 (1.33) / 400 (1.33) |"
+    assert table[6] == "| backward, `two_pass` | 64 | 400 (0.96) / 400 (0.96) | 400 (0.96) / 400 (0.96) |"
+    assert len(table) == 8
+
+
+def test_cudnn_is_timed_beside_two_pass_in_its_ordinary_mode():
+    problem = Problem("float16", 64, 2048, 8, 32, True)
+    peer = object.__new__(_peers.TorchCudnn)
+    assert all(peer.supports(problem, operation) for operation in _peers.OPERATIONS)
+    assert isinstance(peer.deterministic(), contextlib.nullcontext)
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
@@ -519,7 +539,7 @@ def test_plot_only_of_something_else_is_a_sentence(script, content, reason, tmp_
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert script.main(["--plot-only", str(path)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"--plot-only: {path} cannot be drawn as the CSV of an earlier run (")
+    assert told.startswith(f"--plot-only: {path} cannot be shown as the CSV of an earlier run (")
     assert reason in told and told.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))
 

@@ -335,18 +335,35 @@ def test_saving_replaces_the_entry_and_keeps_the_others(tuning_folder):
     tuning._tuned_tiles.cache_clear()  # as in a new process
     assert choose_tile("forward", "sm80", problem(), H100) == TUNED
     assert choose_tile("forward", "sm80", problem(causal=True), H100) == ASKED
-    assert [path.name for path in tuning_folder.iterdir()] == ["tuning.json"]
+    assert sorted(path.name for path in tuning_folder.iterdir()) == ["tuning.json", "tuning.json.lock"]
 
 
-def test_a_users_tile_that_is_not_legal_is_passed_over(tuning_folder):
+def test_a_users_tile_that_is_not_legal_is_passed_over_with_one_warning(tuning_folder):
     before = default_tile()
     save(TileConfig(72, 24, 3))
-    assert choose_tile("forward", "sm80", problem(), H100) == before
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert choose_tile("forward", "sm80", problem(), H100) == before
+    (warning,) = caught
+    reason = why_illegal("forward", "sm80", "float16", 64, TileConfig(72, 24, 3), H100)
+    for part in (str(tuning_file()), "H100/sm80/forward/float16/64/full", reason, "default tile"):
+        assert part in str(warning.message)
 
 
 @pytest.mark.parametrize(
     "content",
-    ("{", "", "[1, 2]", "7", '{"key": 7}', '{"key": {"b_r": 64}}', '{"key": {"b_r": 0, "b_c": 1, "num_warps": 1}}', "\x00"),
+    (
+        "{",
+        "",
+        "[1, 2]",
+        "7",
+        '{"key": 7}',
+        '{"key": {"b_r": 64}}',
+        '{"key": {"b_r": 0, "b_c": 1, "num_warps": 1}}',
+        "\x00",
+        "[" * 100_000,
+    ),
 )
 def test_a_broken_tuning_file_is_ignored_with_one_warning(content, tuning_folder):
     tuning_folder.mkdir()

@@ -14,7 +14,6 @@ from fake_gpu import fake_gpu, place
 
 from fa2cupy import counters, gpu, launch, tma
 from fa2cupy.device import DeviceInfo
-from fa2cupy.errors import KernelLaunchError
 from fa2cupy.plan import plan_forward
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.testing import make_inputs
@@ -63,21 +62,15 @@ def test_a_layout_is_innermost_first_and_has_legal_strides_where_they_mean_nothi
     assert tma.tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
 
 
-PACKED = tma.packed_layout("float16", (1, 300, 8), (153600, 512, 64), 64, 2, 128, 70)
-
-
-def test_rows_of_a_packed_sequence_end_where_an_axis_ends():
-    assert PACKED == tma.TensorLayout("float16", (64, 70, 8, 301), (1024, 128, 1024), 128, 70)
-    start, length, row = 230, 40, 11
-    element = (PACKED.sizes[1] - length + row) * PACKED.strides[0] + (start + length) * PACKED.strides[2]
-    assert element - PACKED.rows_before * PACKED.strides[0] == (start + row) * 1024
-
-
-def test_a_packed_map_begins_before_its_array_but_not_before_all_memory():
-    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
-    assert tma._arguments(PACKED, 2**30)[2] == 2**30 - 70 * 1024
-    with pytest.raises(KernelLaunchError, match="up to 70 packed rows of 1024 bytes .* pass their longest"):
-        tma.encode(PACKED, 70 * 1024 - 16)
+@pytest.mark.parametrize("row_stride", [16, 1024, 2**34 - 16, 2**34, 2**34 + 16, 2**39 + 32], ids=hex)
+def test_packed_maps_begin_at_the_array_whatever_the_stride(row_stride):
+    packed = tma.packed_layout("float16", (1, 300, 8), (0, row_stride // 2, 64), 64, 2, 128)
+    column, row, head, end, wrap = packed.sizes
+    assert (column, head, end) == (64, 8, 301) and packed.strides[:3] == (row_stride, 128, row_stride)
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in packed.strides)
+    start, length, i = 230, 40, 11
+    offset = sum(n * s for n, s in zip((row - length + i, 0, start + length, wrap - 1), packed.strides, strict=True))
+    assert offset % 2**64 == (start + i) * row_stride
 
 
 def test_a_map_is_encoded_once_for_a_layout_and_an_address(encoded):
@@ -96,7 +89,7 @@ def test_maps_of_ever_new_addresses_do_not_fill_the_memory(encoded):
 
 def test_the_drivers_arguments_describe_boxes_of_64_columns():
     pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
-    _, rank, address, sizes, strides, box, steps, *_ = tma._arguments(LAYOUT, 4096)
+    _, rank, address, sizes, strides, box, steps, *_ = tma.encode_arguments(LAYOUT, 4096)
     values = [[int(x) for x in numbers] for numbers in (sizes, strides, box, steps)]
     assert (rank, address) == (4, 4096)
     assert values == [[64, 300, 8, 3], [1024, 128, 307200], [64, 128, 1, 1], [1, 1, 1, 1]]

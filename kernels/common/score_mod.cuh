@@ -119,12 +119,15 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
                 x *= kFast ? params_.capped_log2 : params_.softcap_log2;
         }
         if constexpr (Spec::kAlibi) {
-            // One FMA for all elements as far from the diagonal, and an addition, which takes magnitudes as they are.
+            // In own units one FMA for all elements as far from the diagonal, and an addition. Distances of keys that a
+            // causal mask leaves are positive; of the others only the slope's sign is kept.
             const Real further = static_cast<Real>(queries - keys);
-            if constexpr (kOwnUnits<Spec>)
-                x -= magnitude(fma(terms_.slope, further, first.distance));
-            else
+            if constexpr (!kOwnUnits<Spec>)
                 x -= terms_.slope * magnitude(first.distance + further);
+            else if constexpr (Spec::kCausal)
+                x -= fma(terms_.slope, further, first.distance);
+            else
+                x -= with_sign_of(terms_.slope, fma(terms_.slope, further, first.distance));
         }
         if constexpr (Spec::kBias) x += kBase2 * term.bias;
         if constexpr (Spec::kMask || Spec::kKeyPadding)

@@ -320,8 +320,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, place.row(first_row(tile)),
-                          tile.head(), place.batch(tile.batch()));
+                place.store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, first_row(tile), tile.head(),
+                            tile.batch());
             tma_store_commit();
             mbarrier_arrive(tile.empty);
             if constexpr (!Shape::kOwnOutput) {

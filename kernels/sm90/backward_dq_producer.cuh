@@ -50,8 +50,8 @@ class BackwardDqProducer {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
-                     tile.queries.row(tile.first_row), tile.head, tile.queries.batch(tile.batch));
+            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
+                              tile.head, tile.batch);
     }
 
     __device__ void load_key(const Tile& tile, int32 block) {
@@ -73,9 +73,8 @@ class BackwardDqProducer {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
-                     tile.keys.row(block * Shape::kBc), tile.head / params_.heads_per_group,
-                     tile.keys.batch(tile.batch));
+            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
+                           tile.head / params_.heads_per_group, tile.batch);
     }
 
     const Params& params_;

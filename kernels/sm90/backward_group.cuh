@@ -253,8 +253,8 @@ class BackwardGroup {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns,
-                          own_.keys.row(own_.first_key + row), own_.head, own_.keys.batch(own_.batch));
+                own_.keys.store(map, box + panel * Shape::kKeyPanelBytes, panel * kPanelColumns, own_.first_key + row,
+                                own_.head, own_.batch);
             tma_store_commit();
         }
     }

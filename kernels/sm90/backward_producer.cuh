@@ -68,16 +68,16 @@ class BackwardProducer {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
-                     own_.keys.row(own_.first_key), own_.head, own_.keys.batch(own_.batch));
+            own_.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, own_.first_key,
+                           own_.head, own_.batch);
     }
 
     __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& step) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns,
-                     own_.queries.row(step.tile * kBr), step.head, own_.queries.batch(own_.batch));
+            own_.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
+                              step.head, own_.batch);
     }
 
     // A fence waits for all that its thread has sent to memory. The groups have their additions to dQ on the way, for

@@ -374,8 +374,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                tma_store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, place.row(row), head,
-                          place.batch(batch));
+                place.store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
             tma_store_commit();
             mbarrier_arrive(tile.empty);
         }

@@ -61,8 +61,8 @@ class ForwardProducer {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(memory_.query(buffer) + panel * Shape::kQueryPanelBytes, params_.q, full, panel * kPanelColumns,
-                     tile.queries.row(tile.first_row), tile.head, tile.queries.batch(tile.batch));
+            tile.queries.load(memory_.query(buffer) + panel * Shape::kQueryPanelBytes, params_.q, full,
+                              panel * kPanelColumns, tile.first_row, tile.head, tile.batch);
         queries_.advance();
     }
 
@@ -84,9 +84,8 @@ class ForwardProducer {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tma_load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
-                     tile.keys.row(block * Shape::kBc), tile.head / params_.heads_per_group,
-                     tile.keys.batch(tile.batch));
+            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
+                           tile.head / params_.heads_per_group, tile.batch);
     }
 
     const Params& params_;

@@ -120,12 +120,28 @@ __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
         : "memory");
 }
+// The same of a map with an axis more.
+__device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
+                                         int32 head, int32 batch, int32 fifth) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth)
+        : "memory");
+}
 // What lies outside of the tensor is not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32 batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(smem), "r"(column), "r"(row), "r"(head), "r"(batch)
                  : "memory");
+}
+__device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
+                                          int32 batch, int32 fifth) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(smem), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth)
+        : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until this thread's stores have read shared memory, or also written global memory.

@@ -10,7 +10,7 @@ import numpy as np
 
 from .async_copy import commit_group, wait_group
 from .decode import Control, Plain, address, control, plain
-from .errors import PtxError
+from .errors import AccessError, PtxError
 from .memory import Buffer
 from .scalars import NUMPY, REDUCTIONS
 from .shared_memory import GENERIC_PARAM, WINDOW
@@ -152,7 +152,10 @@ def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap
 def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
     """The tensor's buffer, offsets in it of those elements of a tile that the tensor has, and which these are."""
     offset, inside = tensor.tile(coordinates)
-    buffer = machine.memory.find(tensor.within)
+    try:
+        buffer = machine.memory.find(tensor.address)
+    except AccessError as error:  # a load faults there even if it takes nothing from there
+        raise PtxError(f"a tensor map begins at an unmapped address: {error.problem}") from None
     offset = offset[inside] + (tensor.address - buffer.address)
     if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
         raise PtxError(

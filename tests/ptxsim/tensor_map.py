@@ -10,12 +10,13 @@ import numpy as np
 
 from .errors import PtxError
 
-__all__ = ["TensorMap", "swizzled", "tensor_map"]
+__all__ = ["TensorMap", "driver_tensor_map", "swizzled", "tensor_map"]
 
 _MAGIC = 0x50545853494D3031
-_FORMAT = "<QqBBBx5Q4Q5HQ"
+_FORMAT = "<QqBBBx5Q4Q5H"
 _NBYTES = 128
 _MAX_RANK = 5
+_MAX_SIZE, _MAX_STRIDE, _MAX_BOX = 1 << 32, 1 << 40, 256
 _TYPES = {
     "u8": np.uint8,
     "u16": np.uint16,
@@ -46,14 +47,13 @@ def tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
     swizzle: int = 0,
-    within: int | None = None,
 ) -> np.void:
-    """A tensor map as a kernel argument of 128 bytes.
+    """A tensor map as a kernel argument of 128 bytes, if the driver would make it.
 
     Parameters
     ----------
     address : int
-        Of the tensor's first element, as Memory returns it.
+        Of the tensor's first element, as Memory returns it. Copies by a map whose address is in no buffer are refused.
     dtype : str
         "f16", "bf16", "f32", ...
     dims : sequence of int
@@ -64,16 +64,16 @@ def tensor_map(
         Elements of a tile in each dimension.
     swizzle : int
         0, 32, 64 or 128 bytes.
-    within : int, optional
-        An address of the buffer that copies must stay in, if `address` is not one.
     """
     size = np.dtype(_TYPES[dtype]).itemsize
     rank = len(dims)
     if len(strides) != rank - 1 or len(box) != rank or not 1 <= rank <= _MAX_RANK:
         raise PtxError(f"tensor_map: {rank} dims, {len(strides)} strides and {len(box)} box sizes do not fit together")
-    if address % 16 or any(stride % 16 for stride in strides):
-        raise PtxError("tensor_map: the address and all strides must be multiples of 16 bytes")
-    if any(not 1 <= extent <= 256 for extent in box) or box[0] * size % 16:
+    if address % 16 or any(stride % 16 or not 0 < stride < _MAX_STRIDE for stride in strides):
+        raise PtxError("tensor_map: the address and all strides must be multiples of 16 bytes, strides above 0 and below 2**40")
+    if any(not 1 <= extent <= _MAX_SIZE for extent in dims):
+        raise PtxError("tensor_map: dims must be 1 to 2**32")
+    if any(not 1 <= extent <= _MAX_BOX for extent in box) or box[0] * size % 16:
         raise PtxError("tensor_map: box sizes must be 1 to 256, and the inner one a multiple of 16 bytes")
     if swizzle not in _SWIZZLE_BITS or (swizzle and box[0] * size > swizzle):
         raise PtxError(f"tensor_map: an inner box of {box[0] * size} bytes in a swizzle span of {swizzle}")
@@ -82,16 +82,39 @@ def tensor_map(
         return tuple(int(value) for value in values) + (0,) * (count - len(values))
 
     fields = (*padded(dims, _MAX_RANK), *padded(strides, _MAX_RANK - 1), *padded(box, _MAX_RANK))
-    within = address if within is None else within
-    data = struct.pack(_FORMAT, _MAGIC, int(address), _NAMES.index(dtype), rank, swizzle, *fields, int(within))
+    data = struct.pack(_FORMAT, _MAGIC, int(address), _NAMES.index(dtype), rank, swizzle, *fields)
     return np.frombuffer(data.ljust(_NBYTES, b"\0"), f"V{_NBYTES}")[0]
+
+
+def driver_tensor_map(
+    dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill
+) -> np.void:
+    """`tensor_map` from the arguments of ``cuTensorMapEncodeTiled``, as cuda.bindings takes them."""
+    kind = {"FLOAT16": "f16", "BFLOAT16": "bf16", "FLOAT32": "f32"}.get(_suffix(dtype, "DATA_TYPE"))
+    span = {"NONE": 0, "32B": 32, "64B": 64, "128B": 128}.get(_suffix(swizzle, "SWIZZLE"))
+    modes = (_suffix(interleave, "INTERLEAVE"), _suffix(fill, "FLOAT_OOB_FILL"))
+    if kind is None or span is None or modes != ("NONE", "NONE") or any(int(step) != 1 for step in steps):
+        raise PtxError(f"tensor_map: {dtype}, {swizzle}, {interleave}, {fill} or element strides {steps} are not implemented")
+    _suffix(promotion, "L2_PROMOTION")  # changes nothing that arrives
+    lists = [[int(x) for x in numbers] for numbers in (dims, strides, box)]
+    if rank != len(dims):
+        raise PtxError(f"tensor_map: a rank of {rank} with {len(dims)} dims")
+    return tensor_map(int(address), kind, *lists, span)
+
+
+def _suffix(value, kind: str) -> str:
+    """Behind the kind in the name of a member of an enumeration, which must be of that kind."""
+    prefix = f"CU_TENSOR_MAP_{kind}_"
+    if not value.name.startswith(prefix):
+        raise PtxError(f"tensor_map: {value} where a {prefix}... belongs")
+    return value.name.removeprefix(prefix)
 
 
 class TensorMap:
     """A decoded map; strides are in bytes and include the innermost one."""
 
     def __init__(self, data: bytes) -> None:
-        magic, self.address, code, self.rank, self.swizzle, *fields, self.within = struct.unpack_from(_FORMAT, data)
+        magic, self.address, code, self.rank, self.swizzle, *fields = struct.unpack_from(_FORMAT, data)
         if magic != _MAGIC:
             raise PtxError("these bytes are no tensor map of ptxsim.tensor_map")
         self.name = _NAMES[code]
@@ -103,7 +126,10 @@ class TensorMap:
         self.nbytes = prod(self.box) * self.size
 
     def tile(self, coordinates: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Byte offsets from the tensor's start of a tile's elements, and which of them are inside of the tensor."""
+        """Byte offsets from the tensor's start of a tile's elements, and which of them are inside of the tensor.
+
+        Addresses have 64 bits: offsets are modulo 2**64.
+        """
         offset, inside = np.zeros(self.box[::-1], np.int64), np.ones(self.box[::-1], bool)
         for dimension, (start, extent) in enumerate(zip(coordinates, self.box, strict=True)):
             along = start + np.arange(extent)
