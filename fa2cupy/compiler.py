@@ -167,8 +167,8 @@ def compile_source(source: KernelSource) -> CompiledKernel:
 def _which_cuda(arch: str, known: Sequence[int]) -> str:
     if int(re.sub(r"\D", "", arch)) < min(known):
         return (
-            f"CUDA 12 is the last with GPUs older than sm_{min(known)}: pip uninstall cupy-cuda13x, then, in the checkout "
-            "of fa2cupy, pip install '.[cuda12]'"
+            f"CUDA 12 is the last with GPUs older than sm_{min(known)}: pip uninstall cupy-cuda13x, then, in the "
+            "checkout of fa2cupy, pip install '.[cuda12]'"
         )
     return (
         "it is too old: in the checkout of fa2cupy, pip install -U '.[cuda12]', or, with a driver for CUDA 13, "

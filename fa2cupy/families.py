@@ -225,6 +225,6 @@ def choose_tile(
             return row.tile
     raise UnsupportedProblemError(
         f"no default tile of {operation} ({family}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-        f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= takes any "
-        "of fa2cupy.legal_configs"
+        f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= takes "
+        "any of fa2cupy.legal_configs"
     )

@@ -62,7 +62,7 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
     compiler = ".".join(map(str, nvrtc_version()))
     return (
         f"the driver (for CUDA {driver // 1000}.{driver % 1000 // 10}) does not load {spec}, compiled by NVRTC {compiler}: "
-        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA version: "
+        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA: "
         f"{INSTALL_CUDA}"
     )
 

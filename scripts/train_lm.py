@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
-    # BLAS reads them when NumPy loads it. Its threads spin while they wait for each other, in every product: on cores that
-    # have other work, too, a small model takes ten times as long as with one thread.
+    # BLAS reads them when NumPy loads it. Its threads spin while they wait for each other, in every product: on cores
+    # that have other work, too, a small model takes ten times as long as with one thread.
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
