@@ -1,11 +1,13 @@
 """FlashAttention-2 for CuPy and NumPy arrays: forward, Delta and backward as functions."""
 
 from ._version import __version__
+from .ahead import precompile
 from .api import backward, delta, forward
 from .cache import clear_cache
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
-from .inspection import info, legal_configs, precompile
+from .inspection import info, legal_configs
+from .lengths import cu_seqlens
 from .settings import cache_dir, configure_logging
 from .tiles import TileConfig
 
@@ -19,6 +21,7 @@ __all__ = [
     "backward",
     "cache_dir",
     "clear_cache",
+    "cu_seqlens",
     "delta",
     "forward",
     "info",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from . import cpu
-from .arguments import array_backend
+from .backends import backend_of
+from .keywords import check_keywords
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -19,23 +15,6 @@ if TYPE_CHECKING:
     from .features import FeatureOptions
 
 __all__ = ["backward", "delta", "forward"]
-
-
-def _backend(name: str, array):
-    if isinstance(array, np.ndarray):
-        return cpu
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(array, cupy.ndarray):
-        array_backend({name: array})  # says how to convert it
-    return _gpu()
-
-
-@functools.lru_cache(maxsize=None)
-def _gpu():
-    # Imported at first use: NumPy users need no CuPy, and CuPy is there once someone has an array of it.
-    from . import gpu
-
-    return gpu
 
 
 def forward(
@@ -158,7 +137,8 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    return _backend("q", q).forward(q, k, v, causal, softmax_scale, layout, out, config, family, features)
+    check_keywords(forward, features)
+    return backend_of("q", q).forward(q, k, v, causal, softmax_scale, layout, out, config, family, features)
 
 
 def delta(o, do, *, layout: str = "bshd", out=None):
@@ -183,7 +163,7 @@ def delta(o, do, *, layout: str = "bshd", out=None):
     FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one. Errors are those
     of `forward`.
     """
-    return _backend("o", o).delta(o, do, layout, out)
+    return backend_of("o", o).delta(o, do, layout, out)
 
 
 def backward(
@@ -257,7 +237,8 @@ def backward(
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for
     float32 and float64 it is the other way round.
     """
-    return _backend("q", q).backward(
+    check_keywords(backward, features)
+    return backend_of("q", q).backward(
         q, k, v, o, lse, do, causal, softmax_scale, delta, method, deterministic, layout, out, config, family,
         dlse, return_dbias, return_dsink, features,
     )  # fmt: skip

@@ -11,10 +11,25 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["OverlapCheck", "array_backend", "check_array", "check_outputs", "check_overlap", "output_name", "unpack_out"]
+__all__ = [
+    "OverlapCheck",
+    "array_backend",
+    "check_array",
+    "check_bool",
+    "check_outputs",
+    "check_overlap",
+    "output_name",
+    "unpack_out",
+]
 
 #: Shape, strides and itemsize: where an array's elements lie relative to its first.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+_MASKED = (
+    "expected an array without a mask of its own, got a numpy.ma.MaskedArray; pass numpy.ma.getdata of it, and hide "
+    "keys with mask= or key_padding_mask="
+)
 
 
 def output_name(name: str) -> str:
@@ -34,6 +49,8 @@ def array_backend(required: Mapping[str, object], optional: Mapping[str, object]
     found: dict[str, str] = {}
     given = {name: array for name, array in (optional or {}).items() if array is not None}
     for name, array in {**required, **given}.items():
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{name}: {_MASKED}")
         if isinstance(array, np.ndarray):
             found[name] = "numpy"
         elif cupy is not None and isinstance(array, cupy.ndarray):
@@ -56,6 +73,13 @@ def _kind_and_hint(name: str, array: object) -> str:
     if hasattr(array, "__dlpack__"):
         return f"{kind}; convert it with cupy.from_dlpack({name}) or numpy.from_dlpack({name}), which copy nothing"
     return f"{kind}; convert it with numpy.asarray({name}) or cupy.asarray({name})"
+
+
+def check_bool(name: str, value) -> None:
+    """A bool of Python's or NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        hint = f"; write {name}={bool(value)}" if isinstance(value, int) else ""
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}{hint}")
 
 
 def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:

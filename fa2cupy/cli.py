@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ._version import __version__
+from .ahead import precompile
 from .cache import clear_cache
+from .choices import CALL_FEATURES
 from .demo import run_demo
 from .errors import UnsupportedProblemError
-from .inspection import info, precompile
+from .inspection import info
 from .settings import cache_dir
 
-__all__ = ["main"]
+__all__ = ["main", "run_command"]
+
+_INTERRUPTED, _CLOSED_PIPE = 130, 141  # as shells report SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = _parser().parse_args(arguments)
+    return run_command("fa2cupy", lambda: _run(options))
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status, also where Ctrl-C or a reader that has seen enough ends it."""
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # what is still to be written, at exit at the latest, goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         return options.run(options)
     except (RuntimeError, UnsupportedProblemError) as error:  # no device, no compiler, or no kernel for what was asked
@@ -27,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fa2cupy", description="FlashAttention-2 for CuPy and NumPy arrays.")
+    parser.add_argument("--version", action="version", version=f"fa2cupy {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="run every operation, check it against float64, time it")
@@ -36,11 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("info", help="versions, device, cache and families, for a bug report")
     show.set_defaults(run=_info)
 
-    ahead = commands.add_parser("precompile", help="compile the default kernels into the disk cache; needs no GPU")
+    ahead = commands.add_parser("precompile", help="compile the kernels of calls into the disk cache; needs no GPU")
     ahead.add_argument("archs", nargs="*", help="such as sm_80 sm_90; by default that of the current device")
-    ahead.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
-    ahead.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
-    ahead.add_argument("--jobs", type=int)
+    ahead.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"], metavar="NAME")
+    ahead.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], metavar="N")
+    ahead.add_argument("--head-dim-v", type=int, metavar="N", help="columns of v where they are not those of q and k")
+    ahead.add_argument(
+        "--features", nargs="*", action="append", metavar="NAME",
+        help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_FEATURES)}",
+    )  # fmt: skip
+    ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)
 
     clear = commands.add_parser("clear-cache", help="delete all compiled kernels")
@@ -55,7 +87,17 @@ def _info(_: argparse.Namespace) -> int:
 
 
 def _precompile(options: argparse.Namespace) -> int:
-    kernels = precompile(options.archs or None, dtypes=options.dtypes, head_dims=options.head_dims, jobs=options.jobs)
+    calls = {"dtypes": options.dtypes, "head_dims": options.head_dims, "head_dim_v": options.head_dim_v}
+    try:
+        kernels = precompile(
+            options.archs or None, **calls, features=options.features or (), jobs=options.jobs, progress=True
+        )
+    except ValueError as error:  # an argument that argparse does not check
+        print(f"fa2cupy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"fa2cupy: interrupted; what is compiled so far is kept in {cache_dir()}", file=sys.stderr)
+        return _INTERRUPTED
     for kernel in kernels:
         print(f"{kernel.symbol:<72}{kernel.registers:4} registers{kernel.spill_bytes:5} bytes spilled {kernel.seconds:6.2f} s")
     print(f"{len(kernels)} kernels in {cache_dir()}")

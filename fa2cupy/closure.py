@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .api import backward, forward
+from .arguments import check_bool
 from .feature_checks import extra_gradients
+from .keywords import check_keywords
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def attention(
     >>> o, lse, backprop = attention(q, k, v, causal=True, return_lse=True)  # z-loss: mean of lse**2
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
-    if not isinstance(return_lse, bool | np.bool_):
-        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
+    check_keywords(attention, features)
+    check_bool("return_lse", return_lse)
     shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
     shared |= features
     own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
@@ -79,7 +79,7 @@ def attention(
     o, lse = forward(q, k, v, **shared)
 
     def backprop(do, dlse=None):
-        """The gradients: of q, k and v, then of the bias and the sink if they were asked for.
+        """Gradients of the call of `fa2cupy.attention` that gave this function: see `fa2cupy.backward`.
 
         Parameters
         ----------

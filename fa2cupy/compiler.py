@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import KernelCompileError
+from .errors import INSTALL_CUDA, KernelCompileError
 from .folders import replace_file, warn_once
 from .locks import ForkGate, new_lock
 from .settings import dump_directory
@@ -63,21 +65,25 @@ def _nvrtc():
         with _loading, _in_nvrtc:
             nvrtc.getVersion()
     except ModuleNotFoundError as error:
-        raise KernelCompileError(
-            "compiling a kernel needs CuPy, which is not installed: pip install 'fa2cupy[cuda12]' "
-            "(or 'fa2cupy[cuda13]' with a driver for CUDA 13)"
-        ) from error
+        raise KernelCompileError(f"compiling a kernel needs CuPy, which is not installed: {INSTALL_CUDA}") from error
     except Exception as error:  # CuPy reports a missing shared library in several ways
         if isinstance(error, OSError) and error.filename is not None:
             raise KernelCompileError(
                 f"CuPy cannot be imported, because it cannot make a cache folder of its own ({error}): set "
                 "CUPY_CACHE_DIR, or HOME, to a folder that is writable"
             ) from error
-        raise KernelCompileError(
-            f"CuPy or its NVRTC library cannot be loaded ({error}): pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or "
-            "nvidia-cuda-nvrtc (CUDA 13), in the version that CuPy was built for"
-        ) from error
+        raise KernelCompileError(f"CuPy or its NVRTC library cannot be loaded ({error}): {_how_to_load()}") from error
     return nvrtc
+
+
+def _how_to_load() -> str:
+    version = getattr(sys.modules.get("cupy"), "__version__", "")
+    if version and int(version.split(".")[0]) < 14:
+        return (
+            f"this is CuPy {version}; fa2cupy needs CuPy 14 or newer, which takes bfloat16 arrays and finds CUDA's "
+            f"libraries where pip installs them: {INSTALL_CUDA}"
+        )
+    return "pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or nvidia-cuda-nvrtc (CUDA 13), as CuPy was built for"
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -124,11 +130,9 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     spec = source.spec
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc_version()))
-    if int(re.sub(r"\D", "", spec.arch)) not in nvrtc.getSupportedArchs():
-        raise KernelCompileError(
-            f"NVRTC {version} cannot compile for {spec.arch}: install a CuPy and NVRTC of a newer CUDA "
-            "(pip install -U 'fa2cupy[cuda13]')"
-        )
+    known = nvrtc.getSupportedArchs()
+    if int(re.sub(r"\D", "", spec.arch)) not in known:
+        raise KernelCompileError(f"NVRTC {version} cannot compile for {spec.arch}: {_which_cuda(spec.arch, known)}")
     options = compile_options(spec.arch)
     start = time.perf_counter()
     with _in_nvrtc:
@@ -158,6 +162,18 @@ def compile_source(source: KernelSource) -> CompiledKernel:
     _log.info("compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes)
     _dump(source, kernel)
     return kernel
+
+
+def _which_cuda(arch: str, known: Sequence[int]) -> str:
+    if int(re.sub(r"\D", "", arch)) < min(known):
+        return (
+            f"CUDA 12 is the last with GPUs older than sm_{min(known)}: pip uninstall cupy-cuda13x, then, in the "
+            "checkout of fa2cupy, pip install '.[cuda12]'"
+        )
+    return (
+        "it is too old: in the checkout of fa2cupy, pip install -U '.[cuda12]', or, with a driver for CUDA 13, "
+        "pip uninstall cupy-cuda12x and pip install '.[cuda13]'"
+    )
 
 
 def _dump(source: KernelSource, kernel: CompiledKernel) -> None:

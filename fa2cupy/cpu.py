@@ -33,7 +33,6 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=_NOTHING):
     """`fa2cupy.forward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v}
-    array_backend(inputs)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
@@ -53,7 +52,6 @@ def forward(q, k, v, causal, softmax_scale, layout, out, config, family, feature
 
 def delta(o, do, layout, out):
     """`fa2cupy.delta` on NumPy arrays."""
-    array_backend({"o": o, "do": do})
     problem = AttentionProblem.from_outputs(o, do, layout=layout)
     outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
     (result,) = _results(outputs, (out,), {"o": o, "do": do})

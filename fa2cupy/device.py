@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .errors import UnsupportedProblemError
 
-__all__ = ["ARCHITECTURES", "DeviceInfo"]
+__all__ = ["ARCHITECTURES", "DeviceInfo", "current_device"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class DeviceInfo:
         """Major times ten plus minor: 90 for ``sm_90``."""
         return int(self.arch.removeprefix("sm_"))
 
+    @property
+    def reserved_shared_memory(self) -> int:
+        """Bytes that the system takes of a multiprocessor's shared memory for each block on it."""
+        return _reserved_bytes(self.arch)
+
     @classmethod
     def current(cls) -> DeviceInfo:
         """The CUDA device that is current in this thread (looked up once per device)."""
@@ -51,10 +56,12 @@ class DeviceInfo:
     @classmethod
     def named(cls, arch: str) -> DeviceInfo:
         """An architecture by name, for work without that GPU: ``"sm_80"``, ``"sm_90"``, ..."""
-        arch = arch.removesuffix("a")
-        if arch not in ARCHITECTURES:
+        if not isinstance(arch, str):
+            raise TypeError(f"arch: expected a str such as 'sm_90', got {type(arch).__name__}")
+        name = arch.removesuffix("a")
+        if name not in ARCHITECTURES:
             raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
-        return ARCHITECTURES[arch]
+        return ARCHITECTURES[name]
 
     def occupancy(self, threads: int, registers: int, shared_memory: int) -> float:
         """Resident threads over the possible ones, by arithmetic (CUDA C++ Programming Guide, compute capabilities)."""
@@ -63,10 +70,18 @@ class DeviceInfo:
         blocks = min(
             self.threads_per_multiprocessor // (warps * 32),
             self.registers_per_multiprocessor // (registers_per_warp * warps),
-            self.shared_memory_per_multiprocessor // (shared_memory + 1024),
+            self.shared_memory_per_multiprocessor // max(1, shared_memory + self.reserved_shared_memory),
             32,
         )
         return blocks * warps * 32 / self.threads_per_multiprocessor
+
+
+def current_device(instead: str) -> DeviceInfo:
+    """The current device; where there is none, the error says what to write `instead`."""
+    try:
+        return DeviceInfo.current()
+    except Exception as error:  # CuPy absent, or without a driver
+        raise RuntimeError(f"there is no CUDA device to look at ({error}); name an architecture: {instead}") from error
 
 
 @functools.lru_cache(maxsize=None)
@@ -86,16 +101,23 @@ def _query(ordinal: int) -> DeviceInfo:
     )
 
 
+def _reserved_bytes(arch: str) -> int:
+    # Since Ampere 1 KiB (CUDA C++ Programming Guide, compute capabilities).
+    return 1024 if int(arch.removeprefix("sm_")) >= 80 else 0
+
+
 def _architecture(arch: str, name: str, multiprocessors: int, shared_kib: int, threads: int, l2_mib: int) -> DeviceInfo:
-    # A block can use all of a multiprocessor's shared memory but the 1 KiB that the system keeps.
-    kib = 1024
-    return DeviceInfo(name, arch, multiprocessors, (shared_kib - 1) * kib, shared_kib * kib, 65536, threads, l2_mib * kib**2)
+    # A block can use all of a multiprocessor's shared memory but what the system keeps.
+    shared, l2_bytes = shared_kib * 1024, l2_mib * 1024**2
+    return DeviceInfo(name, arch, multiprocessors, shared - _reserved_bytes(arch), shared, 65536, threads, l2_bytes)
 
 
-#: One well-known GPU for each architecture that the tensor-core families are compiled for.
+#: One well-known GPU for each architecture: those before Ampere have the simt family only.
 ARCHITECTURES = {
     info.arch: info
     for info in (
+        _architecture("sm_70", "V100", 80, 96, 2048, 6),
+        _architecture("sm_75", "T4", 40, 64, 1024, 4),
         _architecture("sm_80", "A100", 108, 164, 2048, 40),
         _architecture("sm_86", "GeForce RTX 3090", 82, 100, 1536, 6),
         _architecture("sm_89", "GeForce RTX 4090", 128, 100, 1536, 72),

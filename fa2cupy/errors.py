@@ -4,7 +4,10 @@ A wrong kind of object is a ``TypeError`` and a wrong shape or value a ``ValueEr
 for the rest.
 """
 
-__all__ = ["KernelCompileError", "KernelLaunchError", "UnsupportedProblemError"]
+__all__ = ["INSTALL_CUDA", "KernelCompileError", "KernelLaunchError", "UnsupportedProblemError"]
+
+#: How messages name the installation of CuPy and what else calls on a GPU need.
+INSTALL_CUDA = "in the checkout of fa2cupy, pip install '.[cuda12]' ('.[cuda13]' with a driver for CUDA 13)"
 
 
 class UnsupportedProblemError(NotImplementedError):

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from .arguments import check_bool
 from .device import DeviceInfo
 from .errors import UnsupportedProblemError
 from .problem import AttentionProblem
@@ -62,14 +61,14 @@ class Family:
             and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
         )
 
+    @property
+    def gpus(self) -> str:
+        """The GPUs that run it, in words."""
+        newer = " or newer" if self.max_compute_capability == _ANY_NEWER else ""
+        return f"compute capability {self.min_compute_capability / 10}{newer}"
+
     def __str__(self) -> str:
-        span = f"from compute capability {self.min_compute_capability / 10}"
-        if self.max_compute_capability < _ANY_NEWER:
-            span = f"on compute capability {self.min_compute_capability / 10}"
-        tiled = [name for name in OPERATIONS if name in self.operations]
-        only = "" if len(tiled) == len(OPERATIONS) else f" ({', '.join(tiled)} only)"
-        features = f" with {', '.join(self.features)}" if self.features else ""
-        return f"{self.name}{only}: {', '.join(self.dtypes)}{features} {span}"
+        return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
 
 
 _ALL = (*OPERATIONS, "delta", "dsink", "convert_dq", "clear_forward", "clear_backward")
@@ -107,8 +106,7 @@ def choose_method(family: str, problem: AttentionProblem, method: str | None, de
     """The backward scheme: the caller's, else ``two_pass`` if results must not differ, else the faster one."""
     if method not in (None, "single_pass", "two_pass"):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
-    if not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(f"deterministic: expected a bool, got {type(deterministic).__name__}")
+    check_bool("deterministic", deterministic)
     must_not_vary = deterministic and family not in _WITHOUT_ATOMICS
     if must_not_vary and method == "single_pass":
         raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
@@ -149,11 +147,28 @@ def choose_family(
     for row in FAMILIES:
         if family in (None, row.name) and row.supports(operation, dtype, device, needs):
             return row
-    wanted = f"family {family!r} for {operation}" if family else f"a kernel family for {operation}"
-    covered = "; ".join(map(str, FAMILIES))
-    if needs:
-        wanted, covered = f"{', '.join(needs)}: {wanted}", f"{covered}; NumPy arrays can have all features"
-    raise UnsupportedProblemError(f"{wanted} with {dtype} on {device.name} ({device.arch}): there is {covered}")
+    reason = _why_no_family(operation, dtype, device, family, needs)
+    raise UnsupportedProblemError(f"{reason}. Families: {', '.join(map(str, FAMILIES))}")
+
+
+def _why_no_family(operation: str, dtype: str, device: DeviceInfo, family: str | None, needs: tuple[str, ...]) -> str:
+    rows = [row for row in FAMILIES if family in (None, row.name)]
+    wanted = f"family {family!r}" if family else "no kernel family"
+    if not any(operation in row.operations for row in rows):
+        return f"{wanted} has no kernel of {operation}"
+    rows = [row for row in rows if dtype in row.dtypes]
+    if not rows:
+        return f"{wanted} has no kernels for {dtype}"
+    place = f"{device.name} ({device.arch})"
+    if not any(row.supports(operation, dtype, device) for row in rows):
+        if family:
+            return f"{wanted} does not run on {place}: it needs {rows[0].gpus}"
+        here = dict.fromkeys(d for row in FAMILIES for d in row.dtypes if row.supports(operation, d, device))
+        others = " or ".join(here) or "none"
+        return f"no kernel takes {dtype} on {place}: that needs {rows[-1].gpus}; here there is {others}"
+    has_it = "does not have it" if family else "has it"
+    missing = f"{', '.join(needs)}: {wanted} for {operation} with {dtype} on {place} {has_it}"
+    return f"{missing}; NumPy arrays can have all features"
 
 
 def requested_tile(operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig | None:
@@ -210,5 +225,6 @@ def choose_tile(
             return row.tile
     raise UnsupportedProblemError(
         f"no default tile of {operation} ({family}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-        f"{device.name}; pass config= with one of fa2cupy.legal_configs"
+        f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= takes "
+        "any of fa2cupy.legal_configs"
     )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .arguments import array_backend
-from .features import ARRAY_FEATURES, FeatureOptions, Features
+from .arguments import array_backend, check_bool
+from .features import ARRAY_FEATURES, OFFSETS, Features
 
 if TYPE_CHECKING:
     from .problem import AttentionProblem
@@ -38,12 +36,8 @@ def check_features(problem: AttentionProblem, q, options: Mapping[str, object]) 
     Raises
     ------
     TypeError, ValueError
-        An unknown keyword, or a value that does not fit.
+        A value that does not fit.
     """
-    for name in options:
-        if name not in FeatureOptions.__annotations__:
-            known = ", ".join(FeatureOptions.__annotations__)
-            raise TypeError(f"unexpected keyword argument {name!r}; the features are {known}")
     arrays = feature_arrays(options)
     array_backend({"q": q}, arrays)
     packed = _packed(problem, options, arrays)
@@ -77,8 +71,7 @@ def extra_gradients(options: Mapping[str, object], return_dbias: bool, return_ds
     """The gradients that `backward` gives besides dq, dk and dv: by name, the array that each is like."""
     like = {}
     for name, source, wanted in (("dbias", "bias", return_dbias), ("dsink", "sink", return_dsink)):
-        if not isinstance(wanted, bool | np.bool_):
-            raise TypeError(f"return_{name}: expected a bool, got {type(wanted).__name__}")
+        check_bool(f"return_{name}", wanted)
         if wanted and options.get(source) is None:
             raise ValueError(f"return_{name}: there is no {source}")
         if wanted:
@@ -181,7 +174,22 @@ def _check_dtype(name: str, array, problem: AttentionProblem) -> None:
         "cu_seqlens_k": ("int32",),
     }.get(name, ("bool",))
     if array.dtype.name not in wanted:
-        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}, got {array.dtype}")
+        hint = _conversion(name, array, wanted)
+        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}, got {array.dtype}{hint}")
+
+
+def _conversion(name: str, array, wanted: Iterable[str]) -> str:
+    """What to write instead."""
+    if name in OFFSETS and array.dtype.kind in "iu":
+        return f'; write {name}.astype("int32") or cumsum(..., dtype="int32"), or make them with fa2cupy.cu_seqlens'
+    if name == "mask":
+        return "; write mask != 0 where ones are visible keys, or bias=mask where numbers are to be added to the scores"
+    if name == "key_padding_mask":
+        return "; write key_padding_mask != 0 where ones are visible keys"
+    if name == "bias" and array.dtype.kind == "b":
+        return "; write mask=bias where True is a visible key"
+    *_, widest = wanted
+    return f'; write {name}.astype("{widest}")'
 
 
 def _check_shape(name: str, array, wanted: tuple[tuple[int, ...], ...]) -> None:

@@ -19,6 +19,7 @@ How a feature is added
 ----------------------
 1. A keyword in `FeatureOptions` and its check in ``feature_checks.py``, whose result is a field of `Features` or a
    name in `Features.arrays`. The public functions, the references and `fa2cupy.testing` hand keywords through and stay.
+   Its name in ``choices.py`` and an example of it in ``call_specs.py``, so that its kernels can be compiled ahead.
 2. A row in `KERNEL_NEEDS`: the flag that the compiler must know (``spec.py`` puts it into the key and ``spec.cuh.j2``
    into `Spec`), the arrays and numbers that only the launch knows (``params.py`` appends them to the record, and a
    kernel without the flag keeps its record, and so its cubin, as it is).

@@ -16,7 +16,7 @@ from . import tma
 from .arguments import check_outputs, unpack_out
 from .device import DeviceInfo
 from .device_memory import temporaries
-from .errors import UnsupportedProblemError
+from .errors import INSTALL_CUDA, UnsupportedProblemError
 from .families import OPERATIONS_OF, Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
@@ -241,7 +241,7 @@ def _usable_family(
         return family
     if not tma.is_available():
         if family == "sm90":
-            raise UnsupportedProblemError("family 'sm90' needs cuda-bindings: pip install 'fa2cupy[cuda12]'")
+            raise UnsupportedProblemError(f"family 'sm90' needs cuda-bindings: {INSTALL_CUDA}")
         return "sm80"
     if family is None and any(why_not_sm90(operation, problem, strides) for operation in operations):
         return "sm80"

@@ -11,7 +11,7 @@ from . import tma
 from .cache import cached_kernel
 from .compiler import CompiledKernel
 from .counters import tile_counters
-from .errors import KernelLaunchError
+from .errors import INSTALL_CUDA, KernelLaunchError
 from .locks import new_lock
 from .params import TILE_COUNTER
 from .plan import Plan, Stage
@@ -62,8 +62,8 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
     compiler = ".".join(map(str, nvrtc_version()))
     return (
         f"the driver (for CUDA {driver // 1000}.{driver % 1000 // 10}) does not load {spec}, compiled by NVRTC {compiler}: "
-        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA version "
-        "(pip install 'fa2cupy[cuda12]')"
+        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA: "
+        f"{INSTALL_CUDA}"
     )
 
 

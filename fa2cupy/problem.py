@@ -6,12 +6,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from .arguments import check_array
+from .arguments import array_backend, check_array, check_bool
 from .errors import UnsupportedProblemError
 from .feature_checks import check_features, finite_number
 from .features import NO_FEATURES, Features
+from .keywords import check_keywords
 
 __all__ = ["MAX_HEAD_DIM", "AttentionProblem"]
 
@@ -68,10 +67,9 @@ class AttentionProblem:
         cls, q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **features: object
     ) -> AttentionProblem:
         """Checks q, k, v, the options and the features (see `FeatureOptions`) against each other."""
-        if layout not in ("bshd", "bhsd"):
-            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-        if not isinstance(causal, bool | np.bool_):
-            raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
+        check_keywords(cls.from_arrays, features)
+        check_bool("causal", causal)
+        array_backend({"q": q, "k": k, "v": v})
         batch, seqlen_q, num_heads, head_dim = cls._sizes("q", q, layout)
         for name, array in (("k", k), ("v", v)):
             if array.ndim != q.ndim:
@@ -104,8 +102,7 @@ class AttentionProblem:
     @classmethod
     def from_outputs(cls, o, dout, *, layout="bshd") -> AttentionProblem:
         """The query side of a problem alone, which is all that delta needs."""
-        if layout not in ("bshd", "bhsd"):
-            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+        array_backend({"o": o, "do": dout})
         batch, seqlen_q, num_heads, head_dim = cls._sizes("o", o, layout)
         problem = cls(o.dtype.name, batch, seqlen_q, 0, num_heads, num_heads, head_dim, False, 1.0, layout, o.ndim)
         check_array("do", dout, problem.q_shape, o.dtype, "o")
@@ -113,6 +110,8 @@ class AttentionProblem:
 
     @staticmethod
     def _sizes(name: str, array, layout: str) -> tuple[int, int, int, int]:
+        if layout not in ("bshd", "bhsd"):
+            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
         if array.ndim not in (2, 3, 4):
             wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
             raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import check_array
+from .arguments import array_backend, check_array
 from .arrays import device_context
 from .feature_checks import extra_gradients
 from .formulas import Formulas
+from .keywords import check_keywords
 from .problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def forward(
     o : ndarray of float64, shape of q, with the columns of v
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
+    check_keywords(forward, features)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
@@ -102,9 +104,11 @@ def backward(
     dbias, dsink : ndarray of float64, shapes of bias, sink
         Those that were asked for.
     """
+    check_keywords(backward, features)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
+    array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
         check_array(name, array, shape, array.dtype, "q")
     extra = extra_gradients(features, return_dbias, return_dsink)
@@ -136,6 +140,7 @@ def baseline_forward(
     Matrix products, here and in `baseline_backward`, are summed in float32 (float64 for float64 data) and rounded to
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
+    check_keywords(baseline_forward, features)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
@@ -166,6 +171,7 @@ def baseline_backward(
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         Those that were asked for.
     """
+    check_keywords(baseline_backward, features)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
@@ -202,6 +208,7 @@ def gradient_noise(
         ``"dq"`` and ``"dk"``, and ``"dbias"`` and ``"dsink"`` if asked for. In units of the rounding error: to be
         multiplied with the machine epsilon of the sums.
     """
+    check_keywords(gradient_noise, features)
     problem = AttentionProblem.from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )

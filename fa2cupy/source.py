@@ -45,7 +45,7 @@ def kernel_directory() -> Path:
             return directory
     raise FileNotFoundError(
         f"the kernel templates are neither in {package / 'kernels'} nor in {package.parent / 'kernels'}; "
-        "reinstall fa2cupy (pip install --force-reinstall fa2cupy)"
+        "reinstall fa2cupy (in its checkout, pip install --force-reinstall --no-deps .)"
     )
 
 

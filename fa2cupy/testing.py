@@ -18,6 +18,7 @@ have the features of the call. Where terms cancel, delta, dq, dk, dbias and dsin
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +26,13 @@ import numpy as np
 from . import reference
 from .arrays import array_module, device_context
 from .comparison import Comparison, assert_within_baseline, largest
+from .keywords import check_keywords
 from .problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from .features import FeatureOptions
 
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
 
@@ -40,8 +47,8 @@ class Expectation:
         Gradient for o; the gradients need it.
     dlse : ndarray, optional
         Gradient for lse.
-    **options
-        causal, softmax_scale, layout and features as for `fa2cupy.forward`.
+    causal, softmax_scale, layout, **features
+        As for `fa2cupy.forward`.
 
     Examples
     --------
@@ -53,7 +60,12 @@ class Expectation:
     True
     """
 
-    def __init__(self, q, k, v, do=None, *, dlse=None, **options):
+    def __init__(
+        self, q, k, v, do=None, *, dlse=None, causal: bool = False, softmax_scale: float | None = None,
+        layout: str = "bshd", **features: Unpack[FeatureOptions],
+    ):  # fmt: skip
+        check_keywords(type(self), features)
+        options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **features}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
         self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}

@@ -112,7 +112,7 @@ def why_illegal(
 
 def fits_blocks(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo) -> bool:
     """Whether the device's shared memory holds as many blocks as the tile counts on."""
-    needed = shared_memory_bytes(operation, family, dtype, head_dim, tile) + 1024  # what the system takes for each block
+    needed = shared_memory_bytes(operation, family, dtype, head_dim, tile) + device.reserved_shared_memory
     return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
 
 

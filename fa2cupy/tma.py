@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import KernelLaunchError
+from .errors import INSTALL_CUDA, KernelLaunchError
 
 __all__ = [
     "TensorLayout", "TensorMaps", "encode", "encode_arguments", "is_available", "packed_layout", "tensor_layout", "tensor_maps",
@@ -91,7 +91,7 @@ def is_available() -> bool:
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"cuda-bindings cannot be used ({error}), so that calls run on the kernels for older GPUs, at about half "
-            "the speed: pip install 'fa2cupy[cuda12]' (or 'fa2cupy[cuda13]' with a driver for CUDA 13)",
+            f"the speed: {INSTALL_CUDA}",
             stacklevel=2,
         )
         return False

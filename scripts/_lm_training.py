@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,9 +215,19 @@ class Training:
         Raises
         ------
         SetupError
-            The checkpoint is of another text.
+            It is no checkpoint, or one of another text.
         """
-        with np.load(path) as saved:
+        try:
+            return cls._load(path, corpus, arrays)
+        except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            raise SetupError(f"{path} is not a checkpoint of train_lm.py, or a damaged one ({error})") from error
+
+    @classmethod
+    def _load(cls, path: Path, corpus: Corpus, arrays: Arrays) -> Training:
+        archive = np.load(path)
+        if isinstance(archive, np.ndarray):
+            raise ValueError("it is a single array")
+        with archive as saved:
             if str(saved["text"]) != corpus.fingerprint:
                 raise SetupError(
                     f"{path} was trained on the standard library of another Python: resume it with that one"

@@ -5,6 +5,7 @@ Importing this module makes ``fa2cupy`` importable in a bare checkout.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import datetime
@@ -35,6 +36,8 @@ from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
 from fa2cupy.errors import KernelCompileError  # noqa: E402
+from fa2cupy.problem import MAX_HEAD_DIM  # noqa: E402
+from fa2cupy.progress import progress  # noqa: E402, F401  (the scripts take it from here)
 from fa2cupy.spec import KernelSpec  # noqa: E402
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
@@ -316,6 +319,34 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object]) -> int:
+    """What ``--plot-only`` does: shows the rows of a CSV that an earlier run has written. Returns the exit status."""
+    try:
+        rows = read_csv(Path(source))
+        if not rows:
+            raise ValueError("it has no rows")
+        show(rows)
+    except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        print(f"--plot-only: {source} cannot be shown as the CSV of an earlier run ({reason})", file=sys.stderr)
+        return 2
+    return 0
+
+
+def positive_int(text: str) -> int:
+    """A number of the command line that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
+    return int(text)
+
+
+def supported_head_dim(text: str) -> int:
+    """A head_dim of the command line."""
+    if positive_int(text) > MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"up to {MAX_HEAD_DIM} is supported, got {text}")
+    return int(text)
+
+
 def format_bytes(count: float) -> str:
     """``1536`` as ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB"):
@@ -323,32 +354,3 @@ def format_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
-
-
-class _Lines:
-    """The part of tqdm's interface that the scripts use, as plain lines."""
-
-    def __init__(self, total: int, desc: str):
-        self._done, self._total, self._desc = 0, total, desc
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        print(f"{self._desc} [{self._done}/{self._total}]", file=sys.stderr, flush=True)
-
-    def write(self, text: str) -> None:
-        print(text, flush=True)
-
-
-def progress(total: int, desc: str):
-    """A progress bar (tqdm if it is installed) with ``update`` and ``write``, to be used in a ``with``."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Lines(total, desc)
-    return tqdm(total=total, desc=desc)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -34,10 +36,10 @@ def bar_panels(
     colors: Mapping[str, str],
     panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]],
 ) -> None:
-    """A grid of panels with grouped bars over the sequence length.
+    """Lines of panels with grouped bars over the sequence length.
 
-    `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The series
-    stand in the order of `colors`.
+    `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The panels
+    of a row stand in the order of the numbers in their column labels, the series in that of `colors`.
     """
 
     def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
@@ -49,7 +51,7 @@ def bar_panels(
 def line_panels(
     path: Path, title: str, unit: str, level: float, panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]]
 ) -> None:
-    """The same grid with a line for each series, and one at `level`, on logarithmic sequence lengths."""
+    """The same panels with a line for each series, and one at `level`, on logarithmic sequence lengths."""
 
     def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
         for name, heights in series.items():
@@ -64,31 +66,52 @@ def line_panels(
 
 
 def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, order: tuple[str, ...] = ()) -> None:
-    rows = list(dict.fromkeys(row for row, _ in panels))
-    columns = list(dict.fromkeys(column for _, column in panels))
-    width, height = 1.0 + 3.3 * len(columns), 1.2 + 2.3 * len(rows)
+    lines = _lines_of(panels)
+    width, height = 1.0 + 3.3 * max(map(len, lines)), 1.2 + 2.3 * len(lines)
     figure = _new_figure(width, height)
-    axes = figure.subplots(len(rows), len(columns), sharey="row", squeeze=False)
     figure.suptitle(title, fontsize=13)
-    for row, axes_of_row in zip(rows, axes, strict=True):
-        present = [column for column in columns if (row, column) in panels]
-        for column, axis in zip(columns, axes_of_row, strict=True):
-            if column not in present:
-                axis.set_axis_off()
-                continue
+    parts = math.lcm(*map(len, lines))
+    grid = figure.add_gridspec(len(lines), parts)
+    first_of_row = {}
+    for place, line in enumerate(lines):
+        step = parts // len(line)  # a line with fewer panels than others has wider ones
+        for number, (row, column) in enumerate(line):
+            first = first_of_row.get(row)
+            axis = figure.add_subplot(grid[place, number * step : (number + 1) * step], sharey=first)
             draw(axis, panels[row, column])
             axis.set_title(f"{column}, {row}", fontsize=10)
-            if column == present[0]:
+            axis.tick_params(labelleft=first is None)
+            if first is None:
                 axis.set_ylabel(unit)
-                axis.tick_params(labelleft=True)
+                first_of_row[row] = axis
     handles = {}
-    for axis in axes.flat:
+    for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     shown = [name for name in order or handles if name in handles]
     per_line = max(1, min(len(shown), int(width / 2)))
     figure.legend([handles[n] for n in shown], shown, loc="outside lower center", ncols=per_line, frameon=False)
     figure.savefig(path, dpi=100)
+
+
+def _lines_of(panels: Mapping[tuple[str, str], object]) -> list[list[tuple[str, str]]]:
+    """The panels line by line: those of a row, or of several that together are not longer than the longest."""
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for row, column in sorted(panels, key=lambda key: _by_number(key[1])):
+        rows.setdefault(row, []).append((row, column))
+    most = max(map(len, rows.values()))
+    lines: list[list[tuple[str, str]]] = []
+    for keys in (rows[row] for row in dict.fromkeys(row for row, _ in panels)):
+        if lines and len(lines[-1]) + len(keys) <= most:
+            lines[-1] += keys
+        else:
+            lines.append(keys)
+    return lines
+
+
+def _by_number(label: str) -> list[tuple[int, str]]:
+    """Sorts ``head_dim 64`` before ``head_dim 128``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", label)]
 
 
 def _grouped_bars(axis, colors: Mapping[str, str], series: Mapping[str, Mapping[int, float]]) -> None:

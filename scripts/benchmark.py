@@ -46,11 +46,13 @@ from _measure import (
     find_gpu,
     format_bytes,
     host_microseconds,
+    positive_int,
     progress,
-    read_csv,
     results_folder,
     sets_beyond_cache,
+    show_earlier,
     stamp_of,
+    supported_head_dim,
     time_in_rounds,
     write_csv,
 )
@@ -59,6 +61,8 @@ from _plots import bar_panels, can_plot
 from _startup import COLUMNS as STARTUP_COLUMNS
 from _startup import measure_startup
 from _tables import speed_table
+
+from fa2cupy.cli import run_command
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
@@ -263,12 +267,13 @@ def summary(rows: Iterable[dict[str, object]]) -> list[str]:
 def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
     """forward.png and backward.png from rows, fresh or read from a CSV: a panel for each dtype, mask and head_dim."""
     paths = []
+    folder.mkdir(parents=True, exist_ok=True)
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
         panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
         for row in rows:
             if (row["operation"], row["provider"]) == ("two_pass", "torch cudnn"):
                 continue  # the same call as beside single_pass
-            swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS[row["dtype"]]
+            swept = int(row["batch"]) * int(row["seqlen"]) == TOKENS.get(row["dtype"])
             if row["operation"] in operations and swept and row.get("tflops"):
                 mask = "causal" if int(row["causal"]) else "full"
                 panel = panels.setdefault((f"{row['dtype']} {mask}", f"head_dim {row['head_dim']}"), {})
@@ -278,6 +283,13 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
             paths.append(folder / f"{name}.png")
             bar_panels(paths[-1], title, "TFLOP/s", COLORS, panels)
     return paths
+
+
+def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
+    """What an earlier run is shown by: the plots, where they can be drawn, and the table of the README."""
+    if can_plot():
+        print(*plot(rows, folder), sep="\n")
+    print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
 
 
 def _series(row: dict[str, object]) -> str:
@@ -295,11 +307,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {', '.join(DTYPES)}")
-    add("--head-dims", nargs="+", type=int, metavar="N", help=f"default: {' '.join(map(str, HEAD_DIMS))}")
+    head_dims = " ".join(map(str, HEAD_DIMS))
+    add("--head-dims", nargs="+", type=supported_head_dim, metavar="N", help=f"default: {head_dims}")
     add(
         "--seqlens",
         nargs="+",
-        type=int,
+        type=positive_int,
         metavar="N",
         help=f"divisors of the tokens; default: {' '.join(map(str, SEQLENS))}",
     )
@@ -312,7 +325,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help=f"of {', '.join(OPERATIONS)}",
     )
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=int, help="default: 7, with --quick 3")
+    add("--rounds", type=positive_int, metavar="N", help="default: 7, with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
         "--plot-only",
@@ -325,7 +338,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         setattr(options, name, getattr(options, name) or value)
     options.rounds = options.rounds or (3 if options.quick else 7)
     options.budget_ms = 10.0 if options.quick else 20.0
-    bad = [s for s in options.seqlens if s < 1 or TOKENS["float16"] % s]
+    bad = [s for s in options.seqlens if TOKENS["float16"] % s]
     if bad:
         parser.error(f"--seqlens: {bad} do not divide {TOKENS['float16']}")
     return options
@@ -365,14 +378,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result was wrong or one of ours failed."""
     options = parse_arguments(arguments)
     if options.plot_only:
-        source = Path(options.plot_only)
-        folder = Path(options.out) if options.out else source.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = read_csv(source)
-        if can_plot():
-            print(*plot(rows, folder), sep="\n")
-        print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
-        return 0
+        folder = Path(options.out) if options.out else Path(options.plot_only).parent
+        return show_earlier(options.plot_only, lambda rows: show(rows, folder))
     gpu = find_gpu()
     if gpu is None:
         return 2
@@ -387,4 +394,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("benchmark.py", main))

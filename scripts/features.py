@@ -45,10 +45,12 @@ from _measure import (
     Gpu,
     Tensors,
     find_gpu,
+    positive_int,
     progress,
     results_folder,
     sets_beyond_cache,
     stamp_of,
+    supported_head_dim,
     taking_turns,
     time_in_rounds,
     write_csv,
@@ -56,6 +58,7 @@ from _measure import (
 from _peers import available_peers
 
 import fa2cupy
+from fa2cupy.cli import run_command
 from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.families import FAMILIES
 
@@ -294,14 +297,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, names, families = parser.add_argument, tuple(FEATURES), (DEFAULT, *[row.name for row in FAMILIES])
     add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--head-dims", nargs="+", type=int, default=HEAD_DIMS, metavar="N")
-    add("--seqlens", nargs="+", type=int, default=SEQLENS, metavar="N", help=f"divisors of {TOKENS}, but for packed")
+    add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
+    divisors = f"divisors of {TOKENS}, but for packed"
+    add("--seqlens", nargs="+", type=positive_int, default=SEQLENS, metavar="N", help=divisors)
     add("--families", nargs="+", choices=families, default=(DEFAULT,), metavar="NAME", help=f"of {', '.join(families)}")
     add("--no-flex", action="store_true", help="without FlexAttention, whose compiler takes most of the time")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=positive_int, default=5, metavar="N")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     options = parser.parse_args(arguments)
-    bad = [seqlen for seqlen in options.seqlens if seqlen < 1 or TOKENS % seqlen]
+    bad = [seqlen for seqlen in options.seqlens if TOKENS % seqlen]
     if bad:
         parser.error(f"--seqlens: {bad} do not divide {TOKENS}")
     return options
@@ -337,4 +341,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("features.py", main))

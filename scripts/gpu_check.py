@@ -16,7 +16,6 @@ import argparse
 import datetime
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -31,12 +30,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from _measure import ROOT, Gpu, results_folder
+from _measure import ROOT, Gpu, find_gpu, positive_int, results_folder
 
 from fa2cupy import info, precompile
-from fa2cupy.cache import cached_kernel
-from fa2cupy.device import DeviceInfo
-from fa2cupy.inspection import default_specs
+from fa2cupy.cli import run_command
 
 STEPS = ("tests", "isolated", "sanitizers", "benchmark")
 # What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the block's
@@ -55,25 +52,27 @@ SANITIZED = ROOT / "tests" / "sanitized_calls.py"
 _CLEAN = re.compile(r"0 (errors|hazards)|not run")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the steps; returns 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="in which the tests run; default: 1")
+    parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="for the tests; default: 1")
     parser.add_argument("--out", help="folder for the results")
     parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.verify:
         return _verify(Path(options.verify))
+    gpu = find_gpu()
+    if gpu is None:
+        return 2
 
     # An empty cache, so that nothing older than this code is run.
     with tempfile.TemporaryDirectory(prefix="fa2cupy-check-") as cache:
         os.environ["FA2CUPY_CACHE_DIR"] = cache
-        return _check(options)
+        return _check(options, gpu)
 
 
-def _check(options: argparse.Namespace) -> int:
-    gpu = Gpu()
+def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     folder = results_folder(gpu.name, options.out)
     versions = info()
     receipt = {
@@ -126,7 +125,11 @@ def code_digest(root: Path) -> str:
 
 
 def _verify(path: Path) -> int:
-    same = json.loads(path.read_text(encoding="utf-8"))["digest"] == code_digest(ROOT)
+    try:
+        same = json.loads(path.read_text(encoding="utf-8"))["digest"] == code_digest(ROOT)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"--verify: {path} is not a receipt ({error})", file=sys.stderr)
+        return 2
     print(f"{path} is about {'this code' if same else 'other code'}")
     return 0 if same else 1
 
@@ -152,13 +155,10 @@ def _run_tests(folder: Path, markers: Sequence[str], processes: int, more: Seque
 
 
 def _compile_ahead() -> None:
-    precompile(dtypes=("float16", "bfloat16"), head_dims=NATIVE_HEAD_DIMS)
-    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111))
-    device = DeviceInfo.current()
-    choices = itertools.product(("float16", "bfloat16"), NATIVE_HEAD_DIMS, (False, True))
-    older = {spec for choice in choices for spec in default_specs(device, *choice, family="sm80")}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(cached_kernel, older))
+    half = {"dtypes": ("float16", "bfloat16"), "head_dims": NATIVE_HEAD_DIMS, "progress": True}
+    precompile(**half)
+    precompile(**half, family="sm80")  # which Hopper falls back to
+    precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111), progress=True)
 
 
 def _run_sanitizers(folder: Path) -> dict[str, str]:
@@ -208,4 +208,4 @@ def _passed(receipt: dict) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("gpu_check.py", main))

@@ -27,17 +27,20 @@ from _measure import (
     Gpu,
     Problem,
     find_gpu,
+    positive_int,
     progress,
-    read_csv,
     results_folder,
     sets_beyond_cache,
+    show_earlier,
     stamp_of,
+    supported_head_dim,
     time_in_rounds,
     write_csv,
 )
 from _peers import Fa2cupy
 from _plots import can_plot, line_panels
 
+from fa2cupy.cli import run_command
 from fa2cupy.families import choose_family, choose_method
 from fa2cupy.problem import AttentionProblem
 
@@ -105,16 +108,14 @@ def plot(rows: Sequence[dict[str, object]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a gradient was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS, metavar="N")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="N", help="batch * seqlen")
+    parser.add_argument("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
+    parser.add_argument("--tokens", nargs="+", type=positive_int, default=TOKENS, metavar="N", help="batch * seqlen")
     parser.add_argument("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     parser.add_argument("--plot-only", metavar="CSV", help="draw the plot of an earlier run; needs no GPU")
     options = parser.parse_args(arguments)
     if options.plot_only:
-        source = Path(options.plot_only)
-        if can_plot():
-            plot(read_csv(source), source.with_suffix(".png"))
-        return 0
+        path = Path(options.plot_only).with_suffix(".png")
+        return show_earlier(options.plot_only, lambda rows: plot(rows, path) if can_plot() else None)
     gpu = find_gpu()
     if gpu is None:
         return 2
@@ -140,4 +141,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("methods.py", main))

@@ -33,17 +33,20 @@ from _measure import (
     Problem,
     format_bytes,
     milliseconds,
+    positive_int,
     progress,
     results_folder,
     rotating,
     sets_beyond_cache,
+    supported_head_dim,
     time_in_rounds,
     write_csv,
 )
 from _plots import can_plot, heat_map
 
 import fa2cupy
-from fa2cupy import legal_configs
+from fa2cupy import UnsupportedProblemError, legal_configs
+from fa2cupy.cli import run_command
 from fa2cupy.device import DeviceInfo
 from fa2cupy.families import choose_family
 from fa2cupy.launch import bind_plan
@@ -271,17 +274,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("--operation", choices=OPERATIONS, required=True)
     add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16")
-    add("--head-dim", type=int, default=128, metavar="N")
-    add("--seqlen", type=int, default=4096, metavar="N")
+    add("--head-dim", type=supported_head_dim, default=128, metavar="N")
+    add("--seqlen", type=positive_int, default=4096, metavar="N")
     add("--causal", action="store_true")
     add("--family", metavar="NAME", help="kernel family; default: what the device and dtype call for")
     add("--arch", metavar="NAME", help="compile for an architecture such as sm_86, and time nothing")
     for option, name in FILTERS.items():
         add(option, dest=name, nargs="+", type=int, metavar="N", help=f"only these {name}")
     add("--all", action="store_true", help="also tiles that cannot be good: too few blocks or warps fit")
-    add("--max-configs", type=int, metavar="N", help="at most so many, evenly spread")
-    add("--jobs", type=int, default=max(2, os.cpu_count() or 2), metavar="N", help="compilers at a time")
-    add("--rounds", type=int, default=3, metavar="N", help=f"timing rounds of the {FINALISTS} best")
+    add("--max-configs", type=positive_int, metavar="N", help="at most so many, evenly spread")
+    add("--jobs", type=positive_int, default=max(2, os.cpu_count() or 2), metavar="N", help="compilers at a time")
+    add("--rounds", type=positive_int, default=3, metavar="N", help=f"timing rounds of the {FINALISTS} best")
     add("--save", action="store_true", help="write the winner to the user's tuning file")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu or arch>")
     options = parser.parse_args(arguments)
@@ -303,8 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-    device = gpu.info if gpu else DeviceInfo.named(options.arch)
-    specs = choose_specs(options, device)
+    try:
+        device = gpu.info if gpu else DeviceInfo.named(options.arch)
+        specs = choose_specs(options, device)
+    except (ValueError, UnsupportedProblemError) as error:  # no such architecture or family, or no kernel for the dtype
+        print(f"sweep.py: {error}", file=sys.stderr)
+        return 2
     if not specs:
         print("no legal tile is left; loosen the filters or pass --all", file=sys.stderr)
         return 1
@@ -339,4 +346,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("sweep.py", main))

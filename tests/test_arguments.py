@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy import TileConfig, UnsupportedProblemError
+from fa2cupy import TileConfig, UnsupportedProblemError, reference
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 6, "seqlen_k": 9, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8}
@@ -126,6 +126,19 @@ def test_other_kinds_of_objects(operation, other, hint):
 
 
 @pytest.mark.parametrize("operation", ["forward", "delta", "backward"])
+def test_arrays_with_a_mask_of_their_own(operation):
+    """The mask would be dropped without a word."""
+    tensors = arguments()
+    for name in READS[operation]:
+        masked = np.ma.masked_greater(tensors[name], 1.0)
+        match = f"^{name}: expected an array without a mask of its own, got a numpy.ma.MaskedArray; .* mask= or key_pad"
+        assert_refused(operation, TypeError, match, **{name: masked})
+        if operation != "delta":
+            with pytest.raises(TypeError, match=match):
+                getattr(reference, operation)(*[(tensors | {name: masked})[n] for n in READS[operation]])
+
+
+@pytest.mark.parametrize("operation", ["forward", "delta", "backward"])
 def test_none_for_an_array_that_is_needed(operation):
     for name in READS[operation]:
         assert_refused(operation, TypeError, f"^{name}: expected a numpy.ndarray or cupy.ndarray", **{name: None})
@@ -150,7 +163,8 @@ def test_arrays_of_both_modules():
 
 
 OPTIONS = {
-    "causal number": ({"causal": 1}, TypeError, "^causal: expected a bool, got int"),
+    "causal number": ({"causal": 1}, TypeError, "^causal: expected a bool, got int; write causal=True$"),
+    "causal zero": ({"causal": 0}, TypeError, "^causal: expected a bool, got int; write causal=False$"),
     "causal None": ({"causal": None}, TypeError, "^causal: expected a bool, got NoneType"),
     "scale nan": ({"softmax_scale": float("nan")}, ValueError, "^softmax_scale: expected a finite number, got nan"),
     "scale inf": ({"softmax_scale": -np.inf}, ValueError, "^softmax_scale: expected a finite number, got -inf"),
@@ -175,7 +189,7 @@ BACKWARD_OPTIONS = {
     "method name": ({"method": "fast"}, ValueError, "^method: expected None, 'single_pass' or 'two_pass', got 'fast'"),
     "method empty": ({"method": ""}, ValueError, "^method: expected None, 'single_pass' or 'two_pass', got ''"),
     "method type": ({"method": ["two_pass"]}, ValueError, "^method: expected None, 'single_pass' or 'two_pass'"),
-    "deterministic": ({"deterministic": 1}, TypeError, "^deterministic: expected a bool, got int"),
+    "deterministic": ({"deterministic": 1}, TypeError, "^deterministic: .*, got int; write deterministic=True"),
     "deterministic None": ({"deterministic": None}, TypeError, "^deterministic: expected a bool, got NoneType"),
     "delta shape": ({"delta": zeros(2, 4, 5)}, ValueError, r"^delta: expected shape \(2, 4, 6\) .* got \(2, 4, 5\)"),
     "delta dtype": ({"delta": zeros(2, 4, 6, dtype="float16")}, TypeError, "^delta: expected dtype float32 to match q"),
@@ -237,6 +251,7 @@ WRONG_OUTPUTS = {
         ValueError,
         "elements share memory",
     ),
+    "masked": (np.ma.masked_array, TypeError, "expected an array without a mask of its own"),
     "list": (lambda a: a.tolist(), TypeError, "expected a numpy.ndarray or cupy.ndarray, got builtins.list"),
     "dlpack": (lambda a: OnlyDlpack(), TypeError, "expected a numpy.ndarray or cupy.ndarray, got .*OnlyDlpack"),
 }

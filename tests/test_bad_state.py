@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fa2cupy.errors import KernelCompileError, KernelLaunchError
 from fa2cupy.source import kernel_directory, render_kernel
 from fa2cupy.spec import KernelSpec
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
 # Puts a stand-in before the real CuPy: none at all, or one that does not import.
@@ -66,13 +68,20 @@ def test_without_cupy_compiling_says_what_to_install(run_python):
     message = run_python(WITHOUT_CUPY + PRECOMPILE).stdout
     assert "CuPy" in message
     assert "not installed" in message
-    assert "pip install 'fa2cupy[cuda12]'" in message
+    assert "pip install '.[cuda12]'" in message
 
 
 def test_a_cupy_that_does_not_import_is_not_called_missing(run_python):
     message = run_python(BROKEN_CUPY + PRECOMPILE).stdout
     assert "libcudart.so.12: cannot open shared object file" in message
     assert "not installed" not in message
+
+
+@pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="not in a checkout")
+def test_nobody_is_told_to_install_from_an_index_that_does_not_have_the_package():
+    files = [path for folder in ("fa2cupy", "scripts", "tests") for path in (CHECKOUT / folder).rglob("*.py")]
+    files = [CHECKOUT / "README.md", *(path for path in files if path != Path(__file__))]
+    assert not [path for path in files if re.search(r"pip install[^\n&]*\bfa2cupy\b", path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("state", (WITHOUT_CUPY, BROKEN_CUPY), ids=("missing", "broken"))
@@ -102,6 +111,20 @@ def test_without_nvrtc_compiling_says_what_to_install(nvrtc, isolated_cache, mon
     assert "pip install" in fa2cupy.info()["nvrtc"]
 
 
+def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, isolated_cache, monkeypatch):
+    import cupy
+
+    def missing():
+        raise RuntimeError('CuPy failed to load libnvrtc.so.12')
+
+    monkeypatch.setattr(nvrtc, "getVersion", missing)
+    monkeypatch.setattr(cupy, "__version__", "13.6.0")
+    with pytest.raises(KernelCompileError, match=r"this is CuPy 13\.6\.0; fa2cupy needs CuPy 14 .*bfloat16") as caught:
+        fa2cupy.precompile(["sm_80"])
+    assert "pip install '.[cuda12]'" in str(caught.value)
+    assert "nvidia-cuda-nvrtc" not in str(caught.value), "which CuPy 13 does not look for"
+
+
 def test_an_nvrtc_that_compiles_nothing_says_why(nvrtc, isolated_cache, monkeypatch):
     # As with a wheel that lacks its second library.
     def refuse(*_):
@@ -124,7 +147,13 @@ def test_a_home_folder_that_cannot_be_made_is_not_called_a_missing_nvrtc(run_pyt
 
 def test_an_nvrtc_too_old_for_the_architecture_says_so(nvrtc, monkeypatch):
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [70, 75])
-    with pytest.raises(KernelCompileError, match=r"cannot compile for sm_80.*pip install"):
+    with pytest.raises(KernelCompileError, match=r"for sm_80: it is too old: .*pip install -U '\.\[cuda12\]'"):
+        compile_source(render_kernel(SPEC))
+
+
+def test_an_nvrtc_too_new_for_the_architecture_says_so(nvrtc, monkeypatch):
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [90, 100])
+    with pytest.raises(KernelCompileError, match=r"for sm_80: CUDA 12 is the last .*cupy-cuda13x.*'\.\[cuda12\]'"):
         compile_source(render_kernel(SPEC))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 KERNELS = CHECKOUT / "kernels"
+FOLDERS = ("fa2cupy", "kernels", "scripts", "tests")
 
 pytestmark = pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="not in a checkout")
 
@@ -33,8 +34,10 @@ def has_setuptools() -> bool:
 def source_tree(tmp_path_factory):
     """A copy of the checkout, because a build leaves files in its tree and would take up those of an earlier one."""
     tree = tmp_path_factory.mktemp("source")
-    for name in ("fa2cupy", "kernels"):
+    for name in FOLDERS:
         shutil.copytree(CHECKOUT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "tests" / "__pycache__").mkdir()
+    (tree / "tests" / "__pycache__" / "left_over.pyc").touch()
     for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
         if (CHECKOUT / name).exists():
             shutil.copy(CHECKOUT / name, tree)
@@ -99,17 +102,33 @@ def test_wheel_has_the_package_every_template_and_the_license_and_nothing_else(w
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_sdist_has_the_same_files(source_tree, tmp_path):
+@pytest.fixture(scope="module")
+def unpacked_sdist(source_tree, tmp_path_factory):
     pytest.importorskip("setuptools")
-    script = f"import setuptools.build_meta as build; print(build.build_sdist({str(tmp_path)!r}))"
+    folder = tmp_path_factory.mktemp("sdist")
+    script = f"import setuptools.build_meta as build; print(build.build_sdist({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", script], cwd=source_tree, check=True, capture_output=True)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    shutil.unpack_archive(sdist, tmp_path / "unpacked")
-    (root,) = (tmp_path / "unpacked").iterdir()
-    for name in ("fa2cupy", "kernels"):
-        assert files_of(root / name) == files_of(CHECKOUT / name)
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
-        assert (root / name).is_file()
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder / "unpacked")
+    (root,) = (folder / "unpacked").iterdir()
+    return root
+
+
+def test_sdist_has_the_same_files(unpacked_sdist):
+    for name in FOLDERS:
+        assert files_of(unpacked_sdist / name) == files_of(CHECKOUT / name)
+        assert not list((unpacked_sdist / name).rglob("*.pyc"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+        assert (unpacked_sdist / name).is_file()
+
+
+def test_tests_of_an_sdist_find_what_they_import(unpacked_sdist):
+    names = ("test_scripts.py", "test_train_lm.py", "test_ptxsim_core.py", "test_feature_arguments.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, *(f"tests/{name}" for name in names)], cwd=unpacked_sdist, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
 
 
 def test_requirements_are_those_that_the_readme_promises(requirements):

@@ -27,10 +27,12 @@ import _feature_cases
 import _flex
 import _measure
 import _peers
+import _plots
 import _startup
 import _tables
 import benchmark
 import features
+import gpu_check
 import methods
 import sweep
 from _compile_pool import Report, compile_all
@@ -494,6 +496,84 @@ def test_plot_only(tmp_path, capsys):
         assert str(tmp_path / "plots" / name) in capsys.readouterr().out or name == "backward.png"
 
 
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
+def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypatch):
+    figures = []
+    new_figure = _plots._new_figure
+    monkeypatch.setattr(_plots, "_new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    head_dims = (32, 64, 128, 256, 96)  # as a file may have them, of which only some are there of float32
+    rows = [
+        {
+            "gpu": "Test GPU", "date": "2026-01-01", "dtype": dtype, "head_dim": head_dim, "causal": causal, "batch": 1,
+            "seqlen": benchmark.TOKENS[dtype], "operation": "forward", "provider": "fa2cupy", "tflops": 100.0,
+        }
+        for dtype, present in (("float16", head_dims), ("float32", (128, 64)))
+        for head_dim in present
+        for causal in (0, 1)
+    ]  # fmt: skip
+    benchmark.plot(rows, tmp_path)
+    (figure,) = figures
+    columns = [32, 64, 96, 128, 256]
+    wanted = [f"head_dim {d}, float16 {mask}" for mask in ("full", "causal") for d in columns]
+    wanted += [f"head_dim {d}, float32 {mask}" for mask in ("full", "causal") for d in (64, 128)]
+    assert [axis.get_title() for axis in figure.axes] == wanted
+    assert all(axis.axison and axis.patches for axis in figure.axes)
+    lines = {axis.get_subplotspec().rowspan.start for axis in figure.axes}
+    assert lines == {0, 1, 2}, "both masks of float32 are in one line"
+    assert [axis.get_title() for axis in figure.axes if axis.get_ylabel()] == [wanted[i] for i in (0, 5, 10, 12)]
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
+@pytest.mark.parametrize("script", [benchmark, methods], ids=["benchmark", "methods"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"), ("", "it has no rows"), ("seqlen\n", "it has no rows"), (b"\x89PNG\0", "decode"),
+        ("hello\nworld\n", "it has no '"), ("a" * 200_000, "field larger than field limit"),
+    ],
+    ids=["missing", "empty", "no rows", "picture", "other", "long"],
+)  # fmt: skip
+def test_plot_only_of_something_else_is_a_sentence(script, content, reason, tmp_path, capsys):
+    path = tmp_path / "earlier.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert script.main(["--plot-only", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"--plot-only: {path} cannot be shown as the CSV of an earlier run (")
+    assert reason in told and told.count("\n") == 1
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
+def test_plot_only_of_a_row_that_is_broken_is_a_sentence(tmp_path, capsys):
+    _measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, [{**row, "batch": "x"} for row in made_up_rows()])
+    assert benchmark.main(["--plot-only", str(tmp_path / "benchmark.csv")]) == 2
+    assert "invalid literal for int() with base 10: 'x'" in capsys.readouterr().err
+
+
+def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
+    def no_gpu():
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(_measure, "Gpu", no_gpu)
+    assert gpu_check.main(["--out", str(tmp_path / "results")]) == 2
+    assert capsys.readouterr().err == "this needs a CUDA GPU and CuPy: no driver\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", "# README"])
+def test_gpu_check_verifies_receipts_only(content, tmp_path, capsys):
+    path = tmp_path / "check.json"
+    if content is not None:
+        path.write_text(content)
+    assert gpu_check.main(["--verify", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"--verify: {path} is not a receipt (") and told.count("\n") == 1
+    path.write_text('{"digest": "0"}')
+    assert gpu_check.main(["--verify", str(path)]) == 1
+    assert "is about other code" in capsys.readouterr().out
+
+
 # --- sweep ------------------------------------------------------------------------------------------------------------
 
 
@@ -578,6 +658,52 @@ def test_sweep_without_gpu_or_arch_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(sweep, "Gpu", no_gpu)
     assert sweep.main(["--operation", "forward"]) == 2
     assert "no GPU can be used (no driver); name an architecture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--arch sm_75", "no kernel takes float16 on T4 (sm_75): that needs compute capability 8.0 or newer"),
+        ("--arch sm_86 --family sm90", "family 'sm90' does not run on GeForce RTX 3090 (sm_86)"),
+        ("--arch sm_86 --family sm70", "family: expected one of ['sm90', 'sm80', 'simt'], got 'sm70'"),
+        ("--arch sm_8", "arch: 'sm_8' is not known; known are sm_70, "),
+    ],
+)
+def test_sweep_of_what_there_is_not_is_a_sentence(arguments, text, capsys):
+    assert sweep.main(["--operation", "forward", *arguments.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"sweep.py: {text}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "text"),
+    [
+        (sweep, "--operation forward --head-dim 999", "--head-dim: up to 256 is supported, got 999"),
+        (sweep, "--operation forward --head-dim 0", "--head-dim: expected an int of at least 1, got '0'"),
+        (sweep, "--operation forward --seqlen 0", "--seqlen: expected an int of at least 1, got '0'"),
+        (sweep, "--operation forward --jobs -1", "--jobs: expected"),
+        (methods, "--head-dims 64 300", "--head-dims: up to 256 is supported, got 300"),
+        (methods, "--tokens 0", "--tokens: expected an int of at least 1, got '0'"),
+        (benchmark, "--head-dims 0", "--head-dims: expected an int of at least 1, got '0'"),
+        (benchmark, "--rounds 0", "--rounds: expected an int of at least 1, got '0'"),
+        (features, "--seqlens x", "--seqlens: expected an int of at least 1, got 'x'"),
+        (gpu_check, "--processes 0", "--processes: expected an int of at least 1, got '0'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_name(script, arguments, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments.split())
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@needs_cupy
+def test_sweep_for_turing(tmp_path, capsys):
+    arguments = "--arch sm_75 --operation forward --dtype float32 --head-dim 32 --b-r 32 --b-c 32 --warps 8 --blocks 1"
+    assert sweep.main([*arguments.split(), "--jobs", "1", "--out", str(tmp_path)]) == 0
+    (row,) = _measure.read_csv(tmp_path / "sweep-forward-float32-d32-s4096.csv")
+    assert (row["arch"], row["family"], row["status"]) == ("sm_75", "simt", "compiled")
+    assert "on T4 (sm_75)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("operation", sweep.METHODS)

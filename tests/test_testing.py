@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy import api, closure, inspection, reference, testing, tiles
+from fa2cupy import ahead, api, closure, inspection, lengths, reference, testing, tiles
 from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -213,7 +213,9 @@ def test_inputs_are_reproducible_and_as_asked():
     assert make_inputs(seqlen_q=1000, magnitude=8)[0].std() == pytest.approx(8, rel=0.05)
 
 
-@pytest.mark.parametrize("module", [testing, api, closure, inspection, tiles], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [testing, api, ahead, closure, inspection, lengths, tiles], ids=lambda module: module.__name__
+)
 def test_docstring_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

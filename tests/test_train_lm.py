@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,30 @@ def test_a_checkpoint_of_another_text_is_refused(corpus, tmp_path):
         Training.load(tmp_path / "other.npz", changed, NumpyArrays())
 
 
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", "array", "archive", "shapes", "settings", "cut"])
+def test_junk_is_no_checkpoint(content, corpus, short_corpus, tmp_path, capsys):
+    path = tmp_path / "junk.npz"
+    train(SMALL, corpus, 1).save(path)
+    with np.load(path) as saved:
+        good = dict(saved)
+    if content == "array":
+        with path.open("wb") as file:
+            np.save(file, np.arange(3))
+    elif content == "archive":
+        np.savez(path, hello=1)
+    elif content == "shapes":
+        np.savez(path, **{**good, "weights": good["weights"][:-1]})
+    elif content == "settings":
+        np.savez(path, **{**good, "settings": '{"layers": 1, "hello": 2}'})
+    else:
+        path.write_bytes(path.read_bytes()[:-200] if content == "cut" else content)
+    assert train_lm.main(["--device", "cpu", "--resume", str(path)]) == 2
+    tracemalloc.stop()  # which counts the memory of a first step that did not come
+    told = capsys.readouterr().err
+    assert told.startswith(f"train_lm.py: {path} is not a checkpoint of train_lm.py, or a damaged one (")
+    assert told.count("\n") == 1
+
+
 def test_a_loss_that_is_no_number_ends_the_training(corpus):
     training = Training(SMALL, corpus, NumpyArrays())
     training.parameters.flat[:] = np.nan
@@ -202,7 +228,7 @@ def test_without_matplotlib_there_is_still_a_csv(short_corpus, tmp_path, capsys,
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     assert train_lm.main([*SIZES, "--steps", "2", "--out", str(tmp_path)]) == 0
-    assert "pip install 'fa2cupy[bench]'" in capsys.readouterr().out
+    assert "pip install matplotlib" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-fused.csv", "tiny-fused.npz"]
 
 
@@ -254,9 +280,26 @@ def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
     assert "width must be a multiple of twice the heads (8), got 30" in capsys.readouterr().err
 
 
+def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
+    """Numbers that NumPy's BLAS reads when it is loaded, and that a test can only see from within the process."""
+    spy = "import os, sys, numpy; print(os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
+    (tmp_path / "_lm_arrays.py").write_text(f"{spy}\nraise SystemExit(0)\n")
+    (tmp_path / "train_lm.py").write_text((SCRIPTS / "train_lm.py").read_text())
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    script, imported = [str(tmp_path / "train_lm.py")], ["-c", "import train_lm"]
+    for arguments, own, threads in (
+        (script, {}, "1"), (script, {"OPENBLAS_NUM_THREADS": "3"}, "3"), (script, {"OMP_NUM_THREADS": "2"}, "None"),
+        (imported, {}, "None"),
+    ):  # fmt: skip
+        environment = {**clean, **own, "PYTHONPATH": str(tmp_path)}
+        run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True)
+        assert run.stderr == f"{threads}\n"
+
+
 def test_runs_from_another_folder_as_a_script(tmp_path):
     command = [sys.executable, str(SCRIPTS / "train_lm.py"), *SIZES, "--steps", "1"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(fa2cupy.__file__).resolve().parent.parent)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "runs" / "tiny-fused.csv").exists()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import numpy as np
 import pytest
 from feature_cases import METHODS, assert_bits_equal, assert_close, booleans, check, inputs_of, numbers, run
 
 import fa2cupy
 from fa2cupy import TileConfig
+from fa2cupy import lengths as lengths_module
 from fa2cupy.testing import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -200,3 +204,93 @@ def test_the_closure_takes_features():
     results = run((q, k, v, do), **features)
     names = ("dq", "dk", "dv", "dbias", "dsink")
     assert_close({"o": o, **dict(zip(names, backprop(do), strict=True))}, {n: results[n] for n in ("o", *names)}, 0)
+
+
+# -------------------------------------------------------------------------------------------- from lengths to offsets
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5, 0, 17, 4], (5, 0, 17, 4), *(np.array([5, 0, 17, 4], dtype) for dtype in ("int8", "uint64", "int64"))],
+    ids=["list", "tuple", "int8", "uint64", "int64"],
+)
+def test_lengths_become_offsets(lengths):
+    offsets, longest = fa2cupy.cu_seqlens(lengths)
+    assert offsets.dtype == "int32"
+    assert offsets.tolist() == [0, 5, 5, 22, 26]
+    assert longest == 17
+    assert type(longest) is int
+
+
+def test_the_offsets_of_lengths_are_what_calls_take():
+    inputs, offsets = packed()
+    made = [fa2cupy.cu_seqlens(lengths) for lengths in zip(*LENGTHS, strict=True)]
+    longest = {f"max_seqlen_{side}": length for side, (_, length) in zip("qk", made, strict=True)}
+    for own, (made_offsets, _) in zip(offsets.values(), made, strict=True):
+        np.testing.assert_array_equal(made_offsets, own)
+    named = dict(zip(offsets, (made_offsets for made_offsets, _ in made), strict=True))
+    assert_bits_equal(run(inputs, **named, **longest), run(inputs, **offsets))
+
+
+@pytest.mark.parametrize("lengths", [[], np.zeros(0, "int32")], ids=["list", "array"])
+def test_no_lengths_are_no_sequences(lengths):
+    offsets, longest = fa2cupy.cu_seqlens(lengths)
+    assert (offsets.tolist(), offsets.dtype, longest) == ([0], np.dtype("int32"), 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "match"),
+    [
+        ([3, -1], ValueError, "^lengths: expected at least 0, got -1"),
+        ([2**30, 2**30], ValueError, r"^lengths: expected a sum below 2\*\*31, .*, got 2147483648"),
+        (np.full(4, 2**62), ValueError, rf"^lengths: expected a sum below 2\*\*31, .*, got {2**64}"),
+        (np.full(3, 2**63, "uint64"), ValueError, r"^lengths: expected a sum below 2\*\*31"),
+        ([1.0, 2.0], TypeError, "^lengths: expected integers, got dtype float64"),
+        ([True, False], TypeError, "^lengths: expected integers, got dtype bool"),
+        (["1"], TypeError, "^lengths: expected integers, got dtype <U1"),
+        ([[1, 2]], ValueError, r"^lengths: expected shape \(batch,\), got \(1, 2\)"),
+        (5, ValueError, r"^lengths: expected shape \(batch,\), got \(\)"),
+        (np.ma.array([1, 2]), TypeError, "^lengths: expected an array without a mask of its own"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(lengths, error, match):
+    with pytest.raises(error, match=match):
+        fa2cupy.cu_seqlens(lengths)
+
+
+def test_a_sum_that_int32_just_holds_is_one():
+    offsets, longest = fa2cupy.cu_seqlens([2**31 - 2, 1])
+    assert (offsets.tolist(), longest) == ([0, 2**31 - 2, 2**31 - 1], 2**31 - 2)
+
+
+def test_lengths_of_another_module_become_offsets_of_it(monkeypatch):
+    """CuPy's, as far as they can be told without a GPU."""
+
+    class Lengths:
+        device = contextlib.nullcontext()
+
+        def get(self) -> np.ndarray:
+            return np.array([5, 0, 17])
+
+    lengths = Lengths()
+    module = types.SimpleNamespace(asarray=lambda array: (lengths, array))
+    monkeypatch.setattr(lengths_module, "array_module", lambda array: module)
+    (module_of, offsets), longest = fa2cupy.cu_seqlens(lengths)
+    assert module_of is lengths
+    assert (offsets.tolist(), offsets.dtype, longest) == ([0, 5, 5, 22], np.dtype("int32"), 17)
+
+
+@pytest.mark.gpu
+def test_lengths_on_a_gpu_become_offsets_there():
+    import cupy
+
+    offsets, longest = fa2cupy.cu_seqlens(cupy.array([5, 0, 17]))
+    assert isinstance(offsets, cupy.ndarray)
+    assert (offsets.get().tolist(), offsets.dtype, longest) == ([0, 5, 5, 22], np.dtype("int32"), 17)
+
+
+def test_backprop_says_what_it_takes_and_gives():
+    q, k, v, _ = inputs_of("float32")
+    _, backprop = fa2cupy.attention(q, k, v)
+    for part_of_it in ("do : ndarray, shape of o", "dlse : ndarray", "dq, dk, dv : ndarray", "fa2cupy.backward"):
+        assert part_of_it in backprop.__doc__

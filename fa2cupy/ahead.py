@@ -1,0 +1,124 @@
+"""Kernels compiled ahead of the calls that use them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from .arguments import check_bool
+from .cache import cached_kernel
+from .call_specs import default_specs
+from .choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .compiler import CompiledKernel
+from .device import DeviceInfo, current_device
+from .progress import progress as progress_bar
+from .spec import KernelSpec
+from .tiles import TileConfig
+
+__all__ = ["precompile"]
+
+
+def precompile(
+    archs: str | Iterable[str] | None = None,
+    *,
+    dtypes: object | Iterable = ("float16", "bfloat16"),
+    head_dims: int | Iterable[int] = (64, 128),
+    causal: bool | Iterable[bool] = (False, True),
+    methods: str | Iterable[str] = ("single_pass", "two_pass"),
+    features: str | Iterable[str] | Iterable[Iterable[str]] = (),
+    head_dim_v: int | None = None,
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+    jobs: int | None = None,
+    progress: bool = False,
+) -> list[CompiledKernel]:
+    """Compiles the kernels of calls into the disk cache, so that such calls need not wait. Needs no GPU.
+
+    Parameters
+    ----------
+    archs : str or iterable of str, optional
+        Such as ``["sm_80", "sm_90"]``; the current device's by default.
+    dtypes, head_dims, causal, methods : optional
+        The calls: the forward, and the backward by each method, for every combination. Each is one value or several;
+        ``methods=()`` leaves the backward out.
+    features : str, iterable of str, or iterable of those, optional
+        What these calls have besides, by keyword: ``("window", "softcap")`` is a call that has both,
+        ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, one of them without any. Names are those of
+        `forward`, ``"cu_seqlens"`` for packed sequences, and of `backward` ``"dlse"``, ``"return_dbias"`` and
+        ``"return_dsink"``. The values make no difference.
+    head_dim_v : int, optional
+        Columns of v where they are not head_dim.
+    config : TileConfig, or dict of TileConfig by operation, optional
+        Tiles instead of the default ones, as for `forward` and `backward`.
+    family : str, optional
+        As for `forward`.
+    jobs : int, optional
+        Kernels compiled side by side; one per CPU by default.
+    progress : bool, optional
+        Shows a progress bar on stderr.
+
+    Returns
+    -------
+    list of CompiledKernel
+        Each with its registers, spills and compile time.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not of the kinds above, or `config` is not legal.
+    UnsupportedProblemError
+        There is no such architecture, or it has no kernel for a dtype or head_dim.
+    KernelCompileError
+        NVRTC is missing, or refused a kernel.
+    RuntimeError
+        There is no device, and `archs` does not name any.
+
+    Notes
+    -----
+    Kernels do not depend on lengths, numbers of heads or values, so that these serve all such calls but a few: on
+    Hopper, 16-bit calls with a ``softmax_scale`` or strides that are not positive, or without cuda-bindings, take the
+    kernels of ``family="sm80"``. A bias may have either of its dtypes.
+
+    Examples
+    --------
+    >>> from fa2cupy import TileConfig
+    >>> tile = TileConfig(b_r=64, b_c=64, num_warps=4)
+    >>> one = {"dtypes": "float16", "head_dims": 64, "causal": True, "methods": ()}
+    >>> (kernel,) = precompile("sm_80", **one, config=tile)  # doctest: +SKIP
+    >>> kernel.registers, kernel.spill_bytes  # doctest: +SKIP
+    (143, 0)
+    """
+    here = archs is None
+    devices = [current_device("archs='sm_90'")] if here else [DeviceInfo.named(arch) for arch in one_or_many(archs)]
+    dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
+    columns = [0 if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")]
+    head_dims = [max(check_head_dim(head_dim, "head_dims"), *columns) for head_dim in one_or_many(head_dims)]
+    masks, methods = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
+    for masked in masks:
+        check_bool("causal", masked)
+    combinations, jobs = feature_combinations(features), check_jobs(jobs)
+    specs = dict.fromkeys(
+        spec
+        for device, dtype, head_dim, masked, method, names in itertools.product(
+            devices, dtypes, head_dims, masks, methods, combinations
+        )
+        for spec in default_specs(device, dtype, head_dim, masked, method, family, features=names, config=config)
+    )
+    return _compile_all(list(specs), jobs or os.cpu_count(), progress)
+
+
+def _compile_all(specs: list[KernelSpec], jobs: int, progress: bool) -> list[CompiledKernel]:
+    pool = ThreadPoolExecutor(jobs)
+    with progress_bar(len(specs), "compiling") if progress else contextlib.nullcontext() as bar:
+        try:
+            kernels = [pool.submit(cached_kernel, spec) for spec in specs]
+            for kernel in as_completed(kernels):
+                kernel.result()
+                if bar is not None:
+                    bar.update()
+        finally:  # an error or Ctrl-C leaves the rest, and does not wait for what is being compiled
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [kernel.result() for kernel in kernels]

@@ -1,0 +1,67 @@
+"""From the lengths of sequences to the offsets of packed ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arrays import array_module, device_context
+
+__all__ = ["cu_seqlens"]
+
+_LARGEST = 2**31 - 1
+
+
+def cu_seqlens(lengths) -> tuple[object, int]:
+    """The offsets of packed sequences, and the longest length, which `forward` and `backward` take.
+
+    Parameters
+    ----------
+    lengths : sequence of int, or ndarray of an integer dtype, shape (batch,)
+        Rows of each sequence, in the order in which they lie one behind the other.
+
+    Returns
+    -------
+    cu_seqlens : ndarray of int32, shape (batch + 1,)
+        A NumPy array, or a CuPy array on the device of `lengths` where these are one.
+    max_seqlen : int
+        The longest of the lengths; 0 if there are none.
+
+    Raises
+    ------
+    TypeError
+        `lengths` are no integers.
+    ValueError
+        They have not one axis, one is negative, or all together are 2**31 or more.
+
+    Notes
+    -----
+    Lengths on a GPU are read on the host, which waits for them.
+
+    Examples
+    --------
+    >>> offsets, longest = cu_seqlens([3, 0, 5])
+    >>> offsets, longest
+    (array([0, 3, 3, 8], dtype=int32), 5)
+    """
+    if isinstance(lengths, np.ma.MaskedArray):
+        raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
+    xp = array_module(lengths)
+    host = np.asarray(lengths if xp is np else lengths.get())
+    if host.ndim != 1:
+        raise ValueError(f"lengths: expected shape (batch,), got {host.shape}")
+    if host.size == 0:
+        host = host.astype("int64")  # an empty list has no dtype of its own
+    if host.dtype.kind not in "iu":
+        raise TypeError(f"lengths: expected integers, got dtype {host.dtype}")
+    shortest, longest = int(host.min(initial=0)), int(host.max(initial=0))
+    if shortest < 0:
+        raise ValueError(f"lengths: expected at least 0, got {shortest}")
+    total = sum(map(int, host)) if longest > _LARGEST else int(host.sum(dtype="int64"))
+    if total > _LARGEST:
+        raise ValueError(f"lengths: expected a sum below 2**31, which offsets of int32 can hold, got {total}")
+    offsets = np.zeros(len(host) + 1, "int32")
+    np.cumsum(host.astype("int32"), out=offsets[1:])
+    if xp is np:
+        return offsets, longest
+    with device_context(lengths):
+        return xp.asarray(offsets), longest

@@ -1,0 +1,351 @@
+"""Kernels compiled ahead: which calls they are for, what the command line makes of it, and how it ends early."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
+
+import fa2cupy
+from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
+from fa2cupy import progress as progress_module
+from fa2cupy.choices import CALL_FEATURES
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.features import FeatureOptions
+from fa2cupy.spec import KernelSpec
+
+FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2}
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """`precompile` as a set of specs, without compiling them."""
+    monkeypatch.setattr(ahead, "cached_kernel", lambda spec: spec)
+
+    def specs_of(*arguments, **options) -> set[KernelSpec]:
+        specs = fa2cupy.precompile(*arguments, **options)
+        assert len(set(specs)) == len(specs)
+        return set(specs)
+
+    return specs_of
+
+
+# ----------------------------------------------------------------------------------------- what calls with features use
+
+# (device, dtype, family): each family in the dtypes whose kernels differ in more than the type.
+KINDS = (
+    ("sm_90", "float16", None), ("sm_90", "bfloat16", "sm80"), ("sm_86", "bfloat16", None), ("sm_75", "float32", None),
+    ("sm_90", "float64", None),
+)  # fmt: skip
+
+CALLS = (
+    (), *((name,) for name in CALL_FEATURES if not name.startswith("return")), ("bias", "return_dbias"),
+    ("sink", "return_dsink"), ("window", "softcap", "sink", "return_dsink", "cu_seqlens"),
+    ("mask", "dropout_p", "dlse"), ("alibi_slopes", "key_padding_mask", "bias", "return_dbias", "cu_seqlens", "dlse"),
+    CALL_FEATURES,
+)  # fmt: skip
+
+
+def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str) -> tuple[dict, dict]:
+    """Keywords of a forward with these features, and what a backward has besides."""
+    batch, rows, keys, heads, _ = FIXED.values()
+    packed, wide = "cu_seqlens" in names, accumulator(dtype)
+    if packed:  # three sequences in one batch
+        batch, rows, keys = 3, 20, 30
+    options = {
+        "window": {"window": (9, 4)},
+        "softcap": {"softcap": 20.0},
+        "alibi_slopes": {"alibi_slopes": np.linspace(0.02, 0.4, heads).astype(wide)},
+        "bias": {"bias": numbers((heads, 1, keys), bias_dtype)},
+        "mask": {"mask": booleans((batch, 1, rows, keys))},
+        "key_padding_mask": {"key_padding_mask": booleans((batch, keys))},
+        "sink": {"sink": numbers((heads,), wide)},
+        "dropout_p": {"dropout_p": 0.1, "seed": 5},
+        "cu_seqlens": {
+            "cu_seqlens_q": np.array([0, 10, 17, 37], "int32"), "max_seqlen_q": 20,
+            "cu_seqlens_k": np.array([0, 30, 30, 53], "int32"), "max_seqlen_k": 30,
+        },
+    }  # fmt: skip
+    forward = {key: value for name in names for key, value in options.get(name, {}).items()}
+    backward = {name: True for name in names if name.startswith("return_")}
+    if "dlse" in names:
+        shape = (heads, FIXED["seqlen_q"]) if packed else (batch, heads, FIXED["seqlen_q"])
+        backward["dlse"] = numbers(shape, wide)
+    return forward, backward
+
+
+def launched_by(
+    monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
+) -> set[KernelSpec]:
+    """The kernels that calls with these features launch: with both masks, all methods, and a bias of either dtype."""
+    pytest.importorskip("cupy", exc_type=ImportError)
+    import fake_gpu
+
+    from fa2cupy import tma
+
+    arch, dtype, family = kind
+    monkeypatch.setattr(tma, "is_available", lambda: True)
+    specs = set()
+    inputs = inputs_of(dtype, **FIXED, head_dim=head_dim, head_dim_v=head_dim_v)
+    if "cu_seqlens" in names:
+        inputs = tuple(array[0] for array in inputs)
+    q, k, v, do = map(fake_gpu.place, inputs)
+    for bias_dtype, causal in itertools.product({dtype, accumulator(dtype)}, (False, True)):
+        forward, backward = (
+            {key: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+            for options in call_options(names, dtype, bias_dtype)
+        )
+        with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
+            o, lse = fake_gpu.forward(q, k, v, causal=causal, family=family, **forward)
+            for method in (None, *METHODS):
+                options = {**forward, **backward, "method": method}
+                fake_gpu.backward(q, k, v, o, lse, do, causal=causal, family=family, **options)
+        specs |= {stage.spec for stage in launched}
+    return specs
+
+
+@pytest.mark.parametrize("names", CALLS, ids=lambda names: "+".join(names) or "plain")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
+def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_features(listed, monkeypatch, kind, names):
+    arch, dtype, family = kind
+    ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family)
+    assert launched_by(monkeypatch, kind, names, 60, None) == ahead_of_calls
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 40), (40, 60), (60, 64)])
+@pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "sink")], ids=("plain", "more"))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
+def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch, kind, names, head_dim, head_dim_v):
+    arch, dtype, family = kind
+    options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family}
+    assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) == listed(arch, dtypes=dtype, **options)
+
+
+def test_every_feature_of_calls_can_be_compiled_ahead():
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
+    assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_FEATURES)
+
+
+def test_several_combinations_are_several_kinds_of_calls(listed):
+    common = {"dtypes": "float16", "head_dims": 64}
+    plain, both, sink = (listed("sm_80", **common, features=names) for names in ((), ("window", "softcap"), "sink"))
+    assert plain != both != sink != plain
+    assert listed("sm_80", **common, features=[(), ("softcap", "window"), ["sink"]]) == plain | both | sink
+    assert listed("sm_80", **common, features=[]) == listed("sm_80", **common, features=[()]) == plain
+
+
+def test_one_value_is_as_good_as_a_list_of_one(listed):
+    lists = listed(["sm_80"], dtypes=["float16"], head_dims=[64], causal=[True], methods=["two_pass"])
+    assert listed("sm_80", dtypes="float16", head_dims=64, causal=True, methods="two_pass") == lists
+    assert {spec.operation for spec in lists} == {"forward", "delta", "backward_dq", "backward_dkdv"}
+    assert listed("sm_80", dtypes=np.float16, head_dims=np.array([64]), causal=np.True_, methods="two_pass") == lists
+
+
+def test_a_tile_of_ones_own_is_compiled_instead_of_the_default(listed):
+    tile = TileConfig(64, 48, 4)
+    one = {"dtypes": "float16", "head_dims": 64, "causal": True}
+    (spec,) = listed("sm_80", **one, methods=(), config=tile)
+    assert (spec.operation, spec.tile) == ("forward", tile)
+    by_operation = {spec.operation: spec.tile for spec in listed("sm_80", **one, config={"backward_dq": tile})}
+    assert by_operation["backward_dq"] == tile != by_operation["forward"]
+    with pytest.raises(ValueError, match="^config: 64x48, 3 warps, 1 stages is not legal for forward at head_dim 64"):
+        listed("sm_80", **one, methods=(), config=TileConfig(64, 48, 3))
+
+
+WRONG = {
+    "arch unknown": ("sm_8", {}, UnsupportedProblemError, "^arch: 'sm_8' is not known; known are sm_70, "),
+    "arch number": ([80], {}, TypeError, "^arch: expected a str such as 'sm_90', got int"),
+    "arch too old": ("sm_75", {}, UnsupportedProblemError, r"^no kernel takes float16 on T4 \(sm_75\)"),
+    "dtype": ("sm_80", {"dtypes": "fp16"}, ValueError, "^dtype: expected float16, bfloat16, .* or float64, got 'fp16'"),
+    "dtype int8": ("sm_80", {"dtypes": ["int8"]}, UnsupportedProblemError, "^dtype: expected float16, .* got int8"),
+    "head_dim 0": ("sm_80", {"head_dims": 0}, ValueError, "^head_dims: expected at least 1, got 0"),
+    "head_dim 300": ("sm_80", {"head_dims": (64, 300)}, UnsupportedProblemError, "^head_dims: up to 256 is supported"),
+    "head_dim float": ("sm_80", {"head_dims": 64.0}, TypeError, "^head_dims: expected an int, got float"),
+    "head_dim_v": ("sm_80", {"head_dim_v": -1}, ValueError, "^head_dim_v: expected at least 1, got -1"),
+    "causal": ("sm_80", {"causal": [0, 1]}, TypeError, "^causal: expected a bool, got int; write causal=False"),
+    "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass' or .*, got 'onepass'"),
+    "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass' or 'two_pass', got None"),
+    "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
+    "jobs float": ("sm_80", {"jobs": 2.0}, TypeError, "^jobs: expected an int or None, got float"),
+    "feature": ("sm_80", {"features": "dropout"}, ValueError, "^features: expected .* did you mean 'dropout_p'"),
+    "feature dbias": ("sm_80", {"features": ["dbias"]}, ValueError, "got 'dbias'; did you mean 'return_dbias'"),
+    "feature number": ("sm_80", {"features": 3}, TypeError, "^features: expected a str, got int"),
+    "features mixed": ("sm_80", {"features": ["sink", ("mask",)]}, TypeError, "^features: expected names for one call"),
+    "gradient alone": ("sm_80", {"features": "return_dsink"}, ValueError, "^features: 'return_dsink' needs 'sink'"),
+    "family": ("sm_80", {"family": "sm90"}, UnsupportedProblemError, "^family 'sm90' does not run on A100"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_what_cannot_be_compiled_is_refused_before_anything_is(listed, mistake):
+    archs, options, error, match = WRONG[mistake]
+    with pytest.raises(error, match=match) as caught:
+        listed(archs, **options)
+    assert caught.type is error
+
+
+def test_a_kernel_is_printed_without_its_machine_code():
+    kernel = CompiledKernel("fa2_forward", b"\x7fELF" * 10_000, 168, 0, 0, "ptxas info" * 1000, 1.5)
+    assert repr(kernel) == (
+        "CompiledKernel(symbol='fa2_forward', registers=168, spill_bytes=0, stack_bytes=0, seconds=1.5)"
+    )
+
+
+# ----------------------------------------------------------------------------------------------- progress, and its end
+
+
+class CountedBar:
+    """What `progress` gives."""
+
+    def __init__(self, total: int, desc: str):
+        self.total, self.desc, self.done = total, desc, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.closed = True
+
+    def update(self) -> None:
+        self.done += 1
+
+
+def test_progress_is_shown_on_request_only(listed, monkeypatch, capsys):
+    bars = []
+    monkeypatch.setattr(ahead, "progress_bar", lambda *arguments: bars.append(CountedBar(*arguments)) or bars[-1])
+    one = {"dtypes": "float16", "head_dims": 64}
+    specs = listed("sm_80", **one)
+    assert not bars
+    assert listed("sm_80", **one, progress=True) == specs
+    assert (bars[0].total, bars[0].done, bars[0].closed) == (len(specs), len(specs), True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_where_there_is_no_terminal_progress_is_lines(capsys):
+    with progress_module.progress(2, "compiling") as bar:
+        bar.update()
+        bar.update()
+    assert capsys.readouterr().err == "compiling [1/2]\ncompiling [2/2]\n"
+
+
+def test_an_error_ends_the_work_that_has_not_begun(monkeypatch):
+    begun = []
+
+    def fail(spec):
+        begun.append(spec)
+        time.sleep(0.01)
+        raise fa2cupy.KernelCompileError("NVRTC refused it")
+
+    monkeypatch.setattr(ahead, "cached_kernel", fail)
+    with pytest.raises(fa2cupy.KernelCompileError, match="NVRTC refused it"):
+        fa2cupy.precompile(["sm_80", "sm_86"], jobs=1)
+    assert len(begun) < 40, "of 80"
+
+
+def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
+    def interrupt(futures: list[Future]):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "as_completed", interrupt)
+    monkeypatch.setattr(ahead, "cached_kernel", lambda spec: spec)
+    assert cli.main(["precompile", "sm_80"]) == 130
+    told = capsys.readouterr()
+    assert told.err.startswith("fa2cupy: interrupted; what is compiled so far is kept in ")
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, fa2cupy.KernelCompileError])
+def test_scripts_keep_the_tracebacks_of_what_should_not_happen(error, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def fail():
+        raise error("unforeseen")
+
+    assert cli.run_command("sweep.py", interrupt) == 130
+    assert capsys.readouterr().err == "sweep.py: interrupted\n"
+    with pytest.raises(error, match="unforeseen"):
+        cli.run_command("sweep.py", fail)
+    assert cli.run_command("sweep.py", lambda: 3) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_in_a_process(tmp_path):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    command = [sys.executable, "-m", "fa2cupy", "precompile", "sm_80", "--jobs", "1"]
+    environment = {**os.environ, "FA2CUPY_CACHE_DIR": str(tmp_path)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr.readline() == "compiling [1/40]\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert err.endswith(f"fa2cupy: interrupted; what is compiled so far is kept in {tmp_path}\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+def test_a_reader_that_has_seen_enough_gets_no_traceback(run_python):
+    script = """
+import subprocess, sys
+command = [sys.executable, "-u", "-m", "fa2cupy", "info"]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+process.stdout.close()
+print(process.stderr.read(), process.wait())
+"""
+    assert run_python(script).stdout == "b'' 141\n"
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fa2cupy {fa2cupy.__version__}\n"
+
+
+def command_line(monkeypatch, arguments: str) -> dict:
+    """What the command line asks `precompile` for."""
+    asked = {}
+    monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.update(archs=archs, **options) or [])
+    assert cli.main(["precompile", *arguments.split()]) == 0
+    return asked
+
+
+def test_options_of_the_command_line(monkeypatch):
+    assert command_line(monkeypatch, "")["archs"] is None
+    asked = command_line(monkeypatch, "sm_80 sm_90 --dtypes float32 --head-dims 64 96 --head-dim-v 32 --jobs 3")
+    assert asked == {
+        "archs": ["sm_80", "sm_90"], "dtypes": ["float32"], "head_dims": [64, 96], "head_dim_v": 32, "features": (),
+        "jobs": 3, "progress": True,
+    }  # fmt: skip
+    asked = command_line(monkeypatch, "sm_80 --features window softcap --features --features sink")
+    assert asked["features"] == [["window", "softcap"], [], ["sink"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        ("sm_80 --head-dims 0", 2, "head_dims: expected at least 1, got 0"),
+        ("sm_80 --jobs -1", 2, "jobs: expected at least 1"),
+        ("sm_80 --features dropout", 2, "did you mean 'dropout_p'"),
+        ("sm_75", 1, "no kernel takes float16 on T4 (sm_75)"),
+        ("sm_8", 1, "arch: 'sm_8' is not known"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(arguments, status, text, capsys):
+    assert cli.main(["precompile", *arguments.split()]) == status
+    told = capsys.readouterr().err
+    assert told.startswith("fa2cupy: ")
+    assert told.count("\n") == 1
+    assert text in told

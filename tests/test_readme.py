@@ -1,0 +1,74 @@
+"""What the README shows works: its Python runs, on NumPy and small arrays, and the files that it names exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_keywords import FUNCTIONS
+
+import fa2cupy
+from fa2cupy import ahead, cli
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.features import FeatureOptions
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+README = CHECKOUT / "README.md"
+
+pytestmark = pytest.mark.skipif(not README.is_file(), reason="not in a checkout")
+
+
+def test_its_python_runs(monkeypatch):
+    compiled = []
+    kernel = CompiledKernel("fa2_forward", b"", 168, 0, 0, "", 1.0)
+    monkeypatch.setattr(ahead, "cached_kernel", lambda spec: compiled.append(spec) or kernel)
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    text = "\n".join(blocks)
+    for shown, small in (
+        ("import cupy,", "import numpy as cupy,"), ("(3, 4, 2048, 16, 128)", "(3, 2, 40, 4, 16)"),
+        ("[700, 120, 1228]", "[7, 12, 21]"),
+    ):  # fmt: skip
+        assert text.count(shown) == 1
+        text = text.replace(shown, small)
+    names: dict = {}
+    exec(compile(text, str(README), "exec"), names)
+    assert len(blocks) == 4
+    assert np.isfinite(names["dq"].astype("float32")).all()
+    assert names["offsets"].tolist() == [0, 7, 19, 40]
+    assert [spec.tile for spec in compiled] == [names["tile"]]
+
+
+def test_its_commands_are_understood(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options["features"])) or [])
+    text = README.read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m fa2cupy (precompile[^#\n]*)", text, re.MULTILINE)
+    for command in commands:
+        assert cli.main(command.split()) == 0
+    assert asked == [(["sm_80", "sm_90"], ()), (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]])]
+
+
+def test_files_that_it_names_exist():
+    text = README.read_text(encoding="utf-8")
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    assert links
+    assert not [link for link in links if not (CHECKOUT / link).exists()]
+    listing = text[text.index("    fa2cupy/\n") : text.index("    kernels/\n")]
+    names = re.findall(r"[\w*]+\.py\b", listing)
+    assert len(names) > 30
+    assert not [name for name in names if not list((CHECKOUT / "fa2cupy").glob(name))]
+
+
+def test_every_keyword_that_it_gives_for_those_of_other_libraries_exists():
+    text = README.read_text(encoding="utf-8")
+    table = text[text.index("| flash-attn | `scaled_dot") : text.index("In `mask` and `key_padding_mask`")]
+    ours = [line.split("|")[3] for line in table.splitlines()[2:] if line]
+    known = {*FeatureOptions.__annotations__, *fa2cupy.__all__, "lse"}
+    for function in FUNCTIONS.values():
+        known |= set(inspect.signature(function).parameters)
+    words = {re.match(r"\(?(\w+)", word)[1] for cell in ours for word in re.findall(r"`([^`]+)`", cell)}
+    assert len(words) > 10
+    assert words <= known
