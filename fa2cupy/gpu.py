@@ -1,13 +1,8 @@
-"""Calls on CuPy arrays: plan once for a signature, then pack addresses and launch.
-
-What a call must find out about its arrays depends on their shapes, strides, dtypes, devices and alignment and on the
-options only. A call is therefore prepared once for each such signature, checks included, and a warm call is a dictionary
-lookup, the allocation of its results and a launch per kernel.
-"""
+"""Calls on CuPy arrays: what they are prepared from, and how. ``signatures.py`` prepares each kind once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 
 import cupy
 import numpy as np
@@ -20,18 +15,14 @@ from .errors import INSTALL_CUDA, UnsupportedProblemError
 from .families import OPERATIONS_OF, Family, choose_family, choose_method, method_of_dbias
 from .feature_checks import extra_gradients, split_features
 from .features import OFFSETS
-from .locks import new_lock
 from .plan import plan_backward, plan_delta, plan_forward
 from .planner import Strides, why_not_sm90
 from .prepared import AdaptedCall, Arguments, KernelCall, Outputs, takes_rows
 from .problem import AttentionProblem
 from .score_strides import contiguous_score_strides, feature_strides
+from .signatures import call, hashable
 
 __all__ = ["backward", "delta", "forward"]
-
-_MAX_PREPARED = 4096
-_prepared: dict[Hashable, Callable] = {}
-_lock = new_lock()
 
 _FORWARD = Arguments(("q", "k", "v"), (), ("o", "lse"))
 _DELTA = Arguments(("o", "do"), (), ("delta",))
@@ -43,17 +34,17 @@ _BACKWARD = Arguments(("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("
 def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=None):
     """`fa2cupy.forward` on CuPy arrays."""
     o, lse = (None, None) if out is None else unpack_out(out, ("o", "lse"))
-    options = (causal, softmax_scale, layout, _hashable(config), family)
+    options = (causal, softmax_scale, layout, hashable(config), family)
     if not features:
-        return _call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
+        return call(_prepare_forward, _FORWARD, (q, k, v, o, lse), (*options, (), ()))
     names, arrays, settings, seed = split_features(features)
     arguments = _FORWARD.with_inputs(names)
-    return _call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed, settings)
+    return call(_prepare_forward, arguments, (q, k, v, *arrays, o, lse), (*options, names, settings), seed, settings)
 
 
 def delta(o, do, layout, out):
     """`fa2cupy.delta` on CuPy arrays."""
-    return _call(_prepare_delta, _DELTA, (o, do, out), (layout,))[0]
+    return call(_prepare_delta, _DELTA, (o, do, out), (layout,))[0]
 
 
 def backward(
@@ -62,10 +53,10 @@ def backward(
 ):  # fmt: skip
     """`fa2cupy.backward` on CuPy arrays."""
     inputs = (q, k, v, o, lse, do, given_delta)
-    options = (causal, softmax_scale, method, deterministic, layout, _hashable(config), family)
+    options = (causal, softmax_scale, method, deterministic, layout, hashable(config), family)
     if not features and dlse is None and return_dbias is False and return_dsink is False:
         results = (None, None, None) if out is None else unpack_out(out, ("dq", "dk", "dv"))
-        return _call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
+        return call(_prepare_backward, _BACKWARD, (*inputs, *results), (*options, (), (), ()))
     if _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             inputs, dlse = (*inputs[:6], given_delta - dlse), None
@@ -74,68 +65,13 @@ def backward(
     arguments = _BACKWARD.with_inputs(names)._replace(results=(*_BACKWARD.results, *more))
     results = unpack_out(out, arguments.results)
     arrays = (*inputs, *arrays, *results)
-    return _call(_prepare_backward, arguments, arrays, (*options, names, settings, more), seed, settings)
+    return call(_prepare_backward, arguments, arrays, (*options, names, settings, more), seed, settings)
 
 
 def _alike(given_delta, dlse) -> bool:
     """Whether both are there and fit each other, so that one can be subtracted from the other."""
     both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
     return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
-
-
-class _Tiles(dict):
-    """A dict of tiles that a signature can have."""
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.items()))
-
-
-def _hashable(config):
-    return _Tiles(config) if config is not None and isinstance(config, Mapping) else config
-
-
-def _types(values: tuple) -> tuple:
-    return tuple([_types(x) if type(x) is tuple else type(x) for x in values])
-
-
-def _call(
-    prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None, settings: tuple = ()
-) -> tuple:
-    addresses = []
-    # Types tell options apart that are equal, and not equally legal: True, 1 and 1.0.
-    signature = [prepare, options, tuple(map(type, options)), _types(settings)]
-    try:
-        for array in arrays:
-            if array is None:
-                addresses.append(0)
-                signature.append(None)
-            else:
-                memory = array.data
-                address = memory.ptr
-                addresses.append(address)
-                signature.append((array.shape, array.strides, array.dtype.num, memory.device_id, address & 15))
-    except AttributeError:
-        arguments.check_backend(arrays)  # says which is no CuPy array
-        raise
-    if seed is not None:
-        addresses[arguments.inputs.index("seed")] = seed
-    key = tuple(signature)
-    try:
-        call = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: a mistake that the checks will name
-        return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
-    if call is None:
-        call = _prepare_checked(prepare, arguments, arrays, options)
-        with _lock:
-            if len(_prepared) >= _MAX_PREPARED:
-                _prepared.clear()
-            _prepared[key] = call
-    return call(arrays, addresses)
-
-
-def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
-    arguments.check_backend(arrays)
-    return prepare(arguments, arrays, options)
 
 
 def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
@@ -219,7 +155,7 @@ def _prepare_backward(arguments: Arguments, arrays: tuple, options: tuple) -> Ca
             seed = copies[7 + names.index("seed")] if "seed" in names else None
             own = tuple(None if name == "seed" else x for name, x in zip(arguments.inputs, copies, strict=True))
             none = (None,) * len(inner_arguments.results)
-            return _call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed, settings)
+            return call(_prepare_backward, inner_arguments, (*own, *none), inner_options, seed, settings)
 
         return AdaptedCall(run, row, problem, arguments, outputs, arrays)
     strides = _strides(problem, outputs[:3], q=q, k=k, v=v, o=o, dout=do, dq=dq, dk=dk, dv=dv)

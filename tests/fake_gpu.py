@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
-from fa2cupy import device_memory, gpu, prepared, reference
+from fa2cupy import device_memory, gpu, prepared, reference, signatures
 from fa2cupy.device import DeviceInfo
 from fa2cupy.features import ARRAY_FEATURES, OFFSETS
 from fa2cupy.plan import Plan, Stage
@@ -302,7 +302,7 @@ def fake_gpu(
     monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0, free=lambda pointer: None))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))
-    monkeypatch.setattr(gpu, "_prepared", {})
+    monkeypatch.setattr(signatures, "_prepared", {})
     yield launched
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("cupy")
 
 from fake_gpu import FakeArray, backward, fake_gpu, forward, gapped, packed, place, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, prepared  # noqa: E402
+from fa2cupy import TileConfig, gpu, prepared, signatures  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 
 METHODS = ("single_pass", "two_pass")
@@ -302,7 +302,7 @@ def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_ba
     assert kernels_of_backward(launched, arrays, out=out, deterministic=True) == [
         ("sm80", "backward_dq"), ("sm80", "backward_dkdv"),
     ]  # fmt: skip
-    gpu._prepared.clear()
+    signatures._prepared.clear()
     monkeypatch.setattr(gpu.tma, "is_available", lambda: False)
     assert kernels_of_backward(launched, arrays) == before
 

@@ -137,7 +137,7 @@ def test_dropout_is_the_definition_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_new_seed_is_no_new_kernel(method):
-    from fa2cupy import gpu
+    from fa2cupy import signatures
 
     inputs = draw("float16", (128, 128), 64)
     q, k, v, do = inputs
@@ -145,8 +145,8 @@ def test_a_new_seed_is_no_new_kernel(method):
     for seed in (1, 2, 1):
         o, lse = fa2cupy.forward(q, k, v, dropout_p=0.5, seed=seed)
         outputs.append((o, *fa2cupy.backward(q, k, v, o, lse, do, dropout_p=0.5, seed=seed, method="two_pass")))
-        prepared = len(gpu._prepared)
-    assert len(gpu._prepared) == prepared
+        prepared = len(signatures._prepared)
+    assert len(signatures._prepared) == prepared
     assert not cp.array_equal(outputs[0][0], outputs[1][0])
     assert all(cp.array_equal(a, b) for a, b in zip(outputs[0], outputs[2], strict=True))
 

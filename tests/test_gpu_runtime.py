@@ -14,7 +14,7 @@ from fa2cupy import tma
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
-from fa2cupy import gpu  # noqa: E402  (which imports CuPy)
+from fa2cupy import signatures  # noqa: E402  (which imports CuPy)
 
 pytestmark = pytest.mark.gpu
 
@@ -241,7 +241,7 @@ def test_sixteen_threads_make_150_different_calls_at_once():
             failures.append(error)
 
     for round_ in range(4):
-        gpu._prepared.clear()
+        signatures._prepared.clear()
         tma.tensor_maps.cache_clear()
         ready = threading.Barrier(16)
         threads = [threading.Thread(target=work, args=(16 * round_ + n, ready)) for n in range(16)]
