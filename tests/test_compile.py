@@ -273,6 +273,43 @@ def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
     assert run.stdout == "4\n", run.stderr
 
 
+#: One register too many, or a number that setmaxnreg does not take, in each sm90 kernel whose warp groups share unequally.
+WRONG_SHARES = (
+    ("forward", "* (kGroups + 1) - kProducerRegisters)", "* (kGroups + 1))"),
+    ("forward", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),
+    ("forward", "kGroups > 2 ? 32 : 24;", "kGroups > 2 ? 16 : 16;"),
+    ("backward_dq", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),
+    ("backward_dq", "kGroups > 2 ? 32 : 24;", "kGroups > 2 ? 30 : 22;"),
+    ("backward", "kConsumerRegisters = 240;", "kConsumerRegisters = 248;"),
+    ("backward", "kProducerRegisters = 24,", "kProducerRegisters = 32,"),
+    ("backward_dkdv", "kConsumerRegisters = 240;", "kConsumerRegisters = 160;"),
+)
+
+
+@pytest.mark.parametrize(("operation", "right", "wrong"), WRONG_SHARES)
+def test_register_shares_that_a_gpu_would_wait_for_are_not_compiled(operation, right, wrong):
+    method = "single_pass" if operation == "backward" else "two_pass" if operation.startswith("backward") else None
+    spec = next(spec for spec in default_specs(H100, "float16", 64, False, method) if spec.operation == operation)
+    rendered = render_kernel(spec)
+    assert rendered.text.count(right) == 1
+    with pytest.raises(KernelCompileError, match="registers_suffice"):
+        compile_source(dataclasses.replace(rendered, text=rendered.text.replace(right, wrong)))
+
+
+def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
+    """Fewer, and a group would wait for registers that the block does not have."""
+    specs = [
+        spec
+        for head_dim, method in itertools.product((64, 128, 256), METHODS)
+        for spec in default_specs(H100, "float16", head_dim, True, method)
+        if "kConsumerRegisters" in render_kernel(spec).text
+    ]
+    assert {spec.operation for spec in specs} == {"forward", "backward", "backward_dq", "backward_dkdv"}
+    for spec in specs:
+        at_entry = 65536 // (32 * spec.tile.num_warps * spec.tile.blocks_per_sm) // 8 * 8
+        assert cached_kernel(spec).registers == min(248, at_entry), spec
+
+
 def test_nvrtc_is_given_no_include_path():
     options = compile_options("sm_90")
     assert not [option for option in options if option.startswith(("-I", "--include", "-include"))]

@@ -36,7 +36,7 @@ struct BackwardDqShape {
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
-    static_assert(kConsumerRegisters >= kAtEntry);
+    static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
     // The order of the products, see the consumer. The first one's dP is computed while dQ still takes in the dS of the
     // key tile before: registers hold all four at a time, and what else the loop needs, which is the most where it has
     // a masked copy and many k-steps.

@@ -40,7 +40,7 @@ struct BackwardShape {
 
     // ------------------------------------------------------------------------------------------------------ registers
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-    static_assert(kProducerRegisters + kGroups * kConsumerRegisters <= 3 * registers_at_entry(Spec::kWarps));
+    static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
 // A query tile of one of the heads that share the block's keys.

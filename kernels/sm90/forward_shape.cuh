@@ -32,7 +32,7 @@ struct ForwardShape {
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
         min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
-    static_assert(kConsumerRegisters >= kAtEntry);
+    static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
     // P of two tiles at a time: the next one's exponentials then run under the product that uses this one's.
     static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec> ? 72 : 48;
     static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;

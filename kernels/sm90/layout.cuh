@@ -19,4 +19,11 @@ inline constexpr int kMaxSharedBytes = 227 * 1024;
 // Registers that all threads start with when `warps` warps share the multiprocessor's.
 __host__ __device__ constexpr int registers_at_entry(int warps) { return min_of(255, 65536 / (32 * warps)) / 8 * 8; }
 
+// Whether the shares of a producer and of `groups` consumers are legal for setmaxnreg and no more than all have at entry.
+// The compiler does not look: a group that takes what the others do not give back waits forever.
+__host__ __device__ constexpr bool registers_suffice(int at_entry, int groups, int producer, int consumer) {
+    return producer % 8 == 0 && consumer % 8 == 0 && 24 <= producer && producer <= at_entry && at_entry <= consumer &&
+           consumer <= 256 && producer + groups * consumer <= (groups + 1) * at_entry;
+}
+
 }  // namespace fa2::sm90
