@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -478,6 +479,14 @@ def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
     assert table[2] == "| forward | 64 | 400 (1.33) / 400 (1.33) | 400 (1.33) / 400 (1.33) |"
     assert table[6] == "| backward, `two_pass` | 64 | 400 (0.96) / 400 (0.96) | 400 (0.96) / 400 (0.96) |"
     assert len(table) == 8
+
+
+def test_the_table_of_the_readme_is_the_one_of_its_csv():
+    text = (_measure.ROOT / "README.md").read_text(encoding="utf-8")
+    named = re.search(r"are in \[benchmark\.csv\]\((\S+)\)", text)[1]
+    table = _tables.speed_table(_measure.read_csv(_measure.ROOT / named), "float16", "torch cudnn")
+    assert len(table) == 2 + 3 * len(benchmark.HEAD_DIMS)
+    assert "\n".join(table) in text
 
 
 def test_cudnn_is_timed_beside_two_pass_in_its_ordinary_mode():
