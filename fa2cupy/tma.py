@@ -70,8 +70,8 @@ def packed_layout(
 
     Row i of the sequence of n rows that ends before row `end` of the array is element (2**30 - n + i, end, 2**30) of the
     axes row, end and wrap, whose strides leave of the 2**30 a multiple of 2**64. What is past a sequence is then past the
-    row axis, for all sequences with one map, which begins where the array does: no load may be of a map that begins at an
-    unmapped address, whatever it loads.
+    row axis, for all sequences with one map, which begins where the array does: a load of a box without an element of the
+    tensor touches the map's address, which must be mapped.
     """
     plain = tensor_layout(dtype, sizes, strides, head_dim, itemsize, box_rows)
     row_stride, head_stride, _ = plain.strides

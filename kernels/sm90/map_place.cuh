@@ -15,10 +15,11 @@
 // What the hardware requires of a map, besides what cuTensorMapEncodeTiled checks (an address and strides that are
 // multiples of 16, strides below 2^40, boxes of up to 256 elements along an axis):
 //
-//   - The map's own address must be mapped. A load faults at an address that is not, even if no element of its box is
-//     there; a store does not. So no map may begin outside of its array.
-//   - Coordinates outside of an axis are never accessed, as long as the axis is no longer than what is behind it: `end` and
-//     `wrap` have no element more than kernels ask for.
+//   - The map's own address must be mapped. A load whose box has no element inside the axes (a tile of a sequence without
+//     rows, columns past head_dim) touches that address, and faults if nothing is there; loads of other boxes, and all
+//     stores, do not. So no map may begin outside of its array. Seen on the H100 and the H200 with pages mapped one by one.
+//   - Elements outside of an axis are never accessed, but those inside must all be mapped where boxes are: `end` and `wrap`
+//     have no element more than kernels ask for.
 #pragma once
 #include "common/sequence.cuh"
 #include "sm90/ptx.cuh"
