@@ -143,7 +143,8 @@ def compile_source(source: KernelSource) -> CompiledKernel:
             except nvrtc.NVRTCError as error:
                 raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
             log = nvrtc.getProgramLog(program)
-            cubin = nvrtc.getCUBIN(program)
+            # CuPy takes the last byte, which is zero, for the end of a string: disassemblers refuse an ELF file without it.
+            cubin = nvrtc.getCUBIN(program) + b"\0"
         finally:
             nvrtc.destroyProgram(program)
     seconds = time.perf_counter() - start

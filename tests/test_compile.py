@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import textwrap
@@ -308,6 +309,13 @@ def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
     for spec in specs:
         at_entry = 65536 // (32 * spec.tile.num_warps * spec.tile.blocks_per_sm) // 8 * 8
         assert cached_kernel(spec).registers == min(248, at_entry), spec
+
+
+def test_a_cubin_is_complete():
+    """Up to the tables that its ELF header points to: CuPy leaves out the last byte, without which no tool takes a dump."""
+    cubin = compile_source(render_kernel(delta_spec())).cubin
+    tables = zip(struct.unpack_from("<QQ", cubin, 32), struct.iter_unpack("<2H", cubin[54:62]), strict=True)
+    assert max(offset + size * count for offset, (size, count) in tables) == len(cubin)
 
 
 def test_nvrtc_is_given_no_include_path():
