@@ -338,10 +338,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not timed:
         print("not a single tile gives right results", file=sys.stderr)
         return 1
-    if options.save:
-        spec = min(timed, key=lambda row: row.ms).spec
+    return save(min(timed, key=lambda row: row.ms).spec, device) if options.save else 0
+
+
+def save(spec: KernelSpec, device: DeviceInfo) -> int:
+    """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
+    try:
         save_tuned_tile(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
-        print(f"saved {spec.tile} as the default of {spec.operation} on this GPU")
+    except OSError as error:  # somebody else can write to the folder, or saves to it just now
+        print(f"--save: {error}", file=sys.stderr)
+        return 1
+    print(f"saved {spec.tile} as the default of {spec.operation} on this GPU")
     return 0
 
 

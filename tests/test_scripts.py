@@ -481,6 +481,17 @@ def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
     assert len(table) == 8
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of folders are POSIX")
+def test_a_sweep_that_cannot_save_its_winner_says_why(tuning_folder, capsys):
+    spec = KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 32, 4))
+    device = DeviceInfo.named("sm_80")
+    assert sweep.save(spec, device) == 0
+    assert "saved 64x32" in capsys.readouterr().out
+    tuning_folder.chmod(0o777)
+    assert sweep.save(spec, device) == 1
+    assert f"every user can write to {tuning_folder}" in capsys.readouterr().err
+
+
 def test_the_table_of_the_readme_is_the_one_of_its_csv():
     text = (_measure.ROOT / "README.md").read_text(encoding="utf-8")
     named = re.search(r"are in \[benchmark\.csv\]\((\S+)\)", text)[1]
