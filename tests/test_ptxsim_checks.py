@@ -184,6 +184,7 @@ extern "C" __global__ void tiles(const __grid_constant__ Map in, const __grid_co
   if (t == 0 && kind != 6) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(full) : "memory");
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(empty), "r"(kind == 8 ? 40 : 64) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   for (int r = 0; r < 2; r++) {
@@ -269,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(128) product(float* o, int kind) {
   u64 da = mode | base >> 4, db = 8ull << 32 | 8ull << 16 | (base + 2048) >> 4;
   if (kind == 5) db = 0x4ull << 47 | 0x2ull << 48 | db;                               // a base offset
   if (kind == 6) da += t / 64;
+  asm volatile("" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) :: "memory");  // written ahead of the fence
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;"
     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(da), "l"(db));
@@ -300,6 +302,268 @@ def test_wgmma(kind, wanted):
     launch("product", 1, 128, [out, 0], memory=memory, race_check=True)
     assert (memory.read(out) == 4 * 17).all()
     assert wanted in report_of(launch, "product", 1, 128, [out, kind], memory=memory, race_check=True)
+
+
+LANES = r"""
+typedef unsigned u32; typedef unsigned long long u64;
+__device__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// each lane copies a number in, and takes its own or its neighbour's
+extern "C" __global__ void in(const int* a, int* o, int kind) {
+  __shared__ int s[32]; int t = threadIdx.x;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4; cp.async.commit_group;" :: "r"(shared(s + t)), "l"(a + t)
+    : "memory");
+  if (kind == 4) return;
+  if (kind != 3 || t == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (kind == 1) o[t] = s[t];
+  if (kind != 2) __syncwarp();
+  o[t] = s[t ^ 1];
+}
+// a warp writes, a bulk copy takes that out, the warp writes again
+extern "C" __global__ void out(int* o, int kind) {
+  __shared__ __align__(16) int s[32]; int t = threadIdx.x;
+  s[t] = t;
+  if (kind == 1) __syncwarp();
+  if (kind != 1 && kind != 2 || t == 0) fence();
+  if (kind != 3) __syncwarp();
+  if (t == 0)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 128; cp.async.bulk.commit_group;"
+      :: "l"(o), "r"(shared(s)) : "memory");
+  if (kind == 6) return;
+  if (t == (kind == 4)) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (kind != 5) __syncwarp();
+  s[t] = 0;
+}
+// a lane takes out what it wrote itself, and writes there again
+extern "C" __global__ void alone(int* o) {
+  __shared__ __align__(16) int s[64]; int t = threadIdx.x;
+  s[32 + t] = t;
+  if (t) return;
+  for (int i = 0; i < 4; i++) s[i] = i;
+  fence();
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 16; cp.async.bulk.commit_group; "
+    "cp.async.bulk.wait_group.read 0;" :: "l"(o), "r"(shared(s)) : "memory");
+  s[0] = 5;
+}
+// a bulk copy over what the block wrote
+extern "C" __global__ void over(const int* a, int* o, int kind) {
+  __shared__ __align__(16) int s[64]; __shared__ u64 bar; int t = threadIdx.x; u32 b = shared(&bar);
+  if (t == (kind == 3 ? 32 : 0)) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(b) : "memory");
+    if (kind < 4) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (kind != 4) s[t] = t;
+  if (kind != 1 && kind != 4) fence();
+  if (kind != 3) __syncthreads();
+  if (t == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 256;" :: "r"(b) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 256, [%2];"
+      :: "r"(shared(s)), "l"(a), "r"(b) : "memory");
+  }
+  if (kind == 2) return;
+  asm volatile("{ .reg .pred p; L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra L; }" :: "r"(b)
+    : "memory");
+  o[t] = s[63 - t];
+}
+extern "C" __global__ void meet(int kind) {
+  __shared__ u64 bar; int t = threadIdx.x; u32 b = shared(&bar);
+  if (t == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 64;" :: "r"(b) : "memory");
+  if (kind == 0) __syncthreads();
+  if (kind == 1) __syncwarp();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
+}
+"""
+NO_PROXY_FENCE, UNORDERED_BULK = "without fence.proxy.async", "is not ordered after the read by the bulk copy of warp 0"
+
+
+def launch_lanes(name: str, threads: int, *kind: int) -> None:
+    memory = Memory()
+    buffers = [memory.alloc(np.arange(64, dtype=np.int32), "a")] if name in ("in", "over") else []
+    buffers += [memory.alloc(np.zeros(64, np.int32), "o")] if name != "meet" else []
+    module = cuda_module(LANES, "compute_90a")
+    module.launch(name, 1, threads, [*buffers, *kind], memory=memory, race_check=True)
+
+
+@pytest.mark.parametrize(
+    "name, threads, kinds",
+    [
+        ("in", 32, (0, 1)),  # all wait and meet; wait, and take one's own
+        ("out", 32, (0, 1)),  # all fence and meet; meet, and one fences for all
+        ("alone", 32, ()),
+        ("over", 64, (0, 5)),  # the initialisation behind its own fence; behind the proxy's
+        ("meet", 64, (0,)),
+    ],
+)
+def test_copies_fences_and_mbarriers_of_single_lanes_in_order(name, threads, kinds):
+    for kind in kinds:
+        launch_lanes(name, threads, kind)
+    if not kinds:
+        launch_lanes(name, threads)
+
+
+@pytest.mark.parametrize(
+    "name, threads, kind, wanted",
+    [
+        ("in", 32, 2, ("by warp 0 is not ordered after the write by the cp.async of warp 0",)),  # they have not met
+        ("in", 32, 3, ("by warp 0 is not ordered after the write by the cp.async of warp 0",)),  # one waits for all
+        ("in", 32, 4, ("the thread ends with a cp.async in flight", "by thread (0,0,0)")),
+        ("out", 32, 2, ("was written by warp 0 and is read through the async proxy", NO_PROXY_FENCE)),  # one's fence
+        ("out", 32, 3, ("was written by lane 1 of warp 0", "async proxy by lane 0, without __syncwarp")),
+        ("out", 32, 4, ("race: the write", UNORDERED_BULK)),  # another lane waits
+        ("out", 32, 5, ("race: the write", UNORDERED_BULK)),  # they have not met after the wait
+        ("out", 32, 6, ("the thread ends with a bulk copy from shared memory in flight",)),
+        ("over", 64, 1, ("was written by warp 0 and is written through the async proxy", NO_PROXY_FENCE)),
+        ("over", 64, 2, ("the block ends with a TMA load in flight", "at the mbarrier at shared 0x", "of bar, which")),
+        ("over", 64, 3, ("is used by warp 0 before its initialisation by warp 1 is published", "by thread (0,0,0)")),
+        ("over", 64, 4, ("is signalled by the async proxy, and warp 0 initialised it without fence.mbarrier_init",)),
+        ("meet", 64, 1, ("is used by warp 1 before its initialisation by warp 0 is published", "thread (32,0,0)")),
+        ("meet", 32, 2, ("is used by warp 0 before its initialisation by warp 0", "thread (1,0,0)")),
+    ],
+)
+def test_copies_fences_and_mbarriers_of_single_lanes_out_of_order(name, threads, kind, wanted):
+    report = report_of(launch_lanes, name, threads, kind)
+    assert all(part in report for part in (*wanted, f"in kernel {name}, kernel.cu:")), report
+
+
+STRONG = r"""
+// warp 0 fills s and raises a flag, for which warp 1 waits
+extern "C" __global__ void flag(int* o, int kind) {
+  __shared__ int s[32], flags[1]; int t = threadIdx.x % 32, x = 0; unsigned f = (unsigned)__cvta_generic_to_shared(flags);
+  if (threadIdx.x == 0) flags[0] = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    s[t] = t;
+    if (kind == 1 || kind == 2) __threadfence_block();
+    __syncwarp();
+    if (t) return;
+    if (kind == 1 || kind == 4) asm volatile("st.relaxed.cta.shared.u32 [%0], 1;" :: "r"(f) : "memory");
+    else if (kind == 2) asm volatile("st.volatile.shared.u32 [%0], 1;" :: "r"(f) : "memory");
+    else if (kind == 3) asm volatile("red.release.cta.shared.add.u32 [%0], 1;" :: "r"(f) : "memory");
+    else if (kind == 6) flags[0] = 1;
+    else asm volatile("st.release.cta.shared.u32 [%0], 1;" :: "r"(f) : "memory");
+  } else {
+    while (!x) {
+      if (kind == 1 || kind == 5) asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(x) : "r"(f) : "memory");
+      else if (kind == 2) asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(f) : "memory");
+      else if (kind == 3) asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;" : "=r"(x) : "r"(f) : "memory");
+      else asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(x) : "r"(f) : "memory");
+    }
+    if (kind == 1 || kind == 2) __threadfence_block();
+    o[t] = s[31 - t];
+  }
+}
+// all warps add to the same numbers
+extern "C" __global__ void sums(int* o, int kind) {
+  __shared__ int s[32]; int t = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (warp == 0) s[t] = 0;
+  if (kind != 1) __syncthreads();
+  atomicAdd(s + t, warp);
+  if (kind == 3 && warp == 1) s[t] = 7;
+  if (kind != 2) __syncthreads();
+  if (warp == 0) o[t] = s[t];
+}
+"""
+
+
+def launch_strong(name: str, kind: int) -> np.ndarray:
+    memory = Memory()
+    out = memory.empty(32, np.int32, "o")
+    cuda_module(STRONG).launch(name, 1, 64 if name == "flag" else 128, [out, kind], memory=memory, race_check=True)
+    return memory.read(out)
+
+
+@pytest.mark.parametrize("kind", range(4))  # release and acquire; fences and relaxed; and volatile; atomics
+def test_flags_in_shared_memory_order_what_they_guard(kind):
+    assert (launch_strong("flag", kind) == np.arange(32)[::-1]).all()
+
+
+def test_atomics_do_not_conflict_with_each_other():
+    assert (launch_strong("sums", 0) == 6).all()
+
+
+@pytest.mark.parametrize(
+    "name, kind, wanted",
+    [
+        ("flag", 4, ("race: the read", "of s, which", "is not ordered after the write by warp 0")),  # no release
+        ("flag", 5, ("race: the read", "of s, which", "is not ordered after the write by warp 0")),  # no acquire
+        ("flag", 6, ("of flags, which", "is not ordered after the", "by warp")),  # a weak store of the flag
+        ("sums", 1, ("race: the atomic", "by warp 1 is not ordered after the write by warp 0")),
+        ("sums", 2, ("race: the read", "by warp 0 is not ordered after the strong write or atomic by warp 1")),
+        ("sums", 3, ("race: the write", "by warp 1 is not ordered after the strong write or atomic by warp 0")),
+    ],
+)
+def test_strong_accesses_out_of_order(name, kind, wanted):
+    report = report_of(launch_strong, name, kind)
+    assert all(part in report for part in (*wanted, f"in kernel {name}, kernel.cu:")), report
+
+
+FENCED = r"""
+typedef unsigned u32; typedef unsigned long long u64;
+#define ACCUMULATORS "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+__device__ void multiply(float (&d)[8], const u32 (&a)[4], u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+    : ACCUMULATORS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ void wait(float (&d)[8]) { asm volatile("wgmma.wait_group.sync.aligned 0;" : ACCUMULATORS :: "memory"); }
+extern "C" __global__ void __launch_bounds__(128) product(float* o) {
+  __shared__ __align__(128) unsigned short s[16 * 16]; int t = threadIdx.x;
+  const u64 b = 16ull << 32 | 8ull << 16 | (u32)__cvta_generic_to_shared(s) >> 4;
+  for (int i = t; i < 256; i += 128) s[i] = 0x3c00;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  float d[8]; u32 a[4];
+  for (int i = 0; i < 8; i++) asm volatile("mov.f32 %0, 1.0;" : "=f"(d[i]));
+  for (int i = 0; i < 4; i++) asm volatile("mov.b32 %0, 0x3c003c00;" : "=r"(a[i]));
+  if (KIND != 1) fence();
+  if (KIND == 2) asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));
+  if (KIND == 3) asm volatile("or.b32 %0, %0, %0;" : "+r"(a[0]));
+  multiply(d, a, b);
+  if (KIND == 4)                                             // of another shape
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, "
+      "1, 1, 1, 0;" : ACCUMULATORS, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else multiply(d, a, b);
+  commit();
+  if (KIND == 5) return;
+  wait(d);
+  asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));
+  if (KIND != 6) fence();
+  multiply(d, a, b);
+  commit();
+  wait(d);
+  o[t] = d[0];
+}
+"""
+
+
+def fenced(kind: int) -> np.ndarray:
+    memory = Memory()
+    out = memory.empty(128, np.float32, "o")
+    module = cuda_module(f"#define KIND {kind}\n" + FENCED, "compute_90a")
+    module.launch("product", 1, 128, [out], memory=memory, race_check=True)
+    return memory.read(out)
+
+
+def test_accumulators_go_from_one_wgmma_to_the_next_without_a_fence():
+    assert (fenced(0) == 2 * 33 + 16).all()
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (1, "a wgmma's accumulators were accessed before it without wgmma.fence"),
+        (2, "a wgmma's accumulators were accessed before it without wgmma.fence"),
+        (3, "the registers of a wgmma's A were accessed before it without wgmma.fence"),
+        (4, "a wgmma's accumulators were accessed before it without wgmma.fence"),
+        (5, "the warp ends with a wgmma in flight"),
+        (6, "a wgmma's accumulators were accessed before it without wgmma.fence"),
+    ],
+)
+def test_wgmmas_without_their_fences(kind, wanted):
+    report = report_of(fenced, kind)
+    assert wanted in report and "in kernel product, kernel.cu:" in report, report
 
 
 def kernel(body: str) -> Module:

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["commit_group", "wait_group"]
 
 
-def _warps(machine: Machine, ix: Any) -> np.ndarray:
-    return np.unique(machine.warp_of[ix])
-
-
 def commit_group(machine: Machine, kind: str) -> Plain:
     """Closes a group of copies; only the race check needs to know."""
     if machine.race is None:
         return lambda ix: None
-    return lambda ix: machine.race.commit(kind, _warps(machine, ix))
+    return lambda ix: machine.race.commit(kind, machine.threads[ix])
 
 
 def wait_group(machine: Machine, inst: Inst, kind: str) -> Plain:
@@ -35,7 +31,7 @@ def wait_group(machine: Machine, inst: Inst, kind: str) -> Plain:
     pending = int(inst.args[0].value) if inst.args else 0
     if machine.race is None:
         return lambda ix: None
-    return lambda ix: machine.race.wait(kind, _warps(machine, ix), pending)
+    return lambda ix: machine.race.wait(kind, machine.threads[ix], pending)
 
 
 @plain("cp.async.commit_group")
@@ -119,9 +115,9 @@ def _arrive(machine: Machine, inst: Inst) -> Control:
     def run(threads: np.ndarray) -> None:
         machine.push(inst.pc + 1, threads)
         for mine, place in by_place(machine, threads, addresses(threads)):
-            barrier = machine.mbarriers.at(place, int(mine[0]))
+            barrier = machine.mbarriers.use(place, mine)
             if machine.race is not None:
-                barrier.publishing = machine.race.publish_copies(np.unique(mine >> 5), barrier.publishing)
+                barrier.publishing = machine.race.publish_copies(mine, barrier.publishing)
             if counted:
                 machine.mbarriers.arrive(place, barrier, len(mine), int(mine[0]))
 

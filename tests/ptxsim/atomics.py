@@ -9,7 +9,7 @@ import numpy as np
 
 from .decode import CACHE_MODIFIERS, Plain, address, plain, space_of
 from .errors import PtxError
-from .load_store import bits_of, load_words, store_words
+from .load_store import bits_of, load_words, order_of, store_words
 from .memory import columns, joined
 from .scalars import NUMPY, REDUCTIONS, WIDTH, bf16_to_f32, f32_to_bf16
 from .shared_memory import GENERIC_SHARED, WINDOW
@@ -60,7 +60,7 @@ def _bits(numbers: np.ndarray, ty: str) -> np.ndarray:
 def _atomic(machine: Machine, inst: Inst) -> Plain:
     """Threads that meet at one address take turns, lowest thread first."""
     ty, space = inst.type, space_of(inst)
-    size = WIDTH[ty] // 8
+    size, order = WIDTH[ty] // 8, order_of(inst)
     args = list(inst.args)
     returned = _items(args.pop(0)) if inst.op == "atom" else ()
     kind = next(part for part in inst.parts if part in _OPERATIONS or part == "cas")
@@ -89,9 +89,9 @@ def _atomic(machine: Machine, inst: Inst) -> Plain:
         before = np.empty((len(where), count), NUMPY[f"b{WIDTH[ty]}"])
         for turn in _turns(_places(machine, threads, where, space)):
             mine, at = (threads, where) if len(turn) == len(where) else (threads[turn], where[turn])
-            old = columns(load_words(machine, mine, space, at, size * count, atomic=True), size, count)
+            old = columns(load_words(machine, mine, space, at, size * count, order), size, count)
             new = new_values(old, [value if mine is threads else value[turn] for value in values])
-            store_words(machine, mine, space, at, size * count, joined(new), atomic=True)
+            store_words(machine, mine, space, at, size * count, joined(new), order)
             before[slice(None) if mine is threads else turn] = old
         for k, target in enumerate(targets):
             target[ix] = before[:, k]

@@ -76,7 +76,7 @@ class Barriers:
             if predicate is not None:
                 barrier.predicates.append(predicate[chosen])
             if self.machine.race is not None:
-                barrier.published = self.machine.race.release(np.unique(mine >> 5), barrier.published)
+                barrier.published = self.machine.race.release(mine, barrier.published)
             if wait:
                 barrier.waiting.append((pc, mine, done))
             else:
@@ -127,7 +127,7 @@ class Barriers:
             if done is not None:
                 done(threads, np.concatenate(barrier.predicates))
             if machine.race is not None:
-                machine.race.acquire(np.unique(threads >> 5), barrier.published)
+                machine.race.acquire(threads, barrier.published)
             machine.push(pc + 1, threads)
 
     # Clusters
@@ -140,7 +140,7 @@ class Barriers:
             self._cluster_phase[mine] = barrier.phase
             barrier.arrived += len(mine)
             if self.machine.race is not None:
-                barrier.publishing = self.machine.race.release(np.unique(mine >> 5), barrier.publishing)
+                barrier.publishing = self.machine.race.release(mine, barrier.publishing)
             self._complete_cluster(int(number))
         self.machine.push(pc + 1, threads)
 
@@ -154,7 +154,7 @@ class Barriers:
             past = self._cluster_phase[mine] < barrier.phase
             if past.any():
                 if self.machine.race is not None:
-                    self.machine.race.acquire(np.unique(mine[past] >> 5), barrier.published)
+                    self.machine.race.acquire(mine[past], barrier.published)
                 self.machine.push(pc + 1, mine[past])
             if not past.all():
                 barrier.waiting.append((pc, mine[~past]))
@@ -192,7 +192,8 @@ class Barriers:
 @control("bar.warp", allow="sync")
 def _warp_barrier(machine: Machine, inst: Inst) -> Callable:
     mask = machine.source(inst.args[0], "u32")
-    return when_converged(machine, inst, mask, lambda threads: None)
+    tells_lanes_apart = machine.race is not None and machine.race.by_lane
+    return when_converged(machine, inst, mask, machine.race.warp_barrier if tells_lanes_apart else lambda threads: None)
 
 
 @control("barrier.cluster", allow="arrive wait release acquire relaxed aligned")

@@ -71,7 +71,7 @@ def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, 
         where = machine.shared.describe(int(chunks[bad]) % machine.shared.stride)
         raise PtxError(f"{what} reads uninitialised shared memory: {where}", thread)
     if machine.race is not None:
-        machine.race.async_read("bulk", np.array([thread >> 5]), chunks, _CHUNK)
+        machine.race.bulk_read(thread, chunks, _CHUNK)
 
 
 def _write_shared(
@@ -79,11 +79,13 @@ def _write_shared(
 ) -> None:
     """A bulk write of 16-byte chunks, of which an mbarrier is told."""
     chunks = chunks + block * machine.shared.stride
+    if not machine.alive_in_block[block]:
+        raise PtxError("a bulk copy into the shared memory of a block that has ended", thread)
+    machine.mbarriers.use_for_copy(mbarrier, thread)
     tag = None
     if machine.race is not None:
-        tag = machine.race.tma_write(thread >> 5, chunks, _CHUNK, *mbarrier)
+        tag = machine.race.tma_write(thread, chunks, _CHUNK, *mbarrier)
     machine.shared.scatter(chunks, _CHUNK, data.view(np.uint64).reshape(-1, 2))
-    machine.mbarriers.at(mbarrier, thread)
     machine.mbarriers.complete_bytes(mbarrier, data.nbytes, tag)
 
 

@@ -73,17 +73,20 @@ def _call(machine: Machine, inst: Inst) -> Control:
 
 @plain("setmaxnreg", allow="inc dec sync aligned")
 @plain("griddepcontrol", allow="wait launch_dependents")
-@plain("membar", allow="cta gl sys gpu")
 @plain("prefetch", "prefetchu", "discard", "applypriority", allow=f"{CACHE_MODIFIERS} {SPACES} tensormap")
 @plain("nanosleep", "pmevent")
 def _no_effect(machine: Machine, inst: Inst) -> Plain:
     return lambda ix: None
 
 
+@plain("membar", allow="cta gl sys gpu")
 @plain("fence", allow="sc acq_rel acquire release mbarrier_init cta cluster gpu sys sync_restrict::")
 def _fence(machine: Machine, inst: Inst) -> Plain:
-    """Every store is visible at once, so there is nothing to order."""
-    return lambda ix: None
+    """Every store is visible at once, so that only the race check has something to order."""
+    if machine.race is None:
+        return lambda ix: None
+    fence = machine.race.init_fence if "mbarrier_init" in inst.parts else machine.race.fence
+    return lambda ix: fence(machine.threads[ix])
 
 
 @plain("fence.proxy", allow="async async:: alias tensormap:: global shared:: acquire release cta cluster gpu sys")
@@ -93,6 +96,6 @@ def _proxy_fence(machine: Machine, inst: Inst) -> Plain:
         return lambda ix: None
 
     def run(ix: Any) -> None:
-        machine.race.proxy_fence(np.unique(machine.warp_of[ix]))
+        machine.race.proxy_fence(machine.threads[ix])
 
     return run

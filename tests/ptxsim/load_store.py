@@ -15,8 +15,9 @@ from .syntax import Addr, Imm, Inst, Operand, Sym, Vec
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .race import Order
 
-__all__ = ["bits_of", "load_words", "store_words"]
+__all__ = ["bits_of", "load_words", "order_of", "store_words"]
 
 _WINDOW_BITS = 40
 _GENERIC = {
@@ -25,6 +26,16 @@ _GENERIC = {
     GENERIC_LOCAL >> _WINDOW_BITS: ("local", GENERIC_LOCAL),
 }
 _WIDEST = 16  # bytes of one access
+_STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
+
+
+def order_of(inst: Inst) -> Order | None:
+    """What an access that is strong orders, None of a weak one."""
+    parts = set(inst.parts)
+    if inst.op not in ("atom", "red") and not parts & _STRONG:
+        return None
+    order = {"acquire", "release"} if "acq_rel" in parts else parts & {"acquire", "release"}
+    return frozenset(order | {"rmw"} if inst.op in ("atom", "red") else order)
 
 
 def _by_space(addresses: np.ndarray) -> list[tuple[str, np.ndarray | None, np.ndarray]]:
@@ -43,20 +54,20 @@ def _by_space(addresses: np.ndarray) -> list[tuple[str, np.ndarray | None, np.nd
 
 
 def load_words(
-    machine: Machine, ix: Any, space: str, addresses: np.ndarray, nbytes: int, atomic: bool = False
+    machine: Machine, ix: Any, space: str, addresses: np.ndarray, nbytes: int, order: Order | None = None
 ) -> np.ndarray:
     """One aligned word of every thread."""
     if space == "generic":
         parts = _by_space(addresses)
         if parts[0][1] is None:
-            return load_words(machine, ix, parts[0][0], parts[0][2], nbytes, atomic)
+            return load_words(machine, ix, parts[0][0], parts[0][2], nbytes, order)
         words = np.empty((len(addresses), 2) if nbytes == 16 else len(addresses), unsigned(min(nbytes, 8)))
         for part, chosen, inside in parts:
-            words[chosen] = load_words(machine, machine.threads[ix][chosen], part, inside, nbytes, atomic)
+            words[chosen] = load_words(machine, machine.threads[ix][chosen], part, inside, nbytes, order)
         return words
     if space in ("shared", "shared::cluster"):
         offset = machine.shared.resolve(ix, addresses, nbytes, space == "shared::cluster")
-        return machine.shared.load(ix, offset, nbytes, atomic)
+        return machine.shared.load(ix, offset, nbytes, order)
     _check_alignment(machine, ix, space, addresses, nbytes)
     if space in ("global", "const"):
         try:
@@ -86,16 +97,16 @@ def store_words(
     addresses: np.ndarray,
     nbytes: int,
     words: np.ndarray,
-    atomic: bool = False,
+    order: Order | None = None,
 ) -> None:
     if space == "generic":
         for part, chosen, inside in _by_space(addresses):
             threads = ix if chosen is None else machine.threads[ix][chosen]
-            store_words(machine, threads, part, inside, nbytes, words if chosen is None else words[chosen], atomic)
+            store_words(machine, threads, part, inside, nbytes, words if chosen is None else words[chosen], order)
         return
     if space in ("shared", "shared::cluster"):
         offset = machine.shared.resolve(ix, addresses, nbytes, space == "shared::cluster")
-        machine.shared.store(ix, offset, nbytes, words, atomic)
+        machine.shared.store(ix, offset, nbytes, words, order)
         return
     _check_alignment(machine, ix, space, addresses, nbytes)
     if space == "global":
@@ -155,6 +166,7 @@ def _load(machine: Machine, inst: Inst) -> Plain:
     # Only integers are widened by their sign; other types are bits.
     ty = inst.type if inst.type[0] in "su" else f"b{8 * size}"
     targets = [machine.destination(item, ty) for item in items]
+    order = order_of(inst)
     pointer, dtype, count = inst.args[1], NUMPY[ty], len(items)
     if space == "param" and isinstance(pointer, Addr) and isinstance(pointer.base, Sym):
         return _load_argument(machine, pointer, targets, dtype)
@@ -163,12 +175,12 @@ def _load(machine: Machine, inst: Inst) -> Plain:
         (target,) = targets
 
         def run(ix: Any) -> None:
-            target[ix] = load_words(machine, ix, space, addresses(ix), size).view(dtype)
+            target[ix] = load_words(machine, ix, space, addresses(ix), size, order).view(dtype)
 
         return run
 
     def run_vector(ix: Any) -> None:
-        values = columns(load_words(machine, ix, space, addresses(ix), size * count), size, count).view(dtype)
+        values = columns(load_words(machine, ix, space, addresses(ix), size * count, order), size, count).view(dtype)
         for k, target in enumerate(targets):
             target[ix] = values[:, k]
 
@@ -194,11 +206,11 @@ def _store(machine: Machine, inst: Inst) -> Plain:
     space, items, size = _access(machine, inst, inst.args[0], inst.args[1])
     sources = [bits_of(machine, item, inst.type) for item in items]
     addresses = address(machine, inst.args[0])
-    nbytes = size * len(items)
+    nbytes, order = size * len(items), order_of(inst)
 
     def run(ix: Any) -> None:
         words = joined([source[ix] for source in sources])
-        store_words(machine, ix, space, addresses(ix), nbytes, words)
+        store_words(machine, ix, space, addresses(ix), nbytes, words, order)
 
     return run
 

@@ -23,7 +23,7 @@ from .race import RaceDetector
 from .registers import RegisterFile
 from .shared_memory import SharedMemory
 from .syntax import Inst, Kernel
-from .wgmma import InFlight
+from .wgmma_registers import WgmmaRegisters
 
 if TYPE_CHECKING:
     from .module import Module
@@ -99,7 +99,8 @@ class Machine:
         self.race = RaceDetector(self) if options.race_check else None
         self.barriers = Barriers(self)
         self.mbarriers = Mbarriers(self)
-        self.in_flight = InFlight(self) if options.race_check and any(i.op == "wgmma" for i in kernel.insts) else None
+        multiplies = any(inst.op == "wgmma" for inst in kernel.insts)
+        self.wgmma_registers = WgmmaRegisters(self) if options.race_check and multiplies else None
         self._decode()
 
     def _decode(self) -> None:
@@ -112,8 +113,6 @@ class Machine:
                 raise PtxError(f"cannot decode: {error.problem}{self._place(inst)}") from None
             except Exception as error:
                 raise PtxError(f"cannot decode: {type(error).__name__}: {error}{self._place(inst)}") from error
-            if self.in_flight is not None and not ends:
-                step = self.in_flight.guard(step, inst)
             self._steps.append(step)
             is_control.append(ends)
         # For every instruction, the next one that is a control instruction.
@@ -206,7 +205,7 @@ class Machine:
                 return threads, threads[:0]
         warps = threads >> 5
         here = np.bincount(warps, np.left_shift(1, threads & 31), self.num_warps).astype(np.int64)[warps]
-        needed = self._alive_lanes[warps]
+        needed = self.alive_lanes[warps]
         if mask is not None:
             needed = needed & mask.astype(np.int64)
         ready = (here & needed) == needed
@@ -220,12 +219,23 @@ class Machine:
     def retire(self, threads: np.ndarray) -> None:
         """These threads have ended."""
         self._alive[threads] = False
-        np.subtract.at(self._alive_lanes, self.warp_of[threads], np.left_shift(1, threads & 31))
+        np.subtract.at(self.alive_lanes, self.warp_of[threads], np.left_shift(1, threads & 31))
         self.alive_in_block -= np.bincount(self.block_of[threads], minlength=self.num_blocks)
+        if self.race is not None:
+            self._check_ends(threads)
         self.barriers.threads_retired()
         for pc in list(self._parked):  # the rest of a warp may be complete without them
             for group in self._parked.pop(pc):
                 self.push(pc, group)
+
+    def _check_ends(self, threads: np.ndarray) -> None:
+        """Nothing that these threads have begun, or that their blocks wait for, is still on its way."""
+        self.race.check_end(threads)
+        if self.wgmma_registers is not None:
+            self.wgmma_registers.check_end(threads)
+        blocks = self.block_of[threads]
+        for block in np.unique(blocks[self.alive_in_block[blocks] == 0]).tolist():
+            self.race.check_block_end(block, int(threads[blocks == block][0]))
 
     def run(self, first_block: int, count: int) -> None:
         """Executes blocks first_block to first_block + count - 1 of the grid to their end."""
@@ -256,13 +266,21 @@ class Machine:
         """Plain instructions from pc to end, then the control instruction there unless the group stops before it."""
         steps, trace, ix, at = self._steps, self._options.trace, self.selection(threads), pc
         try:
-            if trace is None:
+            registers = self.wgmma_registers
+            effect = None if registers is None else registers.effect(pc, end)
+            careful = effect is not None and registers.conflicts(effect)
+            if trace is None and not careful:
                 for at in range(pc, end):
                     steps[at](ix)
             else:
                 for at in range(pc, end):
-                    trace(self, insts[at], threads)
+                    if trace is not None:
+                        trace(self, insts[at], threads)
+                    if careful:
+                        registers.check(at, ix)
                     steps[at](ix)
+            if effect is not None:
+                registers.touch(effect, threads)
             count = end - pc
             if control_pc >= 0:
                 at, count = control_pc, count + 1
@@ -299,7 +317,7 @@ class Machine:
         self.shared.reset()
         self.barriers.reset()
         self.mbarriers.reset()
-        for checker in (self.race, self.in_flight):
+        for checker in (self.race, self.wgmma_registers):
             if checker is not None:
                 checker.reset()
         self._pending: dict[int, list[np.ndarray]] = {}
@@ -309,7 +327,7 @@ class Machine:
         self._alive = (self.threads % self.padded_threads < self.num_threads) & (self.block_of < count)
         running = self.threads[self._alive]
         lanes = np.bincount(self.warp_of[running], np.left_shift(1, running & 31), self.num_warps)
-        self._alive_lanes = lanes.astype(np.int64)
+        self.alive_lanes = lanes.astype(np.int64)
         self.alive_in_block = np.bincount(self.block_of[running], minlength=self.num_blocks)
         self.push(0, running)
 

@@ -27,8 +27,11 @@ Place = tuple[int, int]  # (block of the batch, offset in its shared memory)
 class Mbarrier:
     """An initialised mbarrier; `pending` arrivals and `missing_bytes` are what the current phase still waits for."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, init: tuple[int, int] | None) -> None:
         self.count = self.pending = count
+        self.init = init  # the race detector's (thread, clock)
+        self.known_to: set[int] = set()  # threads that come after the initialisation
+        self.signalled_by: set[int] = set()  # threads whose copies do, through the async proxy
         self.missing_bytes = 0
         self.phase = 0
         self.waiting: list[tuple[int, np.ndarray]] = []
@@ -58,8 +61,27 @@ class Mbarriers:
             raise PtxError(f"the mbarrier at {where} is not initialised", thread)
         return self._barriers[place]
 
-    def initialise(self, place: Place, count: int) -> None:
-        self._barriers[place] = Mbarrier(count)
+    def use(self, place: Place, threads: np.ndarray) -> Mbarrier:
+        """The mbarrier for threads that must come after its initialisation."""
+        barrier = self.at(place, int(threads[0]))
+        if self.machine.race is not None:
+            numbers = threads.tolist()
+            if not barrier.known_to.issuperset(numbers):
+                self.machine.race.check_published(threads, barrier.init, self.machine.shared.describe(place[1]))
+                barrier.known_to.update(numbers)
+        return barrier
+
+    def use_for_copy(self, place: Place, thread: int) -> Mbarrier:
+        """The mbarrier that a thread's bulk copy signals."""
+        barrier = self.use(place, np.array([thread]))
+        if self.machine.race is not None and thread not in barrier.signalled_by:
+            self.machine.race.check_init_fenced(thread, barrier.init, self.machine.shared.describe(place[1]))
+            barrier.signalled_by.add(thread)
+        return barrier
+
+    def initialise(self, place: Place, count: int, thread: int) -> None:
+        race = self.machine.race
+        self._barriers[place] = Mbarrier(count, None if race is None else race.init_mbarrier(thread))
         start = place[0] * self.machine.shared.stride + place[1]
         self.machine.shared.written[start : start + _NBYTES] = 1
 
@@ -133,7 +155,7 @@ def _initialise(machine: Machine, inst: Inst) -> Control:
             if counts is None:
                 machine.mbarriers.invalidate(place)
             else:
-                machine.mbarriers.initialise(place, int(counts[thread]))
+                machine.mbarriers.initialise(place, int(counts[thread]), int(thread))
         machine.push(inst.pc + 1, threads)
 
     return run
@@ -148,14 +170,14 @@ def _wait(machine: Machine, inst: Inst) -> Control:
 
     def run(threads: np.ndarray) -> None:
         for mine, place in by_place(machine, threads, addresses(threads)):
-            barrier = machine.mbarriers.at(place, int(mine[0]))
+            barrier = machine.mbarriers.use(place, mine)
             state = states[mine].astype(INT64)
             ended = (barrier.phase & 1) != (state & 1) if parity else barrier.phase != state
             past = mine[ended]
             if len(past):
                 done[past] = True
                 if machine.race is not None:
-                    machine.race.acquire(np.unique(past >> 5), barrier.published)
+                    machine.race.acquire(past, barrier.published)
                 machine.push(inst.pc + 1, past)
             if len(past) == len(mine):
                 continue
@@ -188,7 +210,7 @@ def _arrive(machine: Machine, inst: Inst) -> Control:
     def run(threads: np.ndarray) -> None:
         machine.push(inst.pc + 1, threads)
         for mine, place in by_place(machine, threads, addresses(threads)):
-            barrier = machine.mbarriers.at(place, int(mine[0]))
+            barrier = machine.mbarriers.use(place, mine)
             if token is not None:
                 token[mine] = barrier.phase
             total = len(mine) if values is None else int(values[mine].astype(INT64).sum())
@@ -201,7 +223,7 @@ def _arrive(machine: Machine, inst: Inst) -> Control:
                 continue
             arrivals = len(mine) if expects else total
             if machine.race is not None:
-                barrier.publishing = machine.race.release(np.unique(mine >> 5), barrier.publishing)
+                barrier.publishing = machine.race.release(mine, barrier.publishing)
             if drops:
                 barrier.count -= arrivals
             machine.mbarriers.arrive(place, barrier, arrivals, int(mine[0]))

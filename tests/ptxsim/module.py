@@ -88,7 +88,8 @@ class Module:
         memory : Memory, optional
             Where the pointers among the arguments point to.
         race_check : bool
-            Report races through shared memory, missing proxy fences and early use of wgmma's registers.
+            Report races through shared memory, missing fences of proxies and of wgmma, early use of wgmma's registers, and
+            what ends while copies are under way.
         check_uninit : bool
             Report reads of shared memory, and of `empty` buffers, that nobody has written.
         batch : int, optional

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from .decode import Plain, plain, space_of
 from .errors import PtxError
+from .load_store import bits_of
 from .scalars import INT64, NUMPY, WIDTH
 from .shared_memory import GENERIC_LOCAL, GENERIC_PARAM, GENERIC_SHARED, RANK_SHIFT, WINDOW
-from .syntax import Addr, Inst, Sym, Vec
+from .syntax import Addr, Imm, Inst, Sym, Vec
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -30,7 +31,9 @@ def _move(machine: Machine, inst: Inst) -> Plain:
     ty = "pred" if inst.type == "pred" else f"b{WIDTH[inst.type]}"
     if isinstance(value, (Sym, Addr)):
         ty = f"u{WIDTH[inst.type]}"
-    destination, source = machine.destination(target, ty), machine.source(value, ty)
+    destination = machine.destination(target, ty)
+    is_number = isinstance(value, Imm) and isinstance(value.value, tuple)  # which has the precision it is written in
+    source = bits_of(machine, value, inst.type) if is_number else machine.source(value, ty)
 
     def run(ix: Any) -> None:
         destination[ix] = source[ix]

@@ -13,6 +13,7 @@ from .syntax import Var
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .race import Order
 
 __all__ = ["GENERIC_LOCAL", "GENERIC_PARAM", "GENERIC_SHARED", "MAX_SHARED", "RANK_SHIFT", "WINDOW", "SharedMemory"]
 
@@ -122,18 +123,26 @@ class SharedMemory(ByteStore):
             machine.fault(f"misaligned shared access: {nbytes} bytes at {self.describe(int(address[k]))}", ix, k)
         return address + base
 
-    def load(self, ix: Any, offset: np.ndarray, nbytes: int, atomic: bool = False) -> np.ndarray:
+    def load(self, ix: Any, offset: np.ndarray, nbytes: int, order: Order | None = None) -> np.ndarray:
         machine = self.machine
         bad = self.unwritten(offset, nbytes) if machine.check_uninit else None
         if bad is not None:
             where = self.describe(int(offset[bad]) % self.stride)
             machine.fault(f"read of uninitialised shared memory: {nbytes} bytes at {where}", ix, bad)
-        if machine.race is not None and not atomic:
-            machine.race.read(machine.threads[ix], offset, nbytes)
+        if machine.race is not None:
+            if order is None:
+                machine.race.read(machine.threads[ix], offset, nbytes)
+            elif "rmw" not in order:  # the store of an atomic operation checks both
+                machine.race.strong_read(machine.threads[ix], offset, nbytes, order)
         return self.gather(offset, nbytes)
 
-    def store(self, ix: Any, offset: np.ndarray, nbytes: int, words: np.ndarray, atomic: bool = False) -> None:
+    def store(
+        self, ix: Any, offset: np.ndarray, nbytes: int, words: np.ndarray, order: Order | None = None
+    ) -> None:
         machine = self.machine
-        if machine.race is not None and not atomic:
-            machine.race.write(machine.threads[ix], offset, nbytes)
+        if machine.race is not None:
+            if order is None:
+                machine.race.write(machine.threads[ix], offset, nbytes)
+            else:
+                machine.race.strong_write(machine.threads[ix], offset, nbytes, order)
         self.scatter(offset, nbytes, words)

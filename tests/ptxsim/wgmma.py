@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .decode import Control, Plain, control
+from .decode import Control, control
 from .errors import PtxError
+from .race import warps_of
 from .scalars import halves_to_f32
-from .syntax import Addr, Inst, Operand, Pair, Reg, Vec
+from .syntax import Inst, Vec
 from .tensor_core import register_rows
 from .tensor_map import swizzled
 from .warp import when_converged
+from .wgmma_registers import rows_of
 
 if TYPE_CHECKING:
     from .machine import Machine
 
-__all__ = ["InFlight"]
+__all__ = []
 
 _THREADS = 128  # of a warp group
 _ROWS, _DEPTH = 64, 16
@@ -28,92 +30,23 @@ _SPANS = {0: 0, 1: 128, 2: 64, 3: 32}  # swizzle by the descriptor's two highest
 _SHAPES = [f"m64n{n}k16" for n in range(8, 257, 8)]
 
 
-class InFlight:
-    """Registers of wgmmas that no wait_group has seen the end of (with race_check).
-
-    Nobody may touch the accumulators of one, and nobody may write the registers of its A.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.reset()
-
-    def reset(self) -> None:
-        shape = (max(self.machine.kernel.registers[32], 1), self.machine.num_warps)
-        self._accumulator, self._operand = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
-        self._busy = 0
-        self._open: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._groups: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {}
-
-    def issue(self, warps: np.ndarray, accumulators: np.ndarray, operands: np.ndarray) -> None:
-        for warp in warps.tolist():
-            self._accumulator[accumulators, warp] += 1
-            self._operand[operands, warp] += 1
-            self._open.setdefault(warp, []).append((accumulators, operands))
-            self._busy += 1
-
-    def commit(self, warps: np.ndarray) -> None:
-        for warp in warps.tolist():
-            self._groups.setdefault(warp, []).append(self._open.pop(warp, []))
-
-    def wait(self, warps: np.ndarray, pending: int) -> None:
-        for warp in warps.tolist():
-            groups = self._groups.get(warp, [])
-            while len(groups) > pending:
-                for accumulators, operands in groups.pop(0):
-                    self._accumulator[accumulators, warp] -= 1
-                    self._operand[operands, warp] -= 1
-                    self._busy -= 1
-
-    def guard(self, step: Plain, inst: Inst) -> Plain:
-        """The step of a plain instruction behind a check of its registers."""
-        used = np.array([row for arg in inst.args for row in _rows_of(arg)], int)
-        if not len(used):
-            return step
-        writes = inst.op not in ("st", "red") and not isinstance(inst.args[0], Addr)
-        written = np.array(_rows_of(inst.args[0]) if writes else [], int)
-
-        def run(ix: Any) -> None:
-            if self._busy and (self._accumulator[used].any() or self._operand[written].any()):
-                warps = np.unique(self.machine.warp_of[ix])
-                if self._accumulator[np.ix_(used, warps)].any():
-                    self.machine.fault("accumulator of an unfinished wgmma is accessed before wgmma.wait_group", ix)
-                if self._operand[np.ix_(written, warps)].any():
-                    self.machine.fault("A register of an unfinished wgmma is overwritten before wgmma.wait_group", ix)
-            step(ix)
-
-        return run
-
-
-def _rows_of(operand: Operand | None) -> list[int]:
-    """Rows of the 32-bit registers in an operand."""
-    match operand:
-        case Reg(width=32):
-            return [operand.index]
-        case Vec():
-            return [row for item in operand.items for row in _rows_of(item)]
-        case Pair():
-            return _rows_of(operand.first) + _rows_of(operand.second)
-        case Addr():
-            return _rows_of(operand.base)
-    return []
-
-
 @control("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", allow="sync aligned")
 def _synchronise(machine: Machine, inst: Inst) -> Control:
     kind = inst.parts[0]
     pending = int(inst.args[0].value) if inst.args else 0
 
     def work(threads: np.ndarray) -> None:
-        if machine.race is None or kind == "fence":
+        if machine.race is None:
             return
-        warps = np.unique(threads >> 5)
-        if kind == "commit_group":
-            machine.race.commit("wgmma", warps)
-            machine.in_flight.commit(warps)
+        warps = warps_of(threads)
+        if kind == "fence":
+            machine.wgmma_registers.fence(warps)
+        elif kind == "commit_group":
+            machine.race.commit("wgmma", threads)
+            machine.wgmma_registers.commit(warps)
         else:
-            machine.race.wait("wgmma", warps, pending)
-            machine.in_flight.wait(warps, pending)
+            machine.race.wait("wgmma", threads, pending)
+            machine.wgmma_registers.wait(warps, pending)
 
     return when_converged(machine, inst, None, work)
 
@@ -160,7 +93,7 @@ def _read_operand(
         where = shared.describe(int(chunks[bad]) % shared.stride)
         raise PtxError(f"wgmma reads uninitialised shared memory: {where}, descriptor 0x{descriptor:x}")
     if machine.race is not None:
-        machine.race.async_read("wgmma", warps, chunks, _CHUNK)
+        machine.race.wgmma_read(warps, chunks, _CHUNK)
     return halves_to_f32(shared.words(2)[offset // 2], ty)
 
 
@@ -199,7 +132,7 @@ def _group_product(
 ) -> Callable[[np.ndarray], None]:
     ty = inst.types[1]
     rows = np.array([item.index for item in inst.args[0].items])
-    a_rows = np.array(_rows_of(inst.args[1]) if from_registers else [], int)
+    a_rows = np.array(rows_of(inst.args[1]) if from_registers else [], int)
     in_order = bool((np.diff(rows) == 1).all())
     accumulators = machine.registers.rows[32].view(np.float32)
     a = register_rows(machine, inst.args[1].items) if from_registers else machine.source(inst.args[1], "u64")
@@ -226,8 +159,8 @@ def _group_product(
         product = left @ right.T if sign > 0 else -(left @ right.T)
         # Row 16 warp + 8 h + g, column 8 c + 2 t + e are in register 4 c + 2 h + e of lane 4 g + t.
         product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)
-        if machine.in_flight is not None:
-            machine.in_flight.issue(warps, rows, a_rows)
+        if machine.wgmma_registers is not None:
+            machine.wgmma_registers.issue(threads, rows, a_rows, columns)
         place = (slice(int(rows[0]), int(rows[-1]) + 1) if in_order else rows, ix)
         if uniform(adds[ix], "scale-d", threads):
             product = accumulators[place] + product

@@ -1,0 +1,194 @@
+"""Registers of wgmmas: who may touch them while a wgmma runs, and what must be fenced before the next one.
+
+A wgmma reads and writes registers on its own. Until wgmma.wait_group nobody may touch its accumulators or write its A.
+Before it, wgmma.fence must come after every other access to them, and be there at all; only accumulators go from one
+wgmma to the next of the same shape without it. The copies of registers that a compiler leaves in PTX for the assembler
+to remove pass on what holds for their source.
+
+Plain instructions between two control instructions are looked at together: which registers they touch is known before
+they run. As for the assembler, an instruction touches its registers whatever its predicate is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import PtxError
+from .race import warps_of
+from .syntax import Addr, Inst, Operand, Pair, Reg, Vec
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+__all__ = ["WgmmaRegisters", "rows_of"]
+
+_TOUCHED = -1  # since the last wgmma.fence, by anything but a wgmma; 0 is by nothing, else the columns of the wgmma
+
+
+def rows_of(operand: Operand | None) -> list[int]:
+    """Rows of the 32-bit registers in an operand."""
+    match operand:
+        case Reg(width=32):
+            return [operand.index]
+        case Vec():
+            return [row for item in operand.items for row in rows_of(item)]
+        case Pair():
+            return rows_of(operand.first) + rows_of(operand.second)
+        case Addr():
+            return rows_of(operand.base)
+    return []
+
+
+def _used(inst: Inst) -> list[int]:
+    return [row for arg in inst.args for row in rows_of(arg)]
+
+
+def _written(inst: Inst) -> list[int]:
+    writes = inst.args and inst.op not in ("st", "red") and not isinstance(inst.args[0], Addr)
+    return rows_of(inst.args[0]) if writes else []
+
+
+def _copy(inst: Inst) -> tuple[int, int] | None:
+    """(to, from) of a copy of a 32-bit register."""
+    if inst.op != "mov" or inst.predicate is not None:
+        return None
+    match inst.args:
+        case (Reg(width=32) as to, Reg(width=32) as of):
+            return to.index, of.index
+    return None
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What instructions that run one after another do to registers, all of them together."""
+
+    used: np.ndarray
+    written: np.ndarray
+    touched: np.ndarray  # of those that wgmmas use
+    copied_to: np.ndarray
+    copied_from: np.ndarray
+
+
+class WgmmaRegisters:
+    """The registers of the warps of a batch."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        insts = machine.kernel.insts
+        self._of_wgmmas = {
+            row
+            for inst in insts
+            if inst.op == "wgmma" and inst.parts[0] == "mma_async"
+            for arg in inst.args[:2]
+            for row in rows_of(arg)
+        }
+        copies = [copy for copy in map(_copy, insts) if copy is not None]
+        while sources := {of for to, of in copies if to in self._of_wgmmas and of not in self._of_wgmmas}:
+            self._of_wgmmas |= sources
+        self._effects: dict[tuple[int, int], _Effect | None] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        shape = (max(self.machine.kernel.registers[32], 1), self.machine.num_warps)
+        self._accumulator, self._operand = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
+        self._state = np.full(shape, _TOUCHED, np.int16)
+        self._busy = 0
+        self._open: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._groups: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {}
+
+    # wgmmas
+
+    def issue(self, threads: np.ndarray, accumulators: np.ndarray, operands: np.ndarray, columns: int) -> None:
+        warps = warps_of(threads)
+        self._check_fenced(threads, warps, accumulators, operands, columns)
+        for warp in warps.tolist():
+            self._accumulator[accumulators, warp] += 1
+            self._operand[operands, warp] += 1
+            self._open.setdefault(warp, []).append((accumulators, operands))
+            self._busy += 1
+
+    def _check_fenced(
+        self, threads: np.ndarray, warps: np.ndarray, accumulators: np.ndarray, operands: np.ndarray, columns: int
+    ) -> None:
+        place = np.ix_(accumulators, warps)
+        state = self._state[place]
+        if ((state != 0) & (state != columns)).any():
+            self.machine.fault("a wgmma's accumulators were accessed before it without wgmma.fence", threads)
+        self._state[place] = columns
+        if len(operands) and self._state[np.ix_(operands, warps)].any():
+            self.machine.fault("the registers of a wgmma's A were accessed before it without wgmma.fence", threads)
+
+    def fence(self, warps: np.ndarray) -> None:
+        self._state[:, warps] = 0
+
+    def commit(self, warps: np.ndarray) -> None:
+        for warp in warps.tolist():
+            self._groups.setdefault(warp, []).append(self._open.pop(warp, []))
+
+    def wait(self, warps: np.ndarray, pending: int) -> None:
+        for warp in warps.tolist():
+            groups = self._groups.get(warp, [])
+            while len(groups) > pending:
+                for accumulators, operands in groups.pop(0):
+                    self._accumulator[accumulators, warp] -= 1
+                    self._operand[operands, warp] -= 1
+                    self._busy -= 1
+
+    def check_end(self, threads: np.ndarray) -> None:
+        for warp in warps_of(threads).tolist() if self._busy else ():
+            if self._open.get(warp) or any(self._groups.get(warp, ())):
+                raise PtxError("the warp ends with a wgmma in flight: it has not waited for it", 32 * warp)
+
+    # Other instructions
+
+    def effect(self, first: int, end: int) -> _Effect | None:
+        """That of the plain instructions from first to end, None if there is none."""
+        key = first, end
+        if key not in self._effects:
+            self._effects[key] = self._effect_of(self.machine.kernel.insts[first:end])
+        return self._effects[key]
+
+    def _effect_of(self, insts: Iterable[Inst]) -> _Effect | None:
+        used, written = set(), set()
+        now: dict[int, int] = {}  # of those that wgmmas use, the row it has the state of
+        for inst in insts:
+            used.update(_used(inst))
+            written.update(_written(inst))
+            copy = _copy(inst)
+            if copy is not None and copy[1] in self._of_wgmmas:
+                now[copy[0]] = now.get(copy[1], copy[1])
+            else:
+                now.update(dict.fromkeys(self._of_wgmmas.intersection(_used(inst)), _TOUCHED))
+        if not used:
+            return None
+        copies = [(to, of) for to, of in now.items() if of != _TOUCHED and to in self._of_wgmmas]
+        touched = [row for row, state in now.items() if state == _TOUCHED]
+        to, of = ([pair[k] for pair in copies] for k in (0, 1))
+        return _Effect(*(np.array(sorted(x) if isinstance(x, set) else x, int) for x in (used, written, touched, to, of)))
+
+    def conflicts(self, effect: _Effect) -> bool:
+        """Whether an unfinished wgmma, of whatever warp, uses the same registers."""
+        return bool(self._busy) and bool(
+            self._accumulator[effect.used].any() or self._operand[effect.written].any()
+        )
+
+    def check(self, pc: int, ix: Any) -> None:
+        """One of the instructions, for the warps that execute it."""
+        inst, warps = self.machine.kernel.insts[pc], warps_of(self.machine.threads[ix])
+        if self._accumulator[np.ix_(_used(inst), warps)].any():
+            self.machine.fault("accumulator of an unfinished wgmma is accessed before wgmma.wait_group", ix)
+        if self._operand[np.ix_(_written(inst), warps)].any():
+            self.machine.fault("A register of an unfinished wgmma is overwritten before wgmma.wait_group", ix)
+
+    def touch(self, effect: _Effect, threads: np.ndarray) -> None:
+        """They have run."""
+        if not len(effect.touched) and not len(effect.copied_to):
+            return
+        warps = warps_of(threads)
+        copied = self._state[np.ix_(effect.copied_from, warps)]
+        self._state[np.ix_(effect.touched, warps)] = _TOUCHED
+        self._state[np.ix_(effect.copied_to, warps)] = copied
