@@ -12,17 +12,24 @@ from .problem import AttentionProblem
 __all__ = ["Comparison", "assert_within_baseline", "largest"]
 
 _BASELINE_FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3, "dbias": 3, "dsink": 3}
+_RMS_FACTORS = {"o": 0.75, "dq": 0.9, "dk": 0.9, "dv": 0.75}
+_FEWEST_ERRORS, _FEWEST_KEYS, _FEWEST_ROUNDINGS = 100, 64, 2.3
 _ACCUMULATED = ("lse", "delta", "dsink")  # results in the accumulators' dtype
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result that passed: its largest distance from the reference, the baseline's, and what is allowed."""
+    """A result that passed: its largest distance from the reference, the baseline's, and what is allowed.
+
+    `rms` is the root mean square of the distances and `rms_allowed` what is allowed of it; inf where the rule has no bound.
+    """
 
     name: str
     error: float
     baseline_error: float
     allowed: float
+    rms: float = 0.0
+    rms_allowed: float = np.inf
 
     @property
     def percent(self) -> float:
@@ -72,8 +79,9 @@ def assert_within_baseline(
         baseline_error = largest(baseline_distance[np.isfinite(baseline_distance)])
         highest = largest(abs(wanted[np.isfinite(wanted)]))
         allowed = _allowed(name, problem, highest, baseline_error, noise)
-        comparison = Comparison(name, largest(distance), baseline_error, allowed)
-        if not comparison.error <= allowed:
+        rms_allowed = _rms_allowed(name, problem, wanted, baseline, baseline_distance)
+        comparison = Comparison(name, largest(distance), baseline_error, allowed, _rms(distance), rms_allowed)
+        if not (comparison.error <= allowed and comparison.rms <= rms_allowed):
             raise AssertionError(_failure(comparison, result, wanted, distance, problem, spec))
     return comparison
 
@@ -87,6 +95,25 @@ def _allowed(name: str, problem: AttentionProblem, highest: float, baseline_erro
     factor = _BASELINE_FACTORS.get(name, 0) if problem.itemsize == 2 else 0
     rounding = float(np.finfo(problem.accumulator_dtype).eps) * noise if np.isfinite(noise) else 0.0
     return factor * baseline_error + relative * highest + rounding
+
+
+def _rms_allowed(name: str, problem: AttentionProblem, wanted, baseline, baseline_distance) -> float:
+    if name not in _RMS_FACTORS or problem.itemsize != 2 or problem.score_shape[3] < _FEWEST_KEYS:
+        return np.inf
+    rms, rounding = _rms(baseline_distance), _rms(_distance(wanted.astype(baseline.dtype), wanted))
+    applies = rms > 0 and rms >= _FEWEST_ROUNDINGS * rounding and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS
+    return _RMS_FACTORS[name] * rms if applies else np.inf
+
+
+def _number_of_errors(distance, rms: float) -> float:
+    """How many errors of one size would scatter as much as these: few, if few are much larger than the others."""
+    finite = distance[np.isfinite(distance)]
+    return finite.size / float(((finite / rms) ** 4).mean())
+
+
+def _rms(distance) -> float:
+    finite = distance[np.isfinite(distance)]
+    return float((finite**2).mean()) ** 0.5 if finite.size else 0.0
 
 
 def _distance(array, wanted):
@@ -108,12 +135,18 @@ def _failure(comparison: Comparison, result, wanted, distance, problem: Attentio
     got, right = (float(array[worst].astype("float64")) for array in (result, wanted))
     lines = (
         f"{comparison}; the baseline's error is {comparison.baseline_error:.2e}",
+        _rms_failure(comparison) if comparison.error <= comparison.allowed else "",
         f"problem: {problem}",
         f"spec: {spec}" if spec is not None else "",
         f"worst: {comparison.name}{list(worst)} is {got:.8g} instead of {right:.8g}",
         f"not finite: {_nonfinite(result)} of {result.size}; in the reference {_nonfinite(wanted)}",
     )
     return "\n  ".join(filter(None, lines))
+
+
+def _rms_failure(comparison: Comparison) -> str:
+    percent = 100 * comparison.rms / comparison.rms_allowed
+    return f"root mean square {comparison.rms:.2e}, {percent:.0f} % of the allowed {comparison.rms_allowed:.2e}"
 
 
 def _nonfinite(array) -> str:

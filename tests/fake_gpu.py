@@ -144,6 +144,11 @@ def gapped(x: np.ndarray) -> FakeArray:
     return wide[..., 0]
 
 
+def reversed_columns(x: np.ndarray) -> FakeArray:
+    """A last axis that lies last to first."""
+    return place(x[..., ::-1])[..., ::-1]
+
+
 def packed(x: np.ndarray) -> FakeArray:
     """Every second head of a wider array: strides that the kernels take."""
     wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))

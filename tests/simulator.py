@@ -28,7 +28,7 @@ from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout, encode_arguments
 
-__all__ = ["simulated_gpu"]
+__all__ = ["compiled_module", "simulated_gpu"]
 
 #: From a kernel and its source to the source that is compiled instead.
 Patch = Callable[[KernelSpec, str], str]
@@ -40,7 +40,8 @@ def _options(arch: str) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _module(text: str, arch: str) -> ptxsim.Module:
+def compiled_module(text: str, arch: str) -> ptxsim.Module:
+    """Source to a module, compiled with the package's options."""
     return ptxsim.Module(compile_ptx(text, arch.replace("sm_", "compute_"), _options(arch)))
 
 
@@ -72,7 +73,7 @@ def simulated_gpu(
 
     def run(launch: Launch) -> None:
         text = render_kernel(launch.spec).text
-        module = _module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
+        module = compiled_module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
         _execute(launch, module, seed, with_counter, partly_written)
 
     with fake_gpu(monkeypatch, device, run) as launched:

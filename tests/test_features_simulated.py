@@ -4,13 +4,14 @@ reference. What holds for every launch is in README.md of this folder."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import backward, forward, place  # noqa: E402
+from fake_gpu import backward, forward, gapped, place, reversed_columns  # noqa: E402
 from feature_cases import accumulator, numbers, options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 
@@ -59,23 +60,30 @@ def draw(name: str, lengths: tuple[int, int], **sizes) -> tuple:
     return tuple(place(x) for x in inputs)
 
 
+def results_by_method(
+    name: str, inputs: tuple, methods: tuple = METHODS, *, dlse=None, **options
+) -> Iterator[tuple[str, dict]]:
+    """What the forward gives, then what each method of the backward gives, by name."""
+    q, k, v, do = inputs
+    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+    o, lse = forward(q, k, v, **own, **options)
+    yield "forward", {"o": o, "lse": lse}
+    for method in methods:
+        # Of 16 bits two passes alone give dbias, and would run for it in one pass, too.
+        given = [key for key in ("bias", "sink") if key in options and (key, method) != ("bias", "single_pass")]
+        more = {f"return_d{key}": True for key in given}
+        gradients = backward(q, k, v, o, lse, do, method=method, dlse=dlse, **more, **own, **options)
+        yield method, dict(zip(("dq", "dk", "dv", *(f"d{key}" for key in given)), gradients, strict=True))
+
+
 def check(
     family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, dlse=None, **options
 ) -> None:
     """All results of a call, and that its kernels are of the family, with the feature where it matters."""
     name, launched = family
-    q, k, v, do = inputs
-    own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
-    expected = Expectation(q, k, v, do, dlse=dlse, **options)
-    o, lse = forward(q, k, v, **own, **options)
-    expected.check(o=o, lse=lse)
-    for method in methods:
-        # Of 16 bits two passes alone give dbias, and would run for it in one pass, too.
-        given = [key for key in ("bias", "sink") if key in options and (key, method) != ("bias", "single_pass")]
-        more = {f"return_d{key}": True for key in given}
-        names = ("dq", "dk", "dv", *(f"d{key}" for key in given))
-        gradients = backward(q, k, v, o, lse, do, method=method, dlse=dlse, **more, **own, **options)
-        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+    expected = Expectation(*inputs, dlse=dlse, **options)
+    for method, results in results_by_method(name, inputs, methods, dlse=dlse, **options):
+        expected.check(spec=method, **results)
     specs = [stage.spec for stage in launched if stage.spec.operation in OPERATIONS]
     assert {spec.family for spec in specs} == {name.split()[0]}
     assert used is None or all(used in spec.features for spec in specs)
@@ -335,6 +343,12 @@ SHORT = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
 SEQUENCES = {"simt": SHORT, "sm80": SHORT, "sm90": ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))}
 
 
+#: Rows of no sequence ahead of the first one: more than a tile of queries and of keys, and a multiple of neither.
+AHEAD = {"simt": 19, "sm80": 67, "sm90": 195}
+#: (queries, keys) that some sequences have more than, so that tiles are cut and tiles drop out.
+LONGEST = {"simt": (30, 20), "sm80": (30, 40), "sm90": (140, 100)}
+RESULTS = {"o", "lse", "dq", "dk", "dv"}  # with a row for each row of an input
+
 PACKED_FAMILIES = [name for name in FAMILIES if name != "sm90 middle"]
 
 
@@ -370,7 +384,7 @@ class TestPackedSequences:
 
     @pytest.mark.parametrize(("packed_family", "options", "longest"), packed_cases(), indirect=["packed_family"])
     def test_against_the_reference(self, packed_family, options, longest):
-        inputs, offsets = self.draw(packed_family[0], before=3, behind=4)
+        inputs, offsets = self.draw(packed_family[0], before=AHEAD[packed_family[0].split()[0]], behind=4)
         lengths = longest_of(packed_family[0]) if longest else {}
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
@@ -387,6 +401,47 @@ class TestPackedSequences:
         features["key_padding_mask"] = numbers((len(SHORT), keys), "float32", 3) < 0.7
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
         check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
+
+    @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
+    def test_rows_beyond_the_longest_length_are_of_no_sequence(self, packed_family):
+        """With arrays over scores, which have the shape of the longest lengths."""
+        name = packed_family[0]
+        longest = LONGEST[name.split()[0]]
+        inputs, offsets = self.draw(name, before=AHEAD[name.split()[0]], behind=2)
+        firsts = [np.asarray(x[:-1]) for x in offsets.values()]
+        lengths = [np.minimum(np.diff(x), most) for x, most in zip(map(np.asarray, offsets.values()), longest, strict=True)]
+        of_queries, of_keys = (
+            np.concatenate([first + np.arange(n) for first, n in zip(*side, strict=True)])
+            for side in zip(firsts, lengths, strict=True)
+        )
+        rows = {name: of_keys if name in ("k", "v", "dk", "dv") else of_queries for name in ("q", "k", "v", "do", *RESULTS)}
+        alone = tuple(place(x[rows[n]]) for n, x in zip(("q", "k", "v", "do"), inputs, strict=True))
+        for n, x in zip(("q", "k", "v", "do"), inputs, strict=True):
+            x[np.isin(np.arange(len(x)), rows[n], invert=True)] = np.nan
+        scores = ("mask of rows", "alibi by batch", "bias of heads", "dropout")
+        options = options_for(name, scores, longest, batch=len(SHORT)) | {"causal": True}
+        options["key_padding_mask"] = place(numbers((len(SHORT), longest[1]), "float32", 3) < 0.7)
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+        own = {key: place(np.cumsum([0, *n]).astype("int32")) for key, n in zip(offsets, lengths, strict=True)}
+        expected = Expectation(*alone, **own, **options)
+        for method, results in results_by_method(name, inputs, **offsets, **options):
+            for key in results.keys() & RESULTS:
+                axis = 1 if key == "lse" else 0
+                rest = np.delete(np.asarray(results[key], "float32"), rows[key], axis)
+                assert np.isneginf(rest).all() if key == "lse" else not rest.any()
+                results[key] = results[key].take(rows[key], axis)
+            expected.check(spec=method, **results)
+
+    def test_no_sequence_at_all(self, packed_family):
+        name = packed_family[0]
+        lengths = (45, 70)
+        inputs = tuple(place(x[0]) for x in draw(name, lengths))
+        options = options_for(name, ("bias of one row", "sink"), lengths)
+        options |= {"mask": place(np.ones((1, 2, *lengths), bool))}
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), place(np.zeros(1, "int32")))
+        for _, results in results_by_method(name, inputs, **options):
+            assert np.isneginf(results.pop("lse", -np.inf)).all()
+            assert not any(np.asarray(x, "float32").any() for x in results.values())
 
     @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
     def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):
@@ -408,6 +463,155 @@ class TestPackedSequences:
         again, _ = forward(q, k, v, **own, **offsets)
         assert not np.array_equal(o, again)
         Expectation(q, k, v, **offsets).check(o=again)
+
+
+# -------------------------------------------------------------------------------------------------------- before Hopper
+
+
+@pytest.fixture
+def on_ampere(monkeypatch):
+    with simulated_gpu(monkeypatch, "sm_80") as launched:
+        yield launched
+        assert {stage.spec.arch for stage in launched} == {"sm_80"}
+
+
+class TestBeforeHopper:
+    """Code for sm_80 adds up dQ and dbias by other instructions than code of the same kernels for sm_90."""
+
+    @pytest.mark.parametrize(
+        ("name", "row"),
+        [("sm80", row) for row in ("window", *SCORES)] + [("sm80 wide", row) for row in ("softcap", "bias", "mask", "dropout")],
+    )
+    def test_each_feature(self, on_ampere, name, row):
+        lengths = (40, 64) if row == "bias" else (37, 53)  # dbias in pairs, and an element at a time
+        inputs = draw(name, lengths)
+        dlse = dlse_like(inputs) if row == "bias of queries" else None
+        check((name, on_ampere), inputs, dlse=dlse, causal=row != "window", **options_for(name, (row,), lengths))
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    @pytest.mark.parametrize("keys", [61, 64])
+    def test_dbias_in_each_dtype(self, on_ampere, dtype, keys):
+        name = "sm80" if dtype == "float16" else "sm80 wide"
+        inputs = draw(name, (40, keys))
+        bias = place(numbers((1, 2, 40, keys), dtype))
+        check((name, on_ampere), inputs, methods=("two_pass",), causal=True, bias=bias)
+
+    def test_packed_sequences(self, on_ampere):
+        inputs, offsets = TestPackedSequences.draw("sm80", before=AHEAD["sm80"], behind=4)
+        check(("sm80", on_ampere), inputs, used="cu_seqlens", causal=True, softcap=2.0, **offsets)
+
+    def test_several(self, on_ampere):
+        rows = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
+        inputs = draw("sm80", (37, 53))
+        check(("sm80", on_ampere), inputs, **options_for("sm80", rows, (37, 53)))
+
+
+# ------------------------------------------------------------------------------------------------------ strided arrays
+
+VIEWS = (gapped, reversed_columns)
+
+
+def strided(options: dict, view) -> dict:
+    return {key: view(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+class TestStridedArrays:
+    """Neighbouring keys of an array over scores, and heads of slopes and sinks, need not be neighbours in memory."""
+
+    @pytest.mark.parametrize("row", ["bias", "mask", "padding"])
+    @pytest.mark.parametrize("family", ["sm80"], indirect=True)
+    def test_each_array_that_is_read_in_pairs(self, family, row, view):
+        lengths = (40, 64)  # which have pairs to read, if only neighbours were neighbours
+        inputs = draw(family[0], lengths)
+        check(family, inputs, methods=("two_pass",), **strided(options_for(family[0], (row,), lengths), view))
+
+    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
+    def test_all_arrays(self, family, view):
+        lengths = (21, 30) if family[0] == "simt" else (37, 61)
+        inputs = draw(family[0], lengths, batch=2)
+        rows = ("bias", "mask", "padding", "alibi by batch", "sink")
+        check(family, inputs, causal=True, **strided(options_for(family[0], rows, lengths, batch=2), view))
+
+    @pytest.mark.parametrize("packed_family", ["simt"], indirect=True)
+    def test_offsets(self, packed_family, view):
+        inputs, offsets = TestPackedSequences.draw(packed_family[0], before=3, behind=4)
+        check(packed_family, inputs, **strided(offsets, view))
+
+    @pytest.mark.parametrize("name", ["simt", "sm90"])
+    def test_statistics(self, monkeypatch, name, view):
+        """lse and delta as slices of larger arrays, and a gradient for lse."""
+        lengths = (21, 30) if name == "simt" else (70, 90)
+        with simulated_gpu(monkeypatch):
+            q, k, v, do = draw(name, lengths)
+            o, lse = forward(q, k, v, config=config_of(name))
+            dlse, delta = dlse_like((q,)), gpu.delta(o, do, "bshd", None)
+            for given in ({"dlse": dlse}, {"delta": delta}, {"delta": delta, "dlse": dlse}):
+                expected = Expectation(q, k, v, do, dlse=given.get("dlse"))
+                own = {"method": "two_pass", "config": config_of(name), **strided(given, view)}
+                gradients = backward(q, k, v, o, view(lse), do, **own)
+                expected.check(spec=tuple(given), **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+# ---------------------------------------------------------------------------------------- hidden rows, extreme scores
+
+
+class TestHiddenByMasks:
+    @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
+    def test_rows_and_the_tiles_at_either_end_of_a_row(self, family, causal):
+        """Whichever end a kernel starts from, rows see no key of some tiles before they see one, or see none at all."""
+        name = family[0]
+        rows, keys = {"simt": (21, 30), "sm80": (70, 101), "sm90": (70, 210)}[name.split()[0]]
+        tile = {"simt": 8, "sm80": 32, "sm90": 64}[name.split()[0]]
+        inputs = draw(name, (rows, keys))
+        mask = np.ones((1, 2, rows, keys), bool)
+        mask[:, :, 1::4, keys - tile - 3 :] = False
+        mask[:, :, 2::4, : tile + 3] = False
+        mask[:, :, 3::4, :tile] = mask[:, :, 3::4, keys // tile * tile :] = False
+        mask[:, :, 4] = np.arange(keys) == keys // 2
+        hidden = np.arange(rows) // (rows // 4) == 1  # rows of a whole warp among them
+        mask[:, :, hidden] = False
+        sink = place(np.array([-np.inf, 0.5], accumulator(inputs[0].dtype.name)))
+        for options in ({}, {"sink": sink}):
+            expected = Expectation(*inputs, mask=mask, causal=causal, **options)
+            for method, results in results_by_method(name, inputs, mask=place(mask), causal=causal, **options):
+                expected.check(spec=method, **results)
+                if method == "forward":
+                    assert np.isneginf(results["lse"][0, 0, hidden]).all()
+                assert not any(np.asarray(results[key][:, hidden], "float32").any() for key in results.keys() & {"o", "dq"})
+
+    @pytest.mark.parametrize("row", ["padding", "bias"])
+    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
+    def test_a_sequence_without_a_key(self, family, row):
+        lengths = (21, 30) if family[0] == "simt" else (37, 61)
+        inputs = draw(family[0], lengths, batch=2)
+        options = options_for(family[0], (row,), lengths, batch=2)
+        for array in options.values():
+            array[0] = False if row == "padding" else -np.inf
+        check(family, inputs, methods=("two_pass",), **options)
+
+
+#: Logits of two heads, above and below all scores: of the first head, further than exponentials of the dtype reach.
+SINKS = {"float32": ((200.0, 12.0), (-200.0, -12.0)), "float64": ((2000.0, 12.0), (-2000.0, -12.0))}
+
+
+class TestSink:
+    @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
+    def test_far_above_and_below_all_scores(self, family):
+        name = family[0]
+        lengths = (21, 30) if name.startswith("simt") else (70, 90)
+        inputs = draw(name, lengths)
+        dtype = accumulator(inputs[0].dtype.name)
+        for values in SINKS[dtype]:
+            check(family, inputs, methods=("two_pass",), causal=True, sink=place(np.array(values, dtype)))
+
+    @pytest.mark.parametrize("family", ["simt", "simt double", "sm80"], indirect=True)
+    def test_its_gradient_over_more_rows_than_a_block_has_threads(self, family):
+        name, launched = family
+        inputs = draw(name, (301, 9), batch=2)
+        check(family, inputs, methods=("two_pass",), **options_for(name, ("sink",), (301, 9), batch=2))
+        assert max(stage.threads for stage in launched if stage.spec.operation == "dsink") < 301
 
 
 # ---------------------------------------------------------------------------------------------------------- properties

@@ -145,11 +145,67 @@ def test_every_default_tile(launched, operation, family, dtype, head_dim, tile):
         ("backward_dkdv", 64, TileConfig(16, 64, 4, 1)),
         ("backward_dkdv", 64, TileConfig(64, 64, 8, 2)),
         ("backward_dkdv", 32, TileConfig(32, 128, 4, 1)),
+        ("forward", 16, TileConfig(16, 416, 1, 1)),
+        ("forward", 32, TileConfig(512, 16, 32, 2)),
+        ("forward", 256, TileConfig(144, 32, 18, 1)),
+        ("backward", 32, TileConfig(16, 240, 30, 1)),
+        ("backward", 64, TileConfig(192, 96, 12, 1)),
+        ("backward", 32, TileConfig(32, 16, 2, 2)),
+        ("backward_dq", 16, TileConfig(16, 208, 1, 1)),
+        ("backward_dq", 32, TileConfig(512, 16, 32, 1)),
+        ("backward_dkdv", 32, TileConfig(16, 240, 30, 2)),
+        ("backward_dkdv", 64, TileConfig(192, 96, 12, 1)),
     ),
     ids=str,
 )
 def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
     check_tile(operation, "sm80", "bfloat16", head_dim, tile)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "head_dim", "tile"),
+    (
+        ("forward", "float32", 40, TileConfig(1, 64, 1)),
+        ("forward", "float32", 64, TileConfig(64, 4, 8)),
+        ("forward", "float32", 64, TileConfig(32, 32, 32)),
+        ("forward", "float64", 40, TileConfig(24, 16, 12)),
+        ("backward", "float32", 64, TileConfig(48, 8, 12)),
+        ("backward", "float32", 64, TileConfig(1, 64, 1)),
+        ("backward", "float32", 40, TileConfig(32, 32, 32)),
+        ("backward_dq", "float32", 64, TileConfig(48, 8, 12)),
+        ("backward_dq", "float32", 64, TileConfig(4, 64, 1)),
+        ("backward_dq", "float32", 40, TileConfig(32, 32, 32)),
+        ("backward_dkdv", "float32", 64, TileConfig(8, 48, 12)),
+        ("backward_dkdv", "float32", 64, TileConfig(64, 1, 1)),
+        ("backward_dkdv", "float32", 40, TileConfig(32, 32, 32)),
+    ),
+    ids=str,
+)
+def test_other_tiles_of_ieee_arithmetic(launched, operation, dtype, head_dim, tile):
+    check_tile(operation, "simt", dtype, head_dim, tile)
+
+
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "tile"),
+    (
+        ("forward", 32, TileConfig(192, 16, 16, 4)),
+        ("forward", 64, TileConfig(192, 32, 16, 2)),
+        ("forward", 64, TileConfig(128, 240, 12, 2)),
+        ("forward", 64, TileConfig(64, 192, 8, 2, 2)),
+        ("forward", 256, TileConfig(128, 16, 12, 4)),
+        ("backward_dq", 64, TileConfig(192, 16, 16, 4)),
+        ("backward_dq", 64, TileConfig(192, 32, 16, 2)),
+        ("backward_dq", 64, TileConfig(128, 176, 12, 2)),
+        ("backward_dq", 64, TileConfig(64, 160, 8, 2, 2)),
+        ("backward_dq", 256, TileConfig(128, 16, 12, 4)),
+        ("backward", 128, TileConfig(16, 128, 12, 4)),
+        ("backward_dkdv", 64, TileConfig(128, 128, 12, 4)),
+        ("backward_dkdv", 256, TileConfig(16, 64, 12, 4)),
+    ),
+    ids=str,
+)
+def test_other_tiles_of_hopper(launched, operation, head_dim, tile):
+    check_tile(operation, "sm90", "float16", head_dim, tile)
 
 
 def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
@@ -371,6 +427,62 @@ def test_heads_in_several_sections_on_hopper(monkeypatch):
 def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
     with simulated_gpu(monkeypatch, HOPPER, with_counter=False) as launched:
         check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])
+
+
+def at_level(inputs: tuple, score: float) -> tuple:
+    """The same with so much more in every score."""
+    q, k, v, do = inputs
+    q[..., 0], k[..., 0] = 4, score * q.shape[3] ** 0.5 / 4
+    return q, k, v, do
+
+
+def jumping(inputs: tuple, most: float) -> tuple:
+    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large an
+    exponential as the others, by rows from 2**0 on."""
+    q, k, v, do = inputs
+    q *= q.dtype.type(0.25)
+    k[..., 0], k[:, k.shape[1] // 2] = 0, 0
+    k[:, k.shape[1] // 2, :, 0] = 16
+    steps = np.linspace(0, most, q.shape[1])
+    q[..., 0] = (steps * np.log(2) * q.shape[3] ** 0.5 / 16)[None, :, None].astype(q.dtype)
+    return q, k, v, do
+
+
+#: (dtype, head_dim, tile of a kernel of Hopper): each way that a kernel keeps a reference for the softmax.
+REFERENCES = (
+    ("float16", 64, None),
+    ("float16", 192, None),
+    ("float32", 40, None),
+    ("float16", 64, TileConfig(64, 48, 8, 2, 2)),
+    ("float16", 256, TileConfig(128, 80, 12, 2)),
+)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "tile"), REFERENCES)
+class TestReferenceOfTheSoftmax:
+    """Where scores are as large, as small, or as far apart as exponentials and the 16 bits of P bear."""
+
+    @staticmethod
+    def check(launched: list, inputs: tuple, tile: TileConfig | None, causal: bool) -> None:
+        if tile is None:
+            dtype, head_dim = inputs[0].dtype.name, inputs[0].shape[3]
+            check(inputs, launched, causal=causal, config=small_tiles(dtype, head_dim))
+        else:
+            check_forward(inputs, launched, causal=causal, config=tile)
+
+    @pytest.mark.parametrize("score", (-24.0, -90.0, 90.0))
+    def test_all_scores_at_one_level(self, launched, dtype, head_dim, tile, score):
+        n = 32 if dtype in HALF else 8
+        inputs = at_level(draw(dtype, (n + 3, 3 * n + 5), head_dim, (1, 1)), score)
+        self.check(launched, inputs, tile, causal=True)
+
+    @pytest.mark.parametrize("most", (17.5, 300.0))
+    def test_a_score_above_those_before_it(self, launched, dtype, head_dim, tile, most):
+        """By less and more than a share of the sum may be, than float16 holds and than float32 does."""
+        n = 32 if dtype in HALF else 8
+        keys = 3 * (n if tile is None else tile.b_c)
+        inputs = jumping(draw(dtype, (2 * n + 3, keys), head_dim, (1, 1)), most)
+        self.check(launched, inputs, tile, causal=False)
 
 
 # ------------------------------------------------------------------------------------------------------- Hopper's backward

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,17 +18,19 @@ import pytest
 pytest.importorskip("cupy")
 
 import ptxsim  # noqa: E402
-from fake_gpu import backward, forward, packed, place  # noqa: E402
+from fake_gpu import backward, forward, gapped, packed, place  # noqa: E402
 from feature_cases import options_of  # noqa: E402
 from simulator import simulated_gpu  # noqa: E402
 from test_kernels_simulated import (  # noqa: E402
     FEW_MULTIPROCESSORS,
     HOPPER,
+    at_level,
     check_dq,
     dq_on_hopper,
     draw,
     family_of,
     growing,
+    jumping,
     small_tiles,
 )
 
@@ -54,6 +57,7 @@ CATCHES = {
     "input": (AssertionError, "is an input, and was written"),
     "counter": (AssertionError, "tile counter is left at"),
     "numbers": (AssertionError, "% of the allowed"),
+    "root mean square": (AssertionError, "root mean square .* % of the allowed"),
 }
 
 
@@ -72,6 +76,10 @@ class Problem:
     growing: bool = False  # scores that leave the softmax's reference behind
     hopper_tile: TileConfig | None = None
     feature: str = ""  # as `feature_cases.options_of` calls it
+    view: Callable = place  # how the feature's arrays lie
+    scores: Callable = tuple  # from inputs to those with other scores
+    rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
+    device: str = ""  # instead of the one of the tests of Hopper's kernels
 
     @property
     def features(self) -> dict:
@@ -81,7 +89,14 @@ class Problem:
         sizes = {"batch": self.batch, "num_heads": self.heads[0]}
         sizes |= dict(zip(("seqlen_q", "seqlen_k"), self.lengths, strict=True))
         given = options_of(self.feature, self.dtype, sizes)
-        return {name: place(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+        return {name: self.view(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+
+    @property
+    def offsets(self) -> dict:
+        """Those of packed sequences, if they are."""
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        own = (place(np.array([self.rows_ahead, length], "int32")) for length in self.lengths)
+        return dict(zip(names, own, strict=True)) if self.rows_ahead else {}
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,13 @@ HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileCo
 HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
+
+AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
+#: A number, rounded to a bit less than the dtype has.
+A_BIT_LESS = {
+    "float16": "__uint_as_float((__float_as_uint({}) + 0x2000u) & 0xffffc000u)",
+    "bfloat16": "__uint_as_float((__float_as_uint({}) + 0x10000u) & 0xfffe0000u)",
+}
 
 #: Between the bound of a loop over 8-column tiles and its body.
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
@@ -1053,6 +1075,95 @@ MUTANTS = (
         "race",
         SIMT,
     ),
+    # Edges: packed sequences that start late, code for older GPUs, strides, extreme scores, long sums, roundings
+    Mutant(
+        "a tile ahead of the first sequence",
+        "forward",
+        "return tile >= 0 && tile < ceil_div(length, rows_of_tile);",
+        "return tile < ceil_div(length, rows_of_tile);",
+        "numbers",
+        AHEAD,
+    ),
+    Mutant(
+        "rows ahead of the first sequence taken for its own",
+        "clear_backward",
+        "return row >= first && row - first < length;",
+        "return row - first < length;",
+        "unwritten",
+        AHEAD,
+    ),
+    Mutant(
+        "before sm_90: dbias in pairs of one key",
+        "backward_dq",
+        "atomicAdd(address + 1, odd);",
+        "atomicAdd(address + 1, even);",
+        "numbers",
+        Problem(feature="bias", lengths=PAIRS, device="sm_80"),
+    ),
+    Mutant(
+        "before sm_90: dQ in the order of sm_90",
+        "backward",
+        '"l"(address + e * kElementStride)',
+        '"l"(address + e)',
+        "numbers",
+        Problem(device="sm_80", feature="window", causal=False),
+    ),
+    Mutant(
+        "bias in pairs that are no neighbours",
+        "forward",
+        "params_.bias_strides.column == 1 && is_even",
+        "is_even",
+        "uninitialised",
+        Problem(feature="bias", lengths=PAIRS, view=gapped),
+    ),
+    Mutant(
+        "mask in pairs that are no neighbours",
+        "forward",
+        "params_.mask_strides.column == 1 && is_even",
+        "is_even",
+        "uninitialised",
+        Problem(feature="mask", lengths=PAIRS, view=gapped),
+    ),
+    Mutant(
+        "a reference of the softmax that no score has been",
+        "forward",
+        "reference[i] = -infinity<Real>();",
+        "reference[i] = 0;",
+        "numbers",
+        Problem(scores=functools.partial(at_level, score=-24.0)),
+    ),
+    Mutant(
+        "a P that float16 does not hold",
+        "forward",
+        "kLargestShare = 4096.0f;",
+        "kLargestShare = 262144.0f;",
+        "numbers",
+        Problem(lengths=(67, 96), causal=False, scores=functools.partial(jumping, most=17.5)),
+    ),
+    Mutant(
+        "dsink of as many rows as a block has threads",
+        "dsink",
+        "row < params.seqlen_q; row += blockDim.x",
+        "row < min_of(params.seqlen_q, static_cast<int32>(blockDim.x)); row += blockDim.x",
+        "numbers",
+        Problem("float32", 24, (301, 9), feature="sink", causal=False),
+    ),
+    *(
+        Mutant(
+            f"{name}: operands with a bit less",
+            operation,
+            "{ word[n8][i] = pack<Element>(even, odd); }",
+            f"{{ word[n8][i] = pack<Element>({A_BIT_LESS[dtype].format('even')}, {A_BIT_LESS[dtype].format('odd')}); }}",
+            "root mean square",
+            Problem(dtype, 64, (133, 150), causal=False, hopper_tile=tile),
+        )
+        for name, dtype, operation, tile in (
+            ("sm80", "bfloat16", "forward", None),
+            ("sm80 in float16", "float16", "forward", None),
+            ("sm90", "bfloat16", "forward", ONE_GROUP),
+            ("sm80 backward", "bfloat16", "backward_dkdv", None),
+        )
+    ),
 )
 
 
@@ -1061,11 +1172,14 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, batch=problem.batch)
     if problem.growing:
         growing(inputs, slice(0, 1))
+    inputs = problem.scores(inputs)
+    if problem.rows_ahead:
+        inputs = tuple(place(x[0]) for x in inputs)
     q, k, v, do = (
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
-    device = FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER
-    asked = {"causal": problem.causal, **problem.features}
+    device = problem.device or (FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER)
+    asked = {"causal": problem.causal, **problem.features, **problem.offsets}
     expected = Expectation(q, k, v, do, **asked)
     options = {
         **asked,
@@ -1090,8 +1204,9 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             check_delta(o, do, gpu.delta(o, do, "bshd", None))
             return
         method = "two_pass" if operation in ("backward_dq", "backward_dkdv") else "single_pass"
-        names = ("dq", "dk", "dv", "dbias") if "bias" in asked else ("dq", "dk", "dv")
-        gradients = backward(q, k, v, o, lse, do, method=method, return_dbias="bias" in asked, **options)
+        extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}
+        names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in extra))
+        gradients = backward(q, k, v, o, lse, do, method=method, **extra, **options)
         expected.check(**dict(zip(names, gradients, strict=True)))
 
 

@@ -220,3 +220,60 @@ def test_docstring_examples(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def coarser(x: np.ndarray) -> np.ndarray:
+    """bfloat16 numbers without their last bit, rounded."""
+    return ((x.view("uint16") + 1) & 0xFFFE).astype("uint16").view(x.dtype)
+
+
+class TestRootMeanSquare:
+    """Roundings too many that no single error shows."""
+
+    SIZES = {"seqlen_q": 150, "seqlen_k": 170, "num_heads": 1, "head_dim": 64}
+
+    @staticmethod
+    def results(dtype: str, broken: str = "") -> tuple[Expectation, dict]:
+        """What a kernel gives that rounds P and dS once each; `broken` says what it rounds too often."""
+        inputs = make_inputs(dtype, **TestRootMeanSquare.SIZES)
+        expected = Expectation(*inputs)
+        q, k, v, do = (x[0, :, 0].astype("float64") for x in inputs)
+        kind = inputs[0].dtype
+        bfloat16 = make_inputs("bfloat16", seqlen_q=1)[0].dtype
+
+        def rounded(name: str, x: np.ndarray) -> np.ndarray:
+            if name == broken:
+                x = coarser(x.astype(kind)) if dtype == "bfloat16" else x.astype(bfloat16).astype(kind)
+            return x.astype(kind).astype("float64")
+
+        s = q @ k.T / 8
+        if broken == "S":
+            s = s.astype(kind).astype("float64")
+        p = np.exp(s - s.max(axis=1, keepdims=True))
+        total = p.sum(axis=1, keepdims=True)
+        o = (rounded("P", p) @ v / total).astype(kind)
+        p /= total
+        ds = rounded("dS", p * (do @ v.T - (do * o.astype("float64")).sum(axis=1, keepdims=True)))
+        matrices = {"o": o, "dq": ds @ k / 8, "dk": ds.T @ q / 8, "dv": rounded("P", p).T @ do}
+        return expected, {name: x.astype(kind)[None, :, None] for name, x in matrices.items()}
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_one_rounding_of_each_operand_passes(self, dtype):
+        expected, results = self.results(dtype)
+        for comparison in expected.check(**results).values():
+            assert 0 < comparison.rms <= comparison.rms_allowed < np.inf
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("broken", "name"), [("P", "o"), ("P", "dv"), ("S", "o"), ("S", "dv"), ("dS", "dq"), ("dS", "dk")]
+    )
+    def test_another_rounding_fails(self, dtype, broken, name):
+        expected, results = self.results(dtype, broken)
+        with pytest.raises(AssertionError, match=rf"^{name}: error .*\n  (root mean square .* % of the allowed|problem)"):
+            expected.check(**{name: results[name]})
+
+    @pytest.mark.parametrize("sizes", [{"seqlen_k": 63}, {"seqlen_q": 1, "seqlen_k": 80, "num_heads": 1, "head_dim": 8}], ids=str)
+    def test_few_keys_and_few_errors_have_no_bound(self, sizes):
+        q, k, v, _ = make_inputs("float16", **sizes)
+        o, _ = fa2cupy.forward(q, k, v)
+        assert Expectation(q, k, v).check(o=o)["o"].rms_allowed == np.inf

@@ -1,0 +1,246 @@
+"""Arrays of more elements than 32 bits count, executed without a GPU and without their memory.
+
+A problem of 2**28 heads is planned, and of each kernel the block that owns the last head runs, by a number that is added to
+its `blockIdx.x`. Of arrays only what belongs to that head exists in the interpreter's memory, at the address where it would
+be: an offset that is computed in 32 bits leads to where nothing is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import ptxsim
+import pytest
+
+pytest.importorskip("cupy")
+
+from fake_gpu import stage_values  # noqa: E402
+from feature_cases import accumulator, numbers  # noqa: E402
+from ptxsim.tensor_map import driver_tensor_map  # noqa: E402
+from simulator import compiled_module  # noqa: E402
+
+from fa2cupy import TileConfig, reference  # noqa: E402
+from fa2cupy.device import DeviceInfo  # noqa: E402
+from fa2cupy.features import ARRAY_FEATURES, OFFSETS, Features  # noqa: E402
+from fa2cupy.plan import Stage, plan_backward, plan_forward  # noqa: E402
+from fa2cupy.problem import AttentionProblem  # noqa: E402
+from fa2cupy.source import render_kernel  # noqa: E402
+from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
+from fa2cupy.tma import encode_arguments  # noqa: E402
+
+pytestmark = pytest.mark.simulated
+
+BATCH, HEADS = 2, 2**27
+#: (dtype, rows, head_dim, tile for kernels by query tiles and by key tiles): as many rows as give lse 2**33 elements.
+FAMILIES = {
+    "simt": ("float32", 32, 8, TileConfig(32, 32, 8), TileConfig(32, 32, 8)),
+    "sm80": ("float16", 32, 32, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
+    "sm90": ("float16", 64, 32, TileConfig(64, 64, 8, 2, 2), TileConfig(128, 128, 12, 2)),
+}
+#: What Hopper's kernels ask TMA for. It multiplies by itself, so that maps may begin with the last head.
+_COORDINATES = "column, row, head, batch);"
+_REACH = 2**44  # between the arrays' addresses
+_FAR = 2**20  # bytes between elements, from which on what lies between them is left out
+
+
+class Far:
+    """Arrays of which a part exists, and launches of single blocks on them."""
+
+    def __init__(self) -> None:
+        self.memory = ptxsim.Memory()
+        self.addresses: dict[str, int] = {}
+        self._pieces: dict[str, list[tuple[tuple, int]]] = {}
+
+    def put(self, name: str, part: np.ndarray, offset: int, strides: tuple | None = None, *, result: bool = False) -> None:
+        """`part` lies `offset` elements behind the start of its array, with these strides in elements or contiguous."""
+        strides = tuple(stride * part.itemsize for stride in strides) if strides else part.strides
+        start = self.addresses.setdefault(name, _REACH * (1 + len(self.addresses))) + offset * part.itemsize
+        axes = [range(n) if stride >= _FAR else (slice(None),) for n, stride in zip(part.shape, strides, strict=True)]
+        for index in itertools.product(*axes):
+            piece = np.ascontiguousarray(part[index])
+            assert piece.strides == tuple(stride for stride in strides if stride < _FAR)
+            steps = sum(i * stride for i, stride in zip(index, strides, strict=True) if i != slice(None))
+            address = self.memory.map(piece, name, tracked=result, at=start + steps)
+            self._pieces.setdefault(name, []).append((index, address))
+
+    def take(self, name: str, like: np.ndarray) -> np.ndarray:
+        """What kernels have made of a result, all of which they must have written."""
+        taken = np.empty_like(like)
+        for index, address in self._pieces[name]:
+            assert self.memory.written(address).all(), f"elements of {name}{index} are unwritten"
+            taken[index] = self.memory.read(address).reshape(taken[index].shape)
+        return taken
+
+    def run(self, stage: Stage, block: int) -> None:
+        """A block that counts itself as that one of the grid."""
+        spec = stage.spec
+        text = render_kernel(spec).text.replace("blockIdx.x", f"(blockIdx.x + {block}u)")
+        # Blocks that stay for several tiles go on by the number of blocks, which is past the last tile.
+        text = text.replace("gridDim.x", f"{max(stage.blocks, block + 1)}u")
+        front = {name: self.addresses.get(name, 0) for name in spec.params.pointers}
+        if stage.maps:
+            assert text.count(_COORDINATES) == 2  # of a load and of a store
+            text = text.replace(_COORDINATES, f"column, row, head - {HEADS - 1}, batch - {BATCH - 1});")
+        for name, layout in zip(spec.params.maps, stage.maps, strict=True):
+            ((_, front[name]),) = self._pieces[name]
+            front[name] = bytes(driver_tensor_map(*encode_arguments(layout, front[name])))
+        record = spec.params.pointer_packer.pack(*front.values()) + stage.constants
+        compiled_module(text, spec.arch).launch(spec.symbol, 1, stage.threads, [record], spec.shared_memory_bytes, self.memory)
+
+
+def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
+    """The numbers in the grid of the blocks that own its last rows; of kernels with tiles of a sequence, that tile."""
+    operation, values = stage.spec.operation, stage_values(stage)
+    if operation == "dsink":
+        return (HEADS - 1,)
+    if (operation, stage.spec.family) == ("convert_dq", "sm90"):
+        return (0,)  # which begins with the last tile
+    if operation in ("delta", "convert_dq"):
+        return range(stage.blocks - -(-rows // stage.spec.tile.b_r), stage.blocks)
+    heads, section = values["batch"] * values["scheduled_heads"], values["heads_per_section"]
+    ahead = (heads - 1) // section * section
+    return (ahead * values["num_tiles"] + tile * (heads - ahead) + heads - ahead - 1,)
+
+
+class Case:
+    """A problem of a family with the arrays of its last head, which is the last sequence's."""
+
+    def __init__(self, name: str, *, packed: bool = False, arrays: dict | None = None, more: tuple[str, ...] = ()):
+        dtype, rows, head_dim, tile, by_keys = FAMILIES[name]
+        self.family, self.more = None if name == "sm90" else name, more
+        self.config = {"forward": tile, "backward_dq": tile, "backward": by_keys, "backward_dkdv": by_keys}
+        self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, head_dim=head_dim, layout="bhsd")
+        self.arrays = arrays or {}
+        features = Features(arrays=tuple(name for name in ARRAY_FEATURES if name in self.arrays))
+        batch, total = (1, BATCH * rows) if packed else (BATCH, rows)
+        if packed:
+            features = dataclasses.replace(
+                features, num_sequences=BATCH, max_seqlen_q=rows, max_seqlen_k=rows, arrays=(*features.arrays, *OFFSETS)
+            )
+        sizes = (batch, total, total, HEADS, HEADS, head_dim)
+        self.problem = AttentionProblem(dtype, *sizes, False, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features)
+        # Rows are far apart, too, where nothing but the kernel multiplies by strides.
+        row, head = (head_dim, total * head_dim) if name == "sm90" else (HEADS * head_dim, head_dim)
+        strides = (0 if packed else HEADS * total * head_dim, row, head)
+        self.strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), strides)
+        self.strides |= {name: own for name, (_, own) in self.arrays.items()}
+        self.device = DeviceInfo.named("sm_90")
+        self.far = Far()
+        self._end = batch * HEADS * total  # behind the rows of the last head, and of the last sequence
+        q, k, v, do = self.inputs
+        self.put(q=q, k=k, v=v)
+        for name, (array, own) in self.arrays.items():
+            axes = [axis for axis in (2, 3) if own[axis]]
+            part = array.reshape([rows for _ in axes] or 1)
+            self.far.put(name, part, (BATCH - 1) * own[0] + (HEADS - 1) * own[1], tuple(own[axis] for axis in axes) or None)
+        if packed:
+            for name in OFFSETS:
+                self.far.put(name, np.arange(0, total + 1, rows, dtype="int32"), 0)
+        self.tile = rows // tile.b_r + BATCH - 1 if packed else 0  # of a grid in which sequences have tiles to spare
+
+    def put(self, *, results: bool = False, **rows: np.ndarray) -> None:
+        """The last head's rows of tensors and of statistics."""
+        for name, array in rows.items():
+            if array.ndim == 3:
+                self.far.put(name, array.reshape(-1), self._end - array.size, result=results)
+            else:
+                batch, row, head = self.strides["q"]
+                at = (self.problem.batch - 1) * batch + (self.problem.seqlen_q - array.shape[2]) * row + (HEADS - 1) * head
+                self.far.put(name, array[0, 0], at, (row, 1), result=results)
+
+    def run(self, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            if not stage.spec.operation.startswith("clear_"):
+                for block in blocks_of_last_head(stage, self.inputs[0].shape[2], self.tile):
+                    self.far.run(stage, block)
+
+    def expectation(self, dlse: np.ndarray | None = None) -> Expectation:
+        return Expectation(*self.inputs, dlse=dlse, layout="bhsd", **{name: array for name, (array, _) in self.arrays.items()})
+
+    def results(self, **like: np.ndarray) -> dict[str, np.ndarray]:
+        parts = {name: array[0, 0] if array.ndim == 4 else array.reshape(-1) for name, array in like.items()}
+        return {name: self.far.take(name, part).reshape(like[name].shape) for name, part in parts.items()}
+
+    def check_forward(self) -> None:
+        q = self.inputs[0]
+        like = {"o": q, "lse": np.zeros(q.shape[:3], self.problem.accumulator_dtype)}
+        self.put(results=True, **like)
+        self.run(plan_forward(self.problem, self.device, self.strides, self.config, self.family).stages)
+        self.expectation().check(**self.results(**like))
+
+    def check_backward(self, method: str) -> None:
+        q, k, v, do = self.inputs
+        wide = np.dtype(self.problem.accumulator_dtype)
+        features = {name: array for name, (array, _) in self.arrays.items()}
+        o, lse = reference.forward(q, k, v, layout="bhsd", **features)
+        self.put(o=o.astype(q.dtype), dout=do, lse=lse.astype(wide))
+        self.put(results=True, delta=np.zeros(lse.shape, wide))
+        like = {"dq": q, "dk": k, "dv": v}
+        dlse = numbers(lse.shape, wide.name) if "dlse" in self.more else None
+        if dlse is not None:
+            self.put(dlse=dlse)
+        adds_up = self.problem.itemsize > 2 and method == "single_pass"  # dk and dv in place, else dq in a workspace
+        self.put(results=True, dq=np.empty_like(q))
+        self.put(results=not adds_up, dk=np.zeros_like(k), dv=np.zeros_like(v))
+        plan = plan_backward(
+            self.problem, self.device, self.strides, method, self.config, self.family, more=self.more
+        )
+        for workspace in plan.workspaces:
+            if workspace.name == "dq_accum":
+                elements = workspace.nbytes // 4 // (BATCH * HEADS)
+                self.far.put("dq_accum", np.zeros(elements, "float32"), (BATCH * HEADS - 1) * elements)
+        if "dsink" in self.more:
+            # A block of it has a head of both sequences: the first one's rows see nothing.
+            self.far.put("lse", np.full(lse.size, -np.inf, wide), (HEADS - 1) * lse.size)
+            self.far.put("dsink", np.zeros(1, wide), HEADS - 1, result=True)
+            like["dsink"] = np.zeros(1, wide)
+        if "dbias" in self.more:
+            bias, strides = self.arrays["bias"]
+            self.far.put("dbias_accum", np.zeros(bias.shape, wide), (BATCH - 1) * strides[0] + (HEADS - 1) * strides[1], strides[2:])
+        self.run(plan.stages)
+        results = self.results(**like)
+        if "dbias" in self.more:
+            results["dbias"] = self.far.take("dbias_accum", np.zeros(bias.shape, wide))
+        self.expectation(dlse).check(spec=method, **{n: x.astype(bias.dtype) if n == "dbias" else x for n, x in results.items()})
+
+
+def over_scores(name: str) -> dict[str, tuple[np.ndarray, tuple]]:
+    """Arrays of every feature for the last head, whose strides lead far away along every axis that they have."""
+    dtype, rows, *_ = FAMILIES[name]
+    wide = accumulator(dtype)
+    return {
+        "alibi_slopes": (numbers((1, 1), wide), (2**33, 2**6, 0, 0)),
+        "bias": (numbers((rows, rows), dtype), (2**39, 2**11, 2**32 + 2, 1)),
+        "mask": (numbers((rows, rows), "float32", 3) < 0.7, (2**40, 2**6, 1, 2**31)),
+        "key_padding_mask": (numbers((1, rows), "float32", 4) < 0.7, (2**33, 0, 0, 1)),
+        "sink": (numbers((1,), wide), (0, 2**6, 0, 0)),
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+class TestTheLastHead:
+    def test_forward(self, name):
+        Case(name).check_forward()
+
+    @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+    def test_backward(self, name, method):
+        Case(name).check_backward(method)
+
+
+#: Whose kernels read arrays by the same lines as those of Hopper, and packed sequences without tensor maps.
+@pytest.mark.parametrize("name", ("simt", "sm80"))
+class TestFeaturesOfTheLastHead:
+    def test_forward(self, name):
+        Case(name, arrays=over_scores(name)).check_forward()
+
+    def test_backward(self, name):
+        case = Case(name, arrays=over_scores(name), more=("dlse", "dsink", "dbias"))
+        case.strides["dbias_accum"] = case.strides["bias"]
+        case.check_backward("two_pass")
+
+    def test_packed_sequences(self, name):
+        Case(name, packed=True).check_forward()
+        Case(name, packed=True).check_backward("two_pass")
