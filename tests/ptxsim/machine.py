@@ -267,7 +267,7 @@ class Machine:
         steps, trace, ix, at = self._steps, self._options.trace, self.selection(threads), pc
         try:
             registers = self.wgmma_registers
-            effect = None if registers is None else registers.effect(pc, end)
+            effect = None if registers is None else registers.effect(pc, end + (control_pc >= 0))
             careful = effect is not None and registers.conflicts(effect)
             if trace is None and not careful:
                 for at in range(pc, end):
@@ -284,6 +284,8 @@ class Machine:
             count = end - pc
             if control_pc >= 0:
                 at, count = control_pc, count + 1
+                if careful:
+                    registers.check(at, ix)
                 if trace is not None:
                     trace(self, insts[at], threads)
                 steps[at](threads)
