@@ -527,6 +527,7 @@ extern "C" __global__ void __launch_bounds__(128) product(float* o) {
   else multiply(d, a, b);
   commit();
   if (KIND == 5) return;
+  if (KIND == 7) asm volatile("shfl.sync.bfly.b32 %0, %0, 1, 31, -1;" : "+f"(d[0]));
   wait(d);
   asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));
   if (KIND != 6) fence();
@@ -559,6 +560,7 @@ def test_accumulators_go_from_one_wgmma_to_the_next_without_a_fence():
         (4, "a wgmma's accumulators were accessed before it without wgmma.fence"),
         (5, "the warp ends with a wgmma in flight"),
         (6, "a wgmma's accumulators were accessed before it without wgmma.fence"),
+        (7, "accumulator of an unfinished wgmma is accessed before wgmma.wait_group"),
     ],
 )
 def test_wgmmas_without_their_fences(kind, wanted):

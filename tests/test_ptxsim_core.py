@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import ptxsim.compile
 import pytest
 from ptxsim import Memory, Module
+from ptxsim.compile import compile_ptx
 from ptxsim.scalars import bf16_to_f32, f32_to_bf16
 from ptxsim.text import parse_constant
 from ptxsim_kernels import cuda_module
@@ -550,3 +552,42 @@ def test_atomics_lose_nothing():
     assert u[:6].view(np.int32).tolist() == [255, 256 % 10, 0, 768, 4, -255]
     assert (np.sort(u[6:].reshape(4, 64)) == np.arange(64)).all()  # every block has counters of its own
     assert memory.read(a["order"]).tolist() == [0, 1, 2, 3]
+
+
+LAUNCHES = r"""
+__device__ int total = 5;
+extern "C" __global__ void shape(int* o, int value) { o[blockIdx.x] = 1000 * gridDim.x + value; }
+extern "C" __global__ void count() { atomicAdd(&total, 1); }
+extern "C" __global__ void left(int* o) { asm volatile("{ .reg .b32 r; mov.b32 %0, r; mov.b32 r, 7; }" : "=r"(o[0])); }
+"""
+
+
+def test_a_launch_knows_nothing_of_the_one_before():
+    module = cuda_module(LAUNCHES)
+    for grid, value in ((2, 1), (5, 2), (300, 3), (1, 4)):
+        memory = Memory()
+        out = memory.empty(grid, np.int32, "o")
+        module.launch("shape", grid, 32, [out, value], memory=memory)
+        assert (memory.read(out) == 1000 * grid + value).all()
+    for _ in range(2):
+        memory = Memory()
+        module.launch("count", 1, 3, [], memory=memory)
+        assert memory.read(module.global_address("total", memory)).view(np.int32)[0] == 8
+    for _ in range(2):
+        memory = Memory()
+        out = memory.empty(1, np.int32, "o")
+        module.launch("left", 1, 1, [out], memory=memory)
+        assert memory.read(out)[0] == 0
+
+
+def test_ptx_is_kept_where_the_cache_is(tmp_path, monkeypatch):
+    source = 'extern "C" __global__ void kept() {}'
+    monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path))
+    ptx = compile_ptx(source)
+    monkeypatch.setattr(ptxsim.compile, "_compile", lambda source, arch, options: f"compiled anew: {options}")
+    assert compile_ptx(source) == ptx
+    assert compile_ptx(source, options=("-G",)) == "compiled anew: ('-G',)"
+    compile_ptx(source, options=("-I/somewhere",))
+    assert len(list((tmp_path / "ptx").iterdir())) == 2
+    monkeypatch.delenv("FA2CUPY_CACHE_DIR")
+    assert compile_ptx(source).startswith("compiled anew")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = ["OPTIONS", "compile_ptx", "cuda_include"]
 
@@ -12,11 +16,33 @@ OPTIONS = ("-std=c++17", "-lineinfo")
 def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = OPTIONS) -> str:
     """PTX text of a CUDA C++ source for a virtual architecture, which keeps NVRTC from assembling it.
 
+    Where FA2CUPY_CACHE_DIR names a folder, as it does in the tests, it is kept there: compiling takes longer than a small
+    launch, and the processes of a test run ask for the same kernels. Sources that include headers are compiled anew.
+
     Raises
     ------
     RuntimeError
         NVRTC refused the source; the text is its log.
     """
+    folder = os.environ.get("FA2CUPY_CACHE_DIR")
+    if not folder or any(option.startswith(("-I", "--include-path")) for option in options):
+        return _compile(source, arch, options)
+    from cupy.cuda import nvrtc
+
+    key = hashlib.sha256(repr((nvrtc.getVersion(), os.getcwd(), source, arch, tuple(options))).encode()).hexdigest()
+    path = Path(folder, "ptx", key)
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        ptx = _compile(source, arch, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(ptx)
+    os.replace(file.name, path)  # whole, whoever else reads or writes it
+    return ptx
+
+
+def _compile(source: str, arch: str, options: Sequence[str]) -> str:
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(source, "kernel.cu", (), ())

@@ -25,9 +25,10 @@ def _branch(machine: Machine, inst: Inst) -> Control:
 
     def run(threads: np.ndarray) -> None:
         taken = predicate[machine.selection(threads)]
-        if taken.all():
+        count = np.count_nonzero(taken)
+        if count == len(taken):
             machine.push(target, threads)
-        elif not taken.any():
+        elif not count:
             machine.push(pc + 1, threads)
         else:
             machine.push(target, threads[taken])

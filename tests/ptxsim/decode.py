@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,17 +70,25 @@ def control(*names: str, allow: str = "") -> Callable[[Maker], Maker]:
     return _register(names, allow, True)
 
 
-def build(machine: Machine, inst: Inst) -> tuple[Plain | Control, bool]:
-    """The closure of an instruction, and whether it is a control closure."""
-    for length in range(min(len(inst.parts), _LONGEST_KEY), -1, -1):
-        entry = _TABLE.get(".".join((inst.op, *inst.parts[:length])))
+@lru_cache(maxsize=None)
+def _entry(op: str, parts: tuple[str, ...]) -> _Entry:
+    """What makes an instruction, the one with the longest name that fits, if it claims all other modifiers."""
+    opcode = ".".join((op, *parts))
+    for length in range(min(len(parts), _LONGEST_KEY), -1, -1):
+        entry = _TABLE.get(".".join((op, *parts[:length])))
         if entry is not None:
             break
     else:
-        raise PtxError(f"the instruction {inst.opcode} is not implemented")
-    for part in inst.parts[length:]:
+        raise PtxError(f"the instruction {opcode} is not implemented")
+    for part in parts[length:]:
         if not entry.claims(part):
-            raise PtxError(f".{part} of the instruction {inst.opcode} is not implemented")
+            raise PtxError(f".{part} of the instruction {opcode} is not implemented")
+    return entry
+
+
+def build(machine: Machine, inst: Inst) -> tuple[Plain | Control, bool]:
+    """The closure of an instruction, and whether it is a control closure."""
+    entry = _entry(inst.op, inst.parts)
     step = entry.make(machine, inst)
     if inst.predicate is not None and inst.op != "bra":  # branches look at their predicate themselves
         step = (_predicated_control if entry.is_control else _predicated)(machine, inst, step)
@@ -91,9 +100,10 @@ def _predicated(machine: Machine, inst: Inst, step: Plain) -> Plain:
 
     def run(ix: Any) -> None:
         taken = predicate[ix]
-        if taken.all():
+        count = np.count_nonzero(taken)  # on short arrays several times as fast as any() and all()
+        if count == len(taken):
             step(ix)
-        elif taken.any():
+        elif count:
             step(threads[ix][taken])
 
     return run

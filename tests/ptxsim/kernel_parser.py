@@ -13,15 +13,28 @@ from typing import Any
 from .errors import PtxError
 from .parser import Function, Program
 from .scalars import WIDTH
-from .syntax import Addr, Inst, Kernel, Operand, Pair, Reg, Sink, Special, Sym, Var, Vec
+from .syntax import Addr, Imm, Inst, Kernel, Operand, Pair, Reg, Sink, Special, Sym, Var, Vec
 from .text import closing, parse_constant, parse_variable, split_list
 
 __all__ = ["KernelParser"]
 
 _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
+_COLONS_AND_BRACES = re.compile(r"[{}]|(?<!:):(?!:)")
+_NAME = re.compile(r"[$%A-Za-z_][\w$]*")
+_LONGEST_LABEL = 1000
 _SPACE = re.compile(r"[\s;]*")
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+_ADDRESS = re.compile(r"^(.*?)\s*([+-]\s*-?\s*(?:0x[0-9a-fA-F]+|\d+))?$")
+_PREDICATE = re.compile(r"@\s*(!?)\s*([$%\w]+)\s+")
+_SYMBOL_AND_OFFSET = re.compile(r"[$\w]+\s*[+-]\s*\d+$")
 _DECLARED = (".shared", ".local", ".param", ".global", ".const")
 _WITHOUT_EFFECT = (".pragma", ".callprototype", ".alias")
+
+
+def _end(text: str, mark: str, start: int) -> int:
+    """Where the mark is next, or the end of the text."""
+    end = text.find(mark, start)
+    return end if end >= 0 else len(text)
 
 
 class _Scope:
@@ -33,6 +46,8 @@ class _Scope:
         self.ranges: dict[str, tuple[int, int, int]] = {}  # prefix: width, first row, how many
         self.labels: dict[str, str] = {}
         self.variables: dict[str, str] = {}
+        self.declared: list[str] = []  # names and prefixes in all of these
+        self.operands: dict[str, Operand] = {}  # parsed before
 
     def find(self, table: str, name: str) -> Any:
         scope: _Scope | None = self
@@ -109,7 +124,7 @@ class KernelParser:
                 self._body(text[position + 1 : end - 1], _Scope(scope), return_label)
                 position = end
             elif text.startswith((".loc\t", ".loc "), position):
-                end = (text + "\n").index("\n", position)
+                end = _end(text, "\n", position)
                 self.source = self._source(text[position + 4 : end])
                 position = end
             elif match := _LABEL.match(text, position):
@@ -117,7 +132,7 @@ class KernelParser:
                 self.label_pcs[self._last_label] = len(self.insts)
                 position = match.end()
             else:
-                end = (text + ";").index(";", position)
+                end = _end(text, ";", position)
                 self._statement(text[position:end].strip(), scope, return_label)
                 position = end + 1
 
@@ -143,15 +158,17 @@ class KernelParser:
     def _declare_labels(self, text: str, scope: _Scope) -> None:
         """Labels of this scope, not those of inner ones, before they are reached: branches go forward too."""
         depth = 0
-        for match in re.finditer(r"[{};]|[$%A-Za-z_][\w$]*\s*:(?!:)", text):
+        for match in _COLONS_AND_BRACES.finditer(text):
             token = match[0]
             if token in "{}":
                 depth += 1 if token == "{" else -1
-            elif token != ";" and depth == 0:
-                before = text[: match.start()].rstrip(" \t")
-                if not before or before[-1] in "\n;{}:":
-                    name = token[:-1].strip()
+            elif depth == 0:
+                near = max(0, match.start() - _LONGEST_LABEL)
+                statement = max(near - 1, *(text.rfind(mark, near, match.start()) for mark in "\n;{}:")) + 1
+                name = text[statement : match.start()].strip()
+                if _NAME.fullmatch(name):
                     scope.labels[name] = self._unique_name(name)
+                    scope.declared.append(name)
 
     def _declare_registers(self, text: str, scope: _Scope) -> None:
         match = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
@@ -162,15 +179,18 @@ class KernelParser:
             row = self.registers[width]
             if several := re.match(r"([$%\w]+)<(\d+)>$", name):
                 scope.ranges[several[1]] = (width, row, int(several[2]))
+                scope.declared.append(several[1])
                 self.registers[width] += int(several[2])
             else:
                 scope.registers[name] = Reg(width, row, name)
+                scope.declared.append(name)
                 self.registers[width] += 1
 
     def _declare_variable(self, text: str, scope: _Scope) -> None:
         variable = parse_variable(text)
         name = scope.variables[variable.name] = self._unique_name(variable.name)
         self.variables[name] = variable
+        scope.declared.append(variable.name)
         if variable.space in ("local", "param"):  # arguments of calls live in local memory
             variable.space = "local"
             variable.offset = -(-self.local_bytes // variable.align) * variable.align
@@ -180,11 +200,11 @@ class KernelParser:
 
     def _instruction(self, text: str, scope: _Scope, return_label: str | None) -> None:
         predicate, rest = None, text
-        if match := re.match(r"@\s*(!?)\s*([$%\w]+)\s+", text):
+        if match := _PREDICATE.match(text):
             register = self._register(match[2], scope)
             if register is None:
                 raise PtxError(f"unknown predicate in: {text}")
-            predicate, rest = replace(register, negated=bool(match[1])), text[match.end() :]
+            predicate, rest = replace(register, negated=True) if match[1] else register, text[match.end() :]
         opcode, _, operands = rest.partition(" ")
         name = opcode.partition(".")[0]
         if name == "call":
@@ -226,14 +246,30 @@ class KernelParser:
     # Operands
 
     def _register(self, name: str, scope: _Scope) -> Reg | None:
+        register = scope.registers.get(name)
+        if register is not None or name[0] in "-0123456789":
+            return register
         register = scope.find("registers", name)
-        if register is None and (match := re.match(r"(.*?)(\d+)$", name)):
+        if register is None and (match := _NUMBERED.match(name)):
             rows = scope.find("ranges", match[1])
             if rows is not None and int(match[2]) < rows[2]:
-                return Reg(rows[0], rows[1] + int(match[2]), name)
+                register = Reg(rows[0], rows[1] + int(match[2]), name)
+        if register is not None:
+            scope.registers[name] = register
         return register
 
     def _operand(self, text: str, scope: _Scope) -> Operand:
+        # Long lists of registers are the same in many instructions, each of them in braces of its own.
+        while scope.outer is not None and not any(name in text for name in scope.declared):
+            scope = scope.outer
+        operand = scope.operands.get(text)
+        if operand is None:
+            operand = self._new_operand(text, scope)
+            if isinstance(operand, (Reg, Imm, Vec)):
+                scope.operands[text] = operand
+        return operand
+
+    def _new_operand(self, text: str, scope: _Scope) -> Operand:
         if text == "_":
             return Sink()
         if text[0] in "{(":
@@ -251,11 +287,11 @@ class KernelParser:
             return known
         if text[0] == "%":
             return Special(text)
-        if re.match(r"[$\w]+\s*[+-]\s*\d+$", text):
+        if _SYMBOL_AND_OFFSET.match(text):
             return self._address(text, (), scope)
         return Sym(scope.find("variables", text) or scope.find("labels", text) or text)
 
     def _address(self, text: str, extra: tuple[Operand, ...], scope: _Scope) -> Addr:
-        match = re.match(r"^(.*?)\s*([+-]\s*-?\s*(?:0x[0-9a-fA-F]+|\d+))?$", text)
+        match = _ADDRESS.match(text)
         offset = int((match[2] or "0").replace(" ", "").replace("+-", "-"), 0)
         return Addr(self._operand(match[1], scope) if match[1] else None, offset, extra)

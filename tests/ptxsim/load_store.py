@@ -126,7 +126,7 @@ def _word_view(data: np.ndarray, nbytes: int) -> np.ndarray:
 
 def _check_alignment(machine: Machine, ix: Any, space: str, addresses: np.ndarray, nbytes: int) -> None:
     crooked = addresses & (nbytes - 1)
-    if crooked.any():
+    if np.count_nonzero(crooked):
         k = int(np.argmax(crooked != 0))
         where = f"0x{int(addresses[k]):x}"
         if space == "global":

@@ -40,7 +40,6 @@ Trace = Callable[["Machine", Inst, np.ndarray], None]
 class Options:
     """How a launch runs; see Module.launch."""
 
-    race_check: bool = False
     check_uninit: bool = True
     trace: Trace | None = None
     seed: int | None = None
@@ -48,7 +47,7 @@ class Options:
 
 
 class Machine:
-    """Runs batches of blocks of one launch.
+    """Runs batches of blocks of a kernel, of one launch after another.
 
     Attributes
     ----------
@@ -56,8 +55,8 @@ class Machine:
         Numbers of all threads of the batch: blocks behind one another, each padded to whole warps.
     block_of, warp_of : numpy.ndarray
         For each thread, its block and its warp within the batch.
-    block_index : numpy.ndarray
-        %ctaid of each thread, filled for every batch.
+    block_index, grid_size : numpy.ndarray
+        %ctaid of each thread, filled for every batch, and %nctaid, for every launch.
     """
 
     def __init__(
@@ -65,19 +64,18 @@ class Machine:
         module: Module,
         kernel: Kernel,
         memory: Memory,
-        grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        params: bytes,
         dynamic_bytes: int,
         num_blocks: int,
-        options: Options,
+        race_check: bool,
     ) -> None:
-        self.module, self.kernel, self.memory, self.grid, self.block = module, kernel, memory, grid, block
-        self.params = np.frombuffer(params.ljust(-(-max(len(params), 16) // 16) * 16, b"\0"), np.uint8)
-        self.params_nbytes = len(params)
+        self.module, self.kernel, self.memory, self.block = module, kernel, memory, block
+        self.params_nbytes = max((param.offset + param.nbytes for param in kernel.params), default=0)
+        self.params = np.zeros(-(-max(self.params_nbytes, 16) // 16) * 16, np.uint8)
         self.dynamic_bytes = dynamic_bytes
         self.num_blocks = num_blocks
-        self.check_uninit = options.check_uninit
+        self._used = 0  # threads of the launch before
+        self.uses_memory_of_module = False  # whose addresses are in the instructions as they are decoded
         self.num_threads = block[0] * block[1] * block[2]
         self.padded_threads = -(-self.num_threads // 32) * 32
         self.cluster_size = kernel.cluster[0] * kernel.cluster[1] * kernel.cluster[2]
@@ -85,23 +83,33 @@ class Machine:
         self.num_warps = len(self.threads) // 32
         self.warp_of = self.threads >> 5
         self.block_of = self.threads // self.padded_threads
-        self.block_index = np.zeros((3, len(self.threads)), np.uint32)
-        self.executed = 0
-        self.thread_instructions = 0
-        self._options = options
-        self._random = None if options.seed is None else np.random.default_rng(options.seed)
+        self.block_index, self.grid_size = np.zeros((2, 3, len(self.threads)), np.uint32)
 
         self.registers = RegisterFile(self, kernel.registers)
         self.source, self.destination = self.registers.source, self.registers.destination
         self.full = self.registers.full
         self.shared = SharedMemory(self, {**kernel.variables, **module.program.variables}, dynamic_bytes)
         self.local = np.zeros((len(self.threads), -(-max(kernel.local_bytes, 16) // 16) * 16), np.uint8)
-        self.race = RaceDetector(self) if options.race_check else None
+        self.race = RaceDetector(self) if race_check else None
         self.barriers = Barriers(self)
         self.mbarriers = Mbarriers(self)
         multiplies = any(inst.op == "wgmma" for inst in kernel.insts)
-        self.wgmma_registers = WgmmaRegisters(self) if options.race_check and multiplies else None
+        self.wgmma_registers = WgmmaRegisters(self) if race_check and multiplies else None
         self._decode()
+
+    def begin(self, memory: Memory, grid: tuple[int, int, int], params: bytes, options: Options) -> None:
+        """A launch; nothing is left of the one before."""
+        self.memory, self.grid, self._options = memory, grid, options
+        self.params[: len(params)] = np.frombuffer(params, np.uint8)
+        self.grid_size[:] = np.array(grid, np.uint32)[:, None]
+        self.check_uninit = options.check_uninit
+        self.executed = self.thread_instructions = 0
+        self._random = None if options.seed is None else np.random.default_rng(options.seed)
+        used, self._used = self._used, min(self.num_blocks, grid[0] * grid[1] * grid[2]) * self.padded_threads
+        if used:
+            for rows in self.registers.rows.values():
+                rows[:, :used] = 0
+            self.local[:used] = 0
 
     def _decode(self) -> None:
         self._steps: list[Callable] = []
@@ -130,6 +138,7 @@ class Machine:
         if variable is None:
             raise PtxError(f"unknown symbol {name}")
         if variable.space in ("global", "const"):
+            self.uses_memory_of_module = True
             return self.module.global_address(name, self.memory)
         return variable.offset
 
@@ -201,7 +210,7 @@ class Machine:
         """The threads of warps whose running lanes (those of the mask) are all here, and the others."""
         if len(threads) % 32 == 0:
             first = threads[::32]
-            if not (first & 31).any() and (threads[31::32] - first == 31).all():
+            if not np.count_nonzero(first & 31) and not np.count_nonzero(threads[31::32] - first != 31):
                 return threads, threads[:0]
         warps = threads >> 5
         here = np.bincount(warps, np.left_shift(1, threads & 31), self.num_warps).astype(np.int64)[warps]
@@ -267,7 +276,7 @@ class Machine:
         steps, trace, ix, at = self._steps, self._options.trace, self.selection(threads), pc
         try:
             registers = self.wgmma_registers
-            effect = None if registers is None else registers.effect(pc, end)
+            effect = None if registers is None else registers.effect(pc, end + (control_pc >= 0))
             careful = effect is not None and registers.conflicts(effect)
             if trace is None and not careful:
                 for at in range(pc, end):
@@ -284,6 +293,8 @@ class Machine:
             count = end - pc
             if control_pc >= 0:
                 at, count = control_pc, count + 1
+                if careful:
+                    registers.check(at, ix)
                 if trace is not None:
                     trace(self, insts[at], threads)
                 steps[at](threads)
@@ -310,11 +321,11 @@ class Machine:
         return min(pending)
 
     def _reset(self, first_block: int, count: int) -> None:
-        for number in range(self.num_blocks):
+        for number in range(count):
             start = number * self.padded_threads
             index = np.array(self._block_coordinates(first_block + number), np.uint32)
             self.block_index[:, start : start + self.padded_threads] = index[:, None]
-        self.shared.reset()
+        self.shared.reset(count)
         self.barriers.reset()
         self.mbarriers.reset()
         for checker in (self.race, self.wgmma_registers):

@@ -76,7 +76,7 @@ class ByteStore:
         if not self._flags:
             return None
         missing = self._flags[nbytes].take(offset // nbytes, axis=0) != _ONES[nbytes]
-        if not missing.any():
+        if not np.count_nonzero(missing):
             return None
         return int(np.argmax(missing if nbytes < 16 else missing.any(1)))
 

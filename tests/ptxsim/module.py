@@ -20,8 +20,13 @@ from .syntax import Kernel, Var
 
 __all__ = ["Module"]
 
+_MACHINES_KEPT = 6
 _BATCH_THREADS = 4096
 _BATCH_BYTES = 1 << 28
+
+#: Of the last launches that went well, for the next one of the same kernel, block and shared memory: to decode a kernel
+#: takes as long as to run a small grid. A machine holds its kernel, so that no other has its id.
+_machines: dict[tuple, Machine] = {}
 
 
 class Module:
@@ -117,21 +122,20 @@ class Module:
         if any(g % c for g, c in zip(grid3, kernel.cluster, strict=True)):
             raise PtxError(f"kernel {name}: the grid {grid3} is no multiple of the cluster {kernel.cluster}")
         if batch is None:
-            batch = _default_batch(kernel, num_blocks, prod(block3), dynamic_smem, race_check)
+            batch = _default_batch(kernel, prod(block3), dynamic_smem, race_check)
         batch = -(-batch // cluster_size) * cluster_size
-        machine = Machine(
-            module=self,
-            kernel=kernel,
-            memory=Memory() if memory is None else memory,
-            grid=grid3,
-            block=block3,
-            params=_packed(kernel.params, args),
-            dynamic_bytes=dynamic_smem,
-            num_blocks=batch,
-            options=Options(race_check, check_uninit, trace, seed, max_rounds),
-        )
+        params = _packed(kernel.params, args)
+        memory = Memory() if memory is None else memory
+        key = (id(kernel), block3, dynamic_smem, batch, race_check)
+        machine = _machines.pop(key, None)
+        if machine is None or machine.num_blocks < min(batch, num_blocks):  # with room to spare from the second on
+            room = batch if machine else max(1, min(batch, num_blocks))
+            machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
+        machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds))
         for first in range(0, num_blocks, batch):
             machine.run(first, min(batch, num_blocks - first))
+        if cluster is None and not machine.uses_memory_of_module:
+            _keep(key, machine)
         self.stats = {
             "steps": machine.executed,
             "thread_instructions": machine.thread_instructions,
@@ -146,14 +150,21 @@ def _three(extent: int | Sequence[int]) -> tuple[int, int, int]:
     return (values + (1, 1, 1))[:3]
 
 
-def _default_batch(kernel: Kernel, num_blocks: int, num_threads: int, dynamic_smem: int, race_check: bool) -> int:
+def _keep(key: tuple, machine: Machine) -> None:
+    machine.memory = None
+    _machines[key] = machine
+    while len(_machines) > _MACHINES_KEPT:
+        del _machines[next(iter(_machines))]
+
+
+def _default_batch(kernel: Kernel, num_threads: int, dynamic_smem: int, race_check: bool) -> int:
     warps = -(-num_threads // 32)
     nbytes = 32 * warps * sum(max(width // 8, 1) * count for width, count in kernel.registers.items())
     static = sum(v.nbytes for v in kernel.variables.values() if v.space == "shared")
     nbytes += 2 * (static + dynamic_smem)
     if race_check:
         nbytes += RaceDetector.bytes_per_block(warps, prod(kernel.cluster), static + dynamic_smem)
-    return max(1, min(num_blocks, _BATCH_THREADS // (32 * warps), _BATCH_BYTES // max(nbytes, 1)))
+    return max(1, min(_BATCH_THREADS // (32 * warps), _BATCH_BYTES // max(nbytes, 1)))
 
 
 def _packed(params: Sequence[Var], args: Sequence[Any]) -> bytes:

@@ -217,7 +217,7 @@ class RaceDetector:
 
     def _take_in_copies(self, warps: np.ndarray) -> None:
         """A warp has seen the end of those copies whose threads have waited for them."""
-        if not self._waited[warps].any():
+        if not np.count_nonzero(self._waited[warps]):
             return
         for kind, copies in self.copies.items():
             agents = self.agent(kind, warps)
@@ -274,7 +274,7 @@ class RaceDetector:
         if self.by_lane:
             self.write_lane[places] = (threads & 31)[:, None]
         lost = self.writer[places] != mine
-        if lost.any():
+        if np.count_nonzero(lost):
             row, k = np.argwhere(lost)[0]
             other = int(self.writer[places[row, k]])
             self._raise("write", other, int(warps[row]), int(places[row, k]), "write in the same instruction")
@@ -432,7 +432,7 @@ class RaceDetector:
         """Each row of places belongs to a thread, or all of them to each of the threads."""
         writer = self.writer.take(places)
         bad = self.write_clock.take(places) > self.seen.take(warps[:, None] * (2 * self.entities) + writer)
-        if bad.any():
+        if np.count_nonzero(bad):
             self._look_at_writes(what, threads, bad, np.broadcast_to(places, bad.shape), strong, copies)
 
     def _look_at_writes(
@@ -466,7 +466,7 @@ class RaceDetector:
         self, what: str, threads: np.ndarray, warps: np.ndarray, places: np.ndarray, strong: bool = False
     ) -> None:
         bad = self.read_clock.take(places, axis=0) > self.seen[warps, None, : self.readers]
-        if bad.any():
+        if np.count_nonzero(bad):
             for row, k, reader in np.argwhere(bad).tolist():
                 if not self._is_own_copy(int(threads[row]), reader, int(self.read_clock[places[row, k], reader])):
                     self._raise(what, reader, int(warps[row]), int(places[row, k]), "read")

@@ -55,6 +55,7 @@ class RegisterFile:
         for width in (16, 32, 64):
             self.rows[width] = np.zeros((counts[width], self.threads), unsigned(width // 8))
         self._constants: dict[tuple[Any, str], np.ndarray] = {}
+        self._sources: dict[tuple[Operand, str], Any] = {}
 
     def full(self, value: Any, dtype: type) -> np.ndarray:
         """A read-only row of one value."""
@@ -86,8 +87,11 @@ class RegisterFile:
 
     def source(self, operand: Operand, ty: str) -> Any:
         """The row of an operand that an instruction reads as that type."""
-        row = self._source_bits(operand, ty)
-        return row if isinstance(row, _NegatedRow) or ty == "pred" else _as_type(row, ty)
+        key = operand, ty
+        if key not in self._sources:
+            row = self._source_bits(operand, ty)
+            self._sources[key] = row if isinstance(row, _NegatedRow) or ty == "pred" else _as_type(row, ty)
+        return self._sources[key]
 
     def _source_bits(self, operand: Operand, ty: str) -> Any:
         symbols = self.machine.symbol_address

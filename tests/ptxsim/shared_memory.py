@@ -67,9 +67,9 @@ class SharedMemory(ByteStore):
             self._extents.append((end, dynamic_bytes, next(iter(dynamic), "dynamic shared memory")))
         return end + dynamic_bytes
 
-    def reset(self) -> None:
-        self.data[:] = 0xA5
-        self.written[:] = 0
+    def reset(self, num_blocks: int) -> None:
+        self.data[: num_blocks * self.stride] = 0xA5
+        self.written[: num_blocks * self.stride] = 0
 
     def describe(self, offset: int) -> str:
         """An offset of a block with the variable it is in."""
@@ -118,7 +118,7 @@ class SharedMemory(ByteStore):
                 k,
             )
         crooked = address & (nbytes - 1)
-        if crooked.any():
+        if np.count_nonzero(crooked):
             k = int(np.argmax(crooked != 0))
             machine.fault(f"misaligned shared access: {nbytes} bytes at {self.describe(int(address[k]))}", ix, k)
         return address + base

@@ -33,8 +33,10 @@ def special_register(machine: Machine, name: str, dtype: type) -> Any:
     base, _, axis = name[1:].partition(".")
     if base in _CLOCKS:
         return _ClockRow(machine, dtype, 32 if base.endswith("_hi") else 0)
-    if base == "ctaid":  # filled anew for every batch, so it must stay a view
+    if base == "ctaid":  # filled anew for every batch, so it must stay a view; as is the next for every launch
         return machine.block_index["xyz".index(axis)].view(dtype)
+    if base == "nctaid":
+        return machine.grid_size["xyz".index(axis)].view(dtype)
     return np.ascontiguousarray(np.broadcast_to(_value(machine, base, axis), len(machine.threads))).astype(dtype)
 
 
@@ -44,7 +46,6 @@ def _value(machine: Machine, base: str, axis: str) -> Any:
     by_axis = {
         "tid": lambda k: _coordinate(thread, machine.block, k),
         "ntid": lambda k: machine.block[k],
-        "nctaid": lambda k: machine.grid[k],
         "cluster_ctaid": lambda k: _coordinate(rank, machine.kernel.cluster, k),
         "cluster_nctaid": lambda k: machine.kernel.cluster[k],
     }

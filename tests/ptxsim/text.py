@@ -19,6 +19,13 @@ _VARIABLE = re.compile(
 )
 
 
+_BRACKET = re.compile(r"[{\[(]")
+_COMMAS_AND_BRACKETS = re.compile(r"[{}\[\](),]")
+_FLOAT, _DOUBLE = re.compile(r"(-?)0[fF]([0-9a-fA-F]{8})"), re.compile(r"(-?)0[dD]([0-9a-fA-F]{16})")
+_INTEGER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+)U?")
+_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]*([eE][-+]?[0-9]+)?")
+
+
 def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", " ", text, flags=re.S))
 
@@ -35,31 +42,35 @@ def closing(text: str, start: int, pair: str) -> int:
 
 def split_list(text: str) -> list[str]:
     """Splits at the commas that are outside of all brackets."""
+    if not _BRACKET.search(text):
+        items = [item.strip() for item in text.split(",")]
+        return items if items[-1] else items[:-1]
     items, depth, start = [], 0, 0
-    for position, character in enumerate(text):
+    for match in _COMMAS_AND_BRACKETS.finditer(text):
+        character = match[0]
         if character in "{[(":
             depth += 1
         elif character in "}])":
             depth -= 1
-        elif character == "," and depth == 0:
-            items.append(text[start:position].strip())
-            start = position + 1
+        elif depth == 0:
+            items.append(text[start : match.start()].strip())
+            start = match.end()
     last = text[start:].strip()
     return [*items, last] if last else items
 
 
 def parse_constant(text: str) -> Imm | None:
     """An integer or floating-point constant; None for anything else."""
-    if match := re.fullmatch(r"(-?)0[fF]([0-9a-fA-F]{8})", text):
+    if match := _FLOAT.fullmatch(text):
         return Imm(("f32", int(match[2], 16) ^ (1 << 31 if match[1] else 0)))
-    if match := re.fullmatch(r"(-?)0[dD]([0-9a-fA-F]{16})", text):
+    if match := _DOUBLE.fullmatch(text):
         return Imm(("f64", int(match[2], 16) ^ (1 << 63 if match[1] else 0)))
-    if match := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+)U?", text):
+    if match := _INTEGER.fullmatch(text):
         digits = match[2]
         octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
         value = int(digits, 8 if octal else 0)
         return Imm(-value if match[1] else value)
-    if re.fullmatch(r"-?[0-9]+\.[0-9]*([eE][-+]?[0-9]+)?", text):
+    if _DECIMAL.fullmatch(text):
         return Imm(("f64", int.from_bytes(struct.pack("<d", float(text)), "little")))
     return None
 

@@ -5,8 +5,8 @@ Before it, wgmma.fence must come after every other access to them, and be there 
 wgmma to the next of the same shape without it. The copies of registers that a compiler leaves in PTX for the assembler
 to remove pass on what holds for their source.
 
-Plain instructions between two control instructions are looked at together: which registers they touch is known before
-they run. As for the assembler, an instruction touches its registers whatever its predicate is.
+Instructions up to the next control instruction, and that, are looked at together: which registers they touch is known
+before they run. As for the assembler, an instruction touches its registers whatever its predicate is.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ _TOUCHED = -1  # since the last wgmma.fence, by anything but a wgmma; 0 is by no
 
 def rows_of(operand: Operand | None) -> list[int]:
     """Rows of the 32-bit registers in an operand."""
-    match operand:
-        case Reg(width=32):
-            return [operand.index]
-        case Vec():
-            return [row for item in operand.items for row in rows_of(item)]
-        case Pair():
-            return rows_of(operand.first) + rows_of(operand.second)
-        case Addr():
-            return rows_of(operand.base)
-    return []
+    kind = type(operand)
+    if kind is Reg:
+        return [operand.index] if operand.width == 32 else []
+    if kind is Vec:
+        return [row for item in operand.items for row in rows_of(item)]
+    if kind is Pair:
+        return rows_of(operand.first) + rows_of(operand.second)
+    return rows_of(operand.base) if kind is Addr else []
 
 
 def _used(inst: Inst) -> list[int]:
@@ -146,7 +144,7 @@ class WgmmaRegisters:
     # Other instructions
 
     def effect(self, first: int, end: int) -> _Effect | None:
-        """That of the plain instructions from first to end, None if there is none."""
+        """That of the instructions from first to end, which run one after another; None if there is none."""
         key = first, end
         if key not in self._effects:
             self._effects[key] = self._effect_of(self.machine.kernel.insts[first:end])
@@ -156,13 +154,15 @@ class WgmmaRegisters:
         used, written = set(), set()
         now: dict[int, int] = {}  # of those that wgmmas use, the row it has the state of
         for inst in insts:
-            used.update(_used(inst))
+            if inst.op == "wgmma":
+                continue
+            rows, copy = _used(inst), _copy(inst)
+            used.update(rows)
             written.update(_written(inst))
-            copy = _copy(inst)
             if copy is not None and copy[1] in self._of_wgmmas:
                 now[copy[0]] = now.get(copy[1], copy[1])
             else:
-                now.update(dict.fromkeys(self._of_wgmmas.intersection(_used(inst)), _TOUCHED))
+                now.update(dict.fromkeys(self._of_wgmmas.intersection(rows), _TOUCHED))
         if not used:
             return None
         copies = [(to, of) for to, of in now.items() if of != _TOUCHED and to in self._of_wgmmas]
@@ -179,6 +179,8 @@ class WgmmaRegisters:
     def check(self, pc: int, ix: Any) -> None:
         """One of the instructions, for the warps that execute it."""
         inst, warps = self.machine.kernel.insts[pc], warps_of(self.machine.threads[ix])
+        if inst.op == "wgmma":
+            return
         if self._accumulator[np.ix_(_used(inst), warps)].any():
             self.machine.fault("accumulator of an unfinished wgmma is accessed before wgmma.wait_group", ix)
         if self._operand[np.ix_(_written(inst), warps)].any():
