@@ -24,7 +24,8 @@ In parentheses is what they have, of head_dim 8 to 256, with features and withou
 0.5 to 0.6. Where they have that, scores that are rounded to 16 bits give 0.92 to 1.1 for o and dv, a P with a bit less 0.85
 to 1.3, and a dS with a bit less 0.9 to 1.1 for dq and dk.
 
-This bound is for 64 keys and more: of few visible keys P is often 1, which no rounding changes. It is for baselines whose
+This bound is for 64 keys and more: of few visible keys P is often 1, which no rounding changes. It is for results of 32 times
+the dtype's smallest normal number and more, as P is subnormal where they are smaller. It is for baselines whose
 error is at least 2.3 times that of rounding the reference, which no implementation avoids. And it is for 100 errors and more,
 where ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors counts how many they are. lse and delta are held closely enough by
 their largest errors; dbias and dsink, sums of few terms or of many that cancel, have no such bound.
