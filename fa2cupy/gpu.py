@@ -71,7 +71,9 @@ def backward(
 def _alike(given_delta, dlse) -> bool:
     """Whether both are there and fit each other, so that one can be subtracted from the other."""
     both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
-    return both and (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
+    if not both or given_delta.data.device_id != dlse.data.device_id:
+        return False
+    return (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)
 
 
 def _prepare_forward(arguments: Arguments, arrays: tuple, options: tuple) -> Callable:

@@ -43,6 +43,10 @@ class FakeArray(np.ndarray):
     device_id = 0
     allocator = "view"
 
+    def __array_finalize__(self, source) -> None:
+        if isinstance(source, FakeArray):
+            self.device_id = source.device_id
+
     def __new__(cls, shape, dtype):
         """As CuPy allocates."""
         return _aligned(shape, dtype)
@@ -63,19 +67,33 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
     raw = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN in every dtype, so that an unwritten element shows
     start = -raw.ctypes.data % 512
     array = raw[start : start + nbytes].view(dtype).reshape(shape).view(FakeArray)
-    array.allocator = _allocators[-1]
+    array.allocator, array.device_id = _allocators[-1], _devices[-1]
     return array
 
 
 #: Whose memory new arrays get: the pool's, or in a context the graph's.
 _allocators = ["pool"]
+#: The current device.
+_devices = [0]
+
+
+@contextlib.contextmanager
+def current_device(ordinal: int) -> Iterator[None]:
+    """What ``cupy.cuda.Device`` is to them, as a context."""
+    _devices.append(ordinal)
+    try:
+        yield
+    finally:
+        _devices.pop()
 
 
 @contextlib.contextmanager
 def _using_allocator(name: str) -> Iterator[None]:
     _allocators.append(name)
-    yield
-    _allocators.pop()
+    try:
+        yield
+    finally:
+        _allocators.pop()
 
 
 class FakeCupy(types.SimpleNamespace):
@@ -84,18 +102,20 @@ class FakeCupy(types.SimpleNamespace):
     Attributes
     ----------
     stream : int
-        Address of the current stream.
+        Address of the current stream of device 0; one more for each device behind it.
     capturing : set of int
         Streams whose work goes into a graph.
-    workspaces : list of (allocator, bytes)
+    workspaces : list of (allocator, bytes, device)
         What has been allocated besides arrays.
+    launches : list of (device, stream)
+        Where kernels were launched.
     """
 
     def __init__(self) -> None:
-        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[])
+        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[], launches=[])
         self.cuda = types.SimpleNamespace(
-            Device=lambda ordinal: contextlib.nullcontext(),
-            get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream),
+            Device=current_device,
+            get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream + _devices[-1]),
             alloc=lambda nbytes: self._alloc(nbytes, _allocators[-1]),
             malloc_async=lambda nbytes: self._alloc(nbytes, "graph"),
             using_allocator=lambda allocator: _using_allocator("graph" if allocator == self.cuda.malloc_async else "pool"),
@@ -117,9 +137,9 @@ class FakeCupy(types.SimpleNamespace):
         return array if array.flags.c_contiguous else place(array)
 
     def _alloc(self, nbytes: int, allocator: str) -> FakeMemory:
-        self.workspaces.append((allocator, nbytes))
+        self.workspaces.append((allocator, nbytes, _devices[-1]))
         buffer = _aligned((nbytes,), np.uint8)
-        return FakeMemory(buffer.ctypes.data, buffer)
+        return FakeMemory(buffer.ctypes.data, buffer, _devices[-1])
 
 
 def place(array: np.ndarray) -> FakeArray:
@@ -284,15 +304,20 @@ def run_formulas(launch: Launch) -> None:
 
 @contextlib.contextmanager
 def fake_gpu(
-    monkeypatch, device: DeviceInfo | str = "sm_90", run: Callable[[Launch], None] = run_formulas
+    monkeypatch, device: DeviceInfo | str | tuple = "sm_90", run: Callable[[Launch], None] = run_formulas
 ) -> Iterator[list[Stage]]:
-    """Makes gpu.py run on the host; gives the list of the stages that were launched."""
+    """Makes gpu.py run on the host, with one device or those of a tuple; gives the list of the stages that were launched."""
     launched: list[Stage] = []
-    info = device if isinstance(device, DeviceInfo) else DeviceInfo.named(device)
+    devices = device if isinstance(device, tuple) else (device,)
+    infos = [x if isinstance(x, DeviceInfo) else DeviceInfo.named(x) for x in devices]
 
     def bind_plan(plan: Plan, buffers: tuple[str, ...]):
+        loaded_on = _devices[-1]
+
         def bound(stage: Stage):
             def launch(addresses: list[int], stream: int) -> None:
+                assert _devices[-1] == loaded_on, f"a kernel of device {loaded_on} is launched on {_devices[-1]}"
+                cupy.launches.append((loaded_on, stream))
                 launched.append(stage)
                 run(Launch(plan, stage, dict(zip(buffers, addresses, strict=True))))
 
@@ -304,9 +329,9 @@ def fake_gpu(
     for module in (gpu, prepared, device_memory):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
-    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: 0, free=lambda pointer: None))
+    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=lambda: _devices[-1], free=lambda pointer: None))
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
-    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: info))
+    monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: infos[_devices[-1]]))
     monkeypatch.setattr(signatures, "_prepared", {})
     yield launched
 

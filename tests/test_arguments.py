@@ -9,6 +9,7 @@ import pytest
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, reference
+from fa2cupy.problem import AttentionProblem
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 6, "seqlen_k": 9, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8}
@@ -106,6 +107,21 @@ def test_head_dim_above_256_is_not_supported(operation):
     name = "o" if operation == "delta" else "q"
     assert_refused(operation, UnsupportedProblemError, f"^{name}: head_dim up to 256 is supported, got shape", **wide)
     assert issubclass(UnsupportedProblemError, NotImplementedError)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_lengths_that_tiles_cannot_count_are_not_supported(side):
+    """Up to 2**31 - 2**16 rows: the number of the last tile's last row is an int32 for tiles of any size."""
+
+    def problem(rows: int) -> AttentionProblem:
+        sizes = {"q": 1, "k": 1, side: rows}
+        q, k = (np.broadcast_to(zeros(1, 1, 1, 16), (1, n, 1, 16)) for n in sizes.values())
+        return AttentionProblem.from_arrays(q, k, k)
+
+    longest = 2**31 - 2**16
+    assert getattr(problem(longest), f"seqlen_{side}") == longest
+    with pytest.raises(UnsupportedProblemError, match=f"^{side}: sequences of up to {longest} rows .*, got {longest + 1}"):
+        problem(longest + 1)
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,15 @@ def test_kernels_that_were_used_longest_ago_make_room(megabytes, isolated_cache)
     assert fa2cupy.info()["cached_bytes"] <= fa2cupy.info()["cache_limit"] == 4 * 1024**2
 
 
+def test_a_folder_that_is_just_full_keeps_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(entries, "cache_limit", lambda: 300)
+    files = [tmp_path / f"{name * 64}{entries.SUFFIX}" for name in "abcd"]
+    for number, file in enumerate(files, start=1):
+        file.write_bytes(bytes(100))
+        entries.limit_folder(tmp_path, 100)
+        assert sum(file.exists() for file in files) == (number if number < 4 else 2)  # then down to fifteen sixteenths
+
+
 def test_older_versions_and_what_stopped_processes_left_go_first(megabytes, isolated_cache):
     isolated_cache.mkdir()
     older = isolated_cache / f"{'a' * 64}.cubin"

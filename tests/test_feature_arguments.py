@@ -10,8 +10,9 @@ import pytest
 from feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, families
+from fa2cupy import UnsupportedProblemError, families, score_strides
 from fa2cupy.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
+from fa2cupy.params import param_layout
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
@@ -317,11 +318,54 @@ def test_lengths_are_not_part_of_what_is_compiled():
     assert features_of(window=(10**12, 0)).flags == features_of(window=(1, 1)).flags == ("kWindow",)
     assert features_of().record(37, 53, (10**12, 0), 1.0) == {}
     assert features_of(window=(1, 1)).record(37, 53, (10**12, 0), 1.0) == {"window_left": 53, "window_right": 0}
+    # Queries see keys so far to the right, keys queries so far to the left, that both lengths matter: no limit cuts them off.
+    for seqlen_q, seqlen_k in ((37, 53), (53, 37)):
+        for band in ((10**12, 10**12), (None, None)):
+            record = features_of(window=(1, 1)).record(seqlen_q, seqlen_k, band, 1.0)
+            assert record == {"window_left": seqlen_k, "window_right": seqlen_q}
 
 
 def test_causal_is_the_right_limit_of_a_window():
     problem = AttentionProblem.from_arrays(*inputs_of("float32")[:3], causal=True, window=(3, 9))
     assert problem.feature_values == {"window_left": 3, "window_right": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("bias", (2, 4, 5, 7), (140, 35, 7, 1)),
+        ("bias", (2, 1, 5, 7), (35, 0, 7, 1)),
+        ("bias", (4, 5, 7), (0, 35, 7, 1)),
+        ("bias", (5, 1), (0, 0, 1, 0)),
+        ("mask", (7,), (0, 0, 0, 1)),
+        ("mask", (), (0, 0, 0, 0)),
+        ("key_padding_mask", (2, 7), (7, 0, 0, 1)),
+        ("key_padding_mask", (7,), (0, 0, 0, 1)),
+        ("alibi_slopes", (2, 4), (4, 1, 0, 0)),
+        ("alibi_slopes", (4,), (0, 1, 0, 0)),
+        ("alibi_slopes", (2, 1), (1, 0, 0, 0)),
+        ("sink", (4,), (0, 1, 0, 0)),
+    ],
+    ids=str,
+)
+def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted):
+    """Strides of (batch, head, query, key), 0 where the array repeats, whatever it says of an axis of length 1."""
+    array = np.zeros(shape, bool if "mask" in name else "float32")
+    assert score_strides.score_strides(name, array) == wanted
+    assert score_strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(2 * n for n in wanted)
+    if name == "bias":
+        assert score_strides.contiguous_score_strides(shape) == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype", "kind"),
+    [("float16", "float16", "input"), ("float16", "float32", "input_accum"), ("float64", "float64", "input")],
+)
+def test_a_bias_is_read_in_its_own_dtype(dtype, bias_dtype, kind):
+    q, k, v, _ = inputs_of(dtype)
+    needs = AttentionProblem.from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).needs
+    kinds = {field.name: field.kind for field in param_layout("forward", "sm80", dtype, needs).fields}
+    assert kinds["bias"] == kind
 
 
 @pytest.fixture

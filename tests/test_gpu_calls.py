@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import FakeArray, backward, fake_gpu, forward, gapped, packed, place, shifted  # noqa: E402
+from fake_gpu import FakeArray, backward, current_device, fake_gpu, forward, gapped, packed, place, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, prepared, signatures  # noqa: E402
+from fa2cupy import TileConfig, families, gpu, prepared, signatures  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 
 METHODS = ("single_pass", "two_pass")
@@ -57,6 +59,30 @@ def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch,
     assert (addresses != [x.data.ptr for x in (q, k, v)]) == copied
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "taken"),
+    (((2, 5, 8), (80, 16, 2), True), ((2, 5, 8), (80, 16, 4), False), ((2, 5, 1), (80, 16, 4), True), ((2, 5, 8), (88, 16, 2), False),
+     ((2, 5, 8), (80, 24, 2), False), ((1, 5, 8), (88, 16, 2), True), ((2, 1, 8), (80, 24, 2), True), ((0, 5, 8), (88, 24, 4), True)),
+)  # fmt: skip
+def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, strides, taken):
+    """Strides of axes of length 1 mean nothing."""
+    (sm80,) = (row for row in families.FAMILIES if row.name == "sm80")
+    memory = place(np.zeros(200, np.float16))
+    array = np.lib.stride_tricks.as_strided(memory, shape, strides, subok=True)
+    assert prepared.takes_rows(sm80, array) == taken
+
+
+@pytest.mark.parametrize("head_dims", ((24, 40), (40, 24), (64, 59), (59, 64)), ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+def test_values_with_a_head_dim_of_their_own(launched, dtype, head_dims):
+    q, k, v, do = inputs_of(dtype, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    expected = Expectation(q, k, v, do)
+    o, lse = forward(q, k, v)
+    expected.check(o=o, lse=lse)
+    for method in METHODS:
+        expected.check(**dict(zip(("dq", "dk", "dv"), backward(q, k, v, o, lse, do, method=method), strict=True)))
+
+
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("rank", (2, 3, 4))
 def test_layouts_and_ranks(launched, layout, rank):
@@ -95,6 +121,16 @@ def test_only_the_results_that_the_caller_lacks_are_allocated(launched, dtype, m
     dq, dk, dv = backward(q, k, v, o, lse, do, method=method, out=(None, mine, None))
     assert dk is mine
     Expectation(q, k, v, do).check(dq=dq, dk=dk, dv=dv)
+
+
+def test_what_lies_between_the_rows_of_a_result_is_not_cleared(launched):
+    """dk and dv, which one pass of float32 adds to."""
+    q, k, v, do = inputs_of("float32")
+    o, lse = forward(q, k, v)
+    wide = [place(np.full((2, 53, 4, 64), 7, np.float32)) for _ in range(2)]
+    dq, dk, dv = backward(q, k, v, o, lse, do, method="single_pass", out=(None, wide[0][:, :, ::2], wide[1][:, :, ::2]))
+    Expectation(q, k, v, do).check(dq=dq, dk=dk, dv=dv)
+    assert all((x[:, :, 1::2] == 7).all() for x in wide)
 
 
 def test_a_signature_is_prepared_once(launched, monkeypatch):
@@ -167,6 +203,20 @@ def test_overlapping_results_are_refused_on_every_call(launched):
             forward(q, k, v, out=(v, None))
 
 
+def test_results_that_overlap_are_refused_where_inputs_are_copied(launched):
+    """Results are then written after the kernels, into arrays that the kernels have not seen."""
+    q, k, v, do = (gapped(x) for x in inputs_of(seqlen_k=37, num_heads_kv=4))
+    o, lse = forward(q, k, v)
+    shared = place(q)
+    launched.clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out \(o\): overlaps v"):
+            forward(q, k, v, out=(v, None))
+        with pytest.raises(ValueError, match=r"out \(dk\): overlaps out \(dq\)"):
+            backward(q, k, v, o, lse, do, out=(shared, shared, None))
+    assert not launched
+
+
 @pytest.mark.parametrize("empty", ("batch", "num_heads", "seqlen_q", "seqlen_k"))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -200,7 +250,7 @@ def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set
     results = (o, lse, *backward(q, k, v, o, lse, do, **options))
     mine = {x.ctypes.data for x in (*arrays, *results) if x is not None}
     copies = {x.allocator for given in held for x in given if x is not None and x.ctypes.data not in mine}
-    workspaces = {allocator for allocator, _ in cupy.workspaces}
+    workspaces = {allocator for allocator, *_ in cupy.workspaces}
     return (copies - {"view"}) | workspaces, {x.allocator for x in results}
 
 
@@ -211,7 +261,7 @@ def test_what_a_captured_call_needs_is_the_graphs_and_its_results_are_the_caller
     launched, monkeypatch, dtype, method, head_dim
 ):
     arrays = tuple(inputs_of(dtype, head_dim=head_dim))
-    for stream, capturing, owner in ((0, {77}, "pool"), (77, {5}, "pool"), (77, {77}, "graph")):
+    for stream, capturing, owner in ((0, {77}, "pool"), (1, {77}, "pool"), (77, {5}, "pool"), (77, {77}, "graph")):
         needed, results = origins(launched, monkeypatch, arrays, stream=stream, capturing=capturing, method=method)
         assert needed == {owner} and results == {"pool"}
 
@@ -312,3 +362,73 @@ def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
     arrays = tuple(view(x) for x in inputs_of(seqlen_q=512, seqlen_k=512))
     assert kernels_of_backward(launched, arrays, scale=-0.2) == [("sm80", "backward")]
     assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
+
+
+# ---------------------------------------------------------------------------------------- devices that are not the current one
+
+
+@pytest.mark.parametrize("view", (place, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize(("device", "current"), [(1, 0), (0, 1)], ids=("the second", "the first"))
+def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current, dtype, method, view):
+    """Kernels, their architecture, streams, workspaces, copies and results; fake_gpu.py refuses kernels of another device."""
+    archs = ("sm_90", "sm_80")
+    held = []
+    original = prepared.KernelCall._run
+    monkeypatch.setattr(prepared.KernelCall, "_run", lambda self, arrays, at: held.append(arrays) or original(self, arrays, at))
+    with fake_gpu(monkeypatch, archs) as launched:
+        cupy = gpu.cupy
+        monkeypatch.setattr(cupy, "stream", 70)
+        with current_device(device):
+            q, k, v, do = (view(x) for x in inputs_of(dtype))
+        with current_device(current):
+            for _ in range(2):  # prepared, and found prepared
+                o, lse = forward(q, k, v)
+                delta = gpu.delta(o, do, "bshd", None)
+                gradients = backward(q, k, v, o, lse, do, method=method)
+                results = (o, lse, delta, *gradients)
+                assert {x.device_id for x in results} == {device}
+            assert cupy.cuda.get_current_stream().ptr == 70 + current
+        Expectation(q, k, v, do).check(**dict(zip(("o", "lse"), (o, lse), strict=True)))
+    assert set(cupy.launches) == {(device, 70 + device)}
+    assert {stage.spec.arch.removesuffix("a") for stage in launched} == {archs[device]}
+    assert {x.device_id for arrays in held for x in arrays if x is not None} == {device}
+    assert {at for *_, at in cupy.workspaces} == {device}
+
+
+def test_a_given_delta_and_dlse_are_subtracted_on_their_device(monkeypatch):
+    subtracted = []
+    monkeypatch.setattr(
+        FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
+        raising=False,
+    )
+    with fake_gpu(monkeypatch, ("sm_90", "sm_80")):
+        with current_device(1):
+            q, k, v, do = inputs_of()
+            o, lse = forward(q, k, v)
+        backward(q, k, v, o, lse, do, delta=lse, dlse=lse)
+    assert [x.device_id for x in subtracted] == [1]
+
+
+def test_each_thread_makes_the_device_known_to_the_driver_once_before_it_launches(launched, monkeypatch):
+    events = []
+    original = prepared.KernelCall._run
+    monkeypatch.setattr(prepared.runtime, "free", lambda pointer: events.append(("free", threading.get_ident())))
+    monkeypatch.setattr(
+        prepared.KernelCall, "_run",
+        lambda self, arrays, at: events.append(("run", threading.get_ident())) or original(self, arrays, at),
+    )
+    q, k, v, _ = inputs_of()
+
+    def work() -> None:
+        for _ in range(3):
+            forward(q, k, v)
+
+    for _ in range(2):
+        events.clear()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert [event for event, _ in events] == ["free", "run", "run", "run"]
+        assert {owner for _, owner in events} == {thread.ident}

@@ -73,6 +73,7 @@ def test_a_misspelt_keyword_and_all_that_the_function_has(name, arguments):
         ({"window_size": (127, -1)}, "write window=(127, None)."),
         ({"window_size": 128}, "write window=(left, right), with None for no limit where other libraries have -1."),
         ({"sliding_window": 128}, "write window=(127, 0)."),
+        ({"sliding_window": 0}, "write window=(n - 1, 0) for the last n keys"),
         ({"dropout": 0.1}, "write dropout_p, together with seed."),
         ({"dropout_rate": 0.1}, "write dropout_p, together with seed."),
         ({"return_lse": True}, "write o, lse = fa2cupy.forward(...), which always gives both."),

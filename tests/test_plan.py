@@ -7,6 +7,7 @@ import itertools
 import math
 import struct
 
+import numpy as np
 import pytest
 
 from fa2cupy import TileConfig
@@ -19,6 +20,7 @@ from fa2cupy.params import param_layout
 from fa2cupy.plan import Plan, Stage, plan_backward, plan_delta, plan_forward
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.source import KernelSource, render_kernel
+from fa2cupy.tiles import OPERATIONS
 
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -136,7 +138,141 @@ def test_without_packed_rows_nothing_is_launched():
     for changes in (packed(num_sequences=0), {**packed(), "seqlen_q": 0}):
         assert [op for op in operations(forward_plan(**changes)) if op != "clear_forward"] == []
     assert operations(forward_plan(**packed(num_sequences=0))) == ["clear_forward"]
+    assert operations(forward_plan(**packed(), num_heads=0, num_heads_kv=0)) == []
     assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
+
+
+# ------------------------------------------------------------------------------------------ what features do to the stages
+
+
+WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias_accum"), (0, 0, 500, 1))}
+
+
+def with_gradients(dtype: str, method: str) -> Plan:
+    """A backward with a window, a sink, a bias and all that goes with them."""
+    features = Features(window=(9, 4), arrays=("bias", "sink"))
+    of_call = problem(dtype=dtype, causal=True, features=features)
+    return plan_backward(of_call, H100, WITH_SCORES, method, more=("dlse", "dbias", "dsink"))
+
+
+@pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
+def test_each_stage_has_the_features_that_are_its_own(dtype, method):
+    """dlse goes into delta, a sink into lse and its own gradient; dbias is added up where a block owns query tiles."""
+    scores = {"window", "bias"}
+    wanted = {
+        "delta": {"dlse"},
+        "dsink": {"sink"},
+        "backward": {*scores, "dbias"},
+        "backward_dq": {*scores, "dbias"},
+        "backward_dkdv": scores,
+    }
+    plan = with_gradients(dtype, method)
+    assert {stage.spec.operation: set(stage.spec.features) for stage in plan.stages} == {op: wanted[op] for op in operations(plan)}
+    forward = plan_forward(problem(features=Features(arrays=("sink",))), H100, WITH_SCORES)
+    assert [stage.spec.features for stage in forward.stages] == [("sink",)]
+
+
+@pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
+def test_what_gradients_are_added_to_is_cleared(dtype, method):
+    wanted = ("dk", "dv", "dbias_accum") if method == "single_pass" else ("dbias_accum",)
+    assert with_gradients(dtype, method).cleared == wanted
+
+
+def test_the_gradient_of_a_sink_has_a_block_for_each_query_head():
+    (stage,) = (stage for stage in with_gradients("float16", "two_pass").stages if stage.spec.operation == "dsink")
+    assert stage.blocks == BASE.num_heads > BASE.num_heads_kv
+
+
+def test_a_causal_window_is_compiled_as_a_window_that_ends_at_the_diagonal():
+    for stage in with_gradients("float16", "two_pass").stages[2:]:
+        assert not stage.spec.causal
+        left, right = struct.unpack_from("=2i", stage.constants, offset_of(stage, "window_left"))
+        assert (left, right) == (9, 0)
+
+
+def offset_of(stage: Stage, name: str) -> int:
+    """Of a member in the constants of a record."""
+    sizes = {"strides": 24, "score_strides": 32, "real": 4, "int": 4, "word": 4}
+    fields = stage.spec.params.fields[len(stage.spec.params.pointers) :]
+    return sum(sizes[field.kind] for field in itertools.takewhile(lambda field: field.name != name, fields))
+
+
+TOTALS = {"q": 400, "k": 600}
+EITHER_METHOD = ("single_pass", "two_pass")
+
+
+def packed_stages(dtype: str, method: str | None, offsets: dict[str, list[int]], **longest: int) -> list[Stage]:
+    """Of a call whose offsets are arrays; None is the forward."""
+    q, k = (np.zeros((rows, 2, 64), "float16" if dtype == "float16" else dtype) for rows in TOTALS.values())
+    arrays = {f"cu_seqlens_{side}": np.array(values, "int32") for side, values in offsets.items()}
+    of_call = AttentionProblem.from_arrays(q, k, k, **arrays, **longest)
+    strides = dict.fromkeys(TENSORS, of_call.kernel_strides(q.shape))
+    if method is None:
+        return list(plan_forward(of_call, H100, strides).stages)
+    return list(plan_backward(of_call, H100, strides, method).stages)
+
+
+def packed_calls() -> list[tuple[str, str | None]]:
+    return [(dtype, method) for dtype in ("float16", "float32", "float64") for method in (None, *EITHER_METHOD)]
+
+
+def lengths_in(stage: Stage) -> tuple[int, int] | None:
+    values = record(stage)
+    return (values["max_seqlen_q"], values["max_seqlen_k"]) if "max_seqlen_q" in values else None
+
+
+@pytest.mark.parametrize(("dtype", "method"), packed_calls())
+def test_offsets_of_one_element_are_no_sequence_and_what_is_left_is_cleared(dtype, method):
+    stages = packed_stages(dtype, method, {"q": [0], "k": [0]})
+    assert [stage.spec.operation for stage in stages] == (["clear_forward"] if method is None else ["delta", "clear_backward"])
+    clear = stages[-1]
+    assert record(clear)["num_sequences"] == 0
+    assert clear.blocks * clear.threads >= (TOTALS["q"] if method is None else max(TOTALS.values()))
+
+
+@pytest.mark.parametrize(("dtype", "method"), packed_calls())
+def test_offsets_are_for_the_device_to_read(dtype, method):
+    """Wherever the first sequence starts, and whether or not a sequence is longer than promised."""
+    wanted = packed_stages(dtype, method, {"q": [0, 10, 400], "k": [0, 20, 600]}, max_seqlen_q=30, max_seqlen_k=40)
+    for offsets in ({"q": [5, 10, 400], "k": [3, 20, 600]}, {"q": [0, 0, 400], "k": [0, 1, 600]}):
+        assert packed_stages(dtype, method, offsets, max_seqlen_q=30, max_seqlen_k=40) == wanted
+
+
+@pytest.mark.parametrize(
+    ("longest", "in_record"),
+    [
+        ({}, (400, 600)),
+        ({"max_seqlen_q": 7, "max_seqlen_k": 9}, (7, 9)),
+        ({"max_seqlen_q": 401, "max_seqlen_k": 601}, (400, 600)),
+        ({"max_seqlen_q": 600, "max_seqlen_k": 400}, (400, 400)),
+        ({"max_seqlen_q": 10**9}, (400, 600)),
+        ({"max_seqlen_k": 0}, (400, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "method"), packed_calls())
+def test_the_longest_length_is_what_was_promised_and_at_most_the_total(dtype, method, longest, in_record):
+    offsets = {"q": [0, 10, 400], "k": [0, 20, 600]}
+    stages = packed_stages(dtype, method, offsets, **longest)
+    in_records = {lengths_in(stage) for stage in stages} - {None}
+    assert in_records == {in_record}
+    # No grid depends on it: sequences that are longer than promised are cut off by the kernels.
+    assert [stage.blocks for stage in stages] == [stage.blocks for stage in packed_stages(dtype, method, offsets)]
+
+
+@pytest.mark.parametrize(("dtype", "method"), packed_calls())
+def test_there_are_tiles_for_sequences_of_any_lengths(dtype, method):
+    """Each begins with a tile of its own, so that there are most tiles for many of one row more than tiles have."""
+    for ends in ([0, 400], [0, 1, 400], [*range(401)], [0, 129, 129, 258, 387, 400], [*range(0, 390, 65), 400], [0, 0, 400]):
+        offsets = {"q": ends, "k": [end if end < 400 else 600 for end in ends]}
+        for stage in packed_stages(dtype, method, offsets):
+            values = record(stage)
+            if stage.spec.operation not in OPERATIONS and stage.spec.operation != "convert_dq":
+                continue
+            by_keys = stage.spec.operation == "backward_dkdv" or (stage.spec.operation == "backward" and dtype == "float16")
+            side, rows = ("k", stage.spec.tile.b_c) if by_keys else ("q", stage.spec.tile.b_r)
+            needed = sum(-(-(b - a) // rows) for a, b in itertools.pairwise(offsets[side]))
+            assert needed <= values["num_tiles"] <= needed + len(ends)
 
 
 ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broadcast": (8000, 800, 0), "far": (2**39, 800, 80)}

@@ -14,6 +14,7 @@ from fake_gpu import fake_gpu, place
 
 from fa2cupy import counters, gpu, launch, tma
 from fa2cupy.device import DeviceInfo
+from fa2cupy.errors import KernelLaunchError
 from fa2cupy.plan import plan_forward
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.testing import make_inputs
@@ -84,15 +85,55 @@ def test_maps_of_ever_new_addresses_do_not_fill_the_memory(encoded):
     maps = tma.tensor_maps(LAYOUT)
     for address in range(0, 16 * 5000, 16):
         assert maps[address] == fake_encode(LAYOUT, address)
-    assert len(maps) <= tma._MAX_MAPS
+    assert len(maps) <= 256
 
 
-def test_the_drivers_arguments_describe_boxes_of_64_columns():
-    pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
-    _, rank, address, sizes, strides, box, steps, *_ = tma.encode_arguments(LAYOUT, 4096)
-    values = [[int(x) for x in numbers] for numbers in (sizes, strides, box, steps)]
-    assert (rank, address) == (4, 4096)
-    assert values == [[64, 300, 8, 3], [1024, 128, 307200], [64, 128, 1, 1], [1, 1, 1, 1]]
+PACKED_LAYOUT = tma.packed_layout("bfloat16", (1, 300, 8), (0, 512, 64), 64, 2, 16)
+
+
+@pytest.fixture
+def driver():
+    return pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [(LAYOUT, "FLOAT16"), (PACKED_LAYOUT, "BFLOAT16")], ids=("batch", "packed"))
+def test_every_argument_of_the_driver_is_what_the_kernels_rely_on(driver, layout, dtype):
+    kind, rank, address, *lists, interleave, swizzle, promotion, fill = tma.encode_arguments(layout, 0x7F0000001230)
+    assert kind == getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
+    assert (rank, address) == (len(layout.sizes), 0x7F0000001230)
+    sizes, strides, box, steps = ([int(x) for x in numbers] for numbers in lists)
+    assert (tuple(sizes), tuple(strides)) == (layout.sizes, layout.strides)
+    assert box == [64, layout.box_rows, *[1] * (rank - 2)]
+    assert steps == [1] * rank
+    assert interleave == driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert promotion == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert fill == driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+
+@pytest.fixture
+def encoding(driver, monkeypatch):
+    """A driver that gives 128 bytes, or the error that a test sets."""
+    state = types.SimpleNamespace(result=driver.CUresult.CUDA_SUCCESS, arguments=None, content=bytes(range(128)))
+    held = ctypes.create_string_buffer(state.content, 128)
+
+    def encode(*arguments):
+        state.arguments = arguments
+        return state.result, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(held))
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    return state
+
+
+def test_a_map_is_the_128_bytes_that_the_driver_makes_of_the_arguments(encoding):
+    assert tma.encode(LAYOUT, 4096) == encoding.content
+    assert encoding.arguments == tma.encode_arguments(LAYOUT, 4096)
+
+
+def test_a_map_that_the_driver_refuses_is_reported_with_its_layout(encoding, driver):
+    encoding.result = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(KernelLaunchError, match=r"TensorLayout\(.*at 0x1000: CUDA_ERROR_INVALID_VALUE"):
+        tma.encode(LAYOUT, 4096)
 
 
 # --------------------------------------------------------------------------------------------------- without cuda-bindings
@@ -129,7 +170,7 @@ class FakeDevice:
         self.capturing: set[int] = set()
         self.memory: list[ctypes.Array] = []
         runtime = types.SimpleNamespace(
-            streamIsCapturing=lambda stream: stream in self.capturing,
+            streamIsCapturing=self._is_capturing,
             memset=lambda address, value, nbytes: ctypes.memset(address, value, nbytes),
             streamSynchronize=lambda stream: None,
             getDevice=lambda: 0,
@@ -137,6 +178,10 @@ class FakeDevice:
         cuda = types.ModuleType("cupy.cuda")
         cuda.runtime, cuda.Memory = runtime, self._allocate
         self.modules = {"cupy": types.SimpleNamespace(cuda=cuda), "cupy.cuda": cuda}
+
+    def _is_capturing(self, stream: int) -> bool:
+        assert stream != 0, "the runtime fails if it is asked about the null stream while another one captures"
+        return stream in self.capturing
 
     def _allocate(self, nbytes: int) -> types.SimpleNamespace:
         self.memory.append(ctypes.create_string_buffer(b"\xff" * nbytes, nbytes))

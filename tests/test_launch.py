@@ -1,0 +1,193 @@
+"""Kernels in the driver: loaded once for each device, given the shared memory they need, launched with their own record."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import types
+
+import pytest
+
+from fa2cupy import TileConfig, counters, launch
+from fa2cupy.compiler import CompiledKernel
+from fa2cupy.device import DeviceInfo
+from fa2cupy.plan import Stage, plan_forward
+from fa2cupy.problem import AttentionProblem
+from fa2cupy.spec import KernelSpec
+from fa2cupy.testing import make_inputs
+
+pytest.importorskip("cupy")
+
+LONGEST_S = 10.0  # that a thread may take for what it does at once
+
+
+class FakeDriver:
+    """What of ``cupy.cuda`` loads and launches kernels.
+
+    Attributes
+    ----------
+    device : int
+        The current one.
+    loaded : list of (device, cubin)
+    attributes : list of (function, attribute, value)
+    launch : callable
+        What a launch does: gets the arguments of ``cuLaunchKernel``.
+    """
+
+    def __init__(self, monkeypatch):
+        import cupy
+
+        self.device, self.loaded, self.attributes = 0, [], []
+        self.launch = lambda *arguments: None
+        driver = self
+
+        class Module:
+            def load(self, cubin: bytes) -> None:
+                self.number = len(driver.loaded)
+                driver.loaded.append((driver.device, cubin))
+
+            def get_function(self, symbol: str):
+                return types.SimpleNamespace(ptr=1000 + self.number, symbol=symbol)
+
+        monkeypatch.setattr(cupy.cuda.function, "Module", Module)
+        monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.device)
+        monkeypatch.setattr(cupy.cuda.driver, "funcSetAttribute", lambda *given: self.attributes.append(given))
+        monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda *arguments: self.launch(*arguments))
+        monkeypatch.setattr(
+            launch, "cached_kernel", lambda spec: CompiledKernel(spec.symbol, spec.symbol.encode(), 24, 0, 8, "the log", 0.5)
+        )
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    launch._load_kernel.cache_clear()
+    yield FakeDriver(monkeypatch)
+    launch._load_kernel.cache_clear()
+
+
+def spec_of(num_stages: int) -> KernelSpec:
+    return KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4, num_stages))
+
+
+# ---------------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize(("num_stages", "kib"), [(2, 40), (4, 72)])
+def test_shared_memory_above_48_kib_is_asked_for(driver, num_stages, kib):
+    """Q of 8 KiB, and for each stage K and V of 8 KiB."""
+    spec = spec_of(num_stages)
+    assert spec.shared_memory_bytes == kib * 1024
+    function = launch.load_kernel(spec)
+    max_dynamic_shared_size_bytes = 8  # CUfunction_attribute
+    assert driver.attributes == ([(function.ptr, max_dynamic_shared_size_bytes, kib * 1024)] if kib > 48 else [])
+
+
+@pytest.mark.parametrize("nbytes", (48 * 1024 - 16, 48 * 1024, 48 * 1024 + 1, 227 * 1024))
+def test_48_kib_need_no_asking(driver, monkeypatch, nbytes):
+    monkeypatch.setattr(KernelSpec, "shared_memory_bytes", property(lambda self: nbytes))
+    function = launch.load_kernel(spec_of(2))
+    assert [given[::2] for given in driver.attributes] == ([(function.ptr, nbytes)] if nbytes > 48 * 1024 else [])
+
+
+def test_a_kernel_is_loaded_once_for_each_device(driver):
+    found = []
+    for driver.device in (0, 1, 0, 1):
+        found.append(launch.load_kernel(spec_of(4)))
+    assert found[0] is found[2] and found[1] is found[3] and found[0] is not found[1]
+    assert driver.loaded == [(device, spec_of(4).symbol.encode()) for device in (0, 1)]
+    assert [given[0] for given in driver.attributes] == [found[0].ptr, found[1].ptr]
+
+
+def test_two_kernels_are_two_functions(driver):
+    assert [launch.load_kernel(spec_of(n)).symbol for n in (2, 4)] == [spec_of(n).symbol for n in (2, 4)]
+
+
+# -------------------------------------------------------------------------------------------------------------- launching
+
+BUFFERS = ("q", "k", "v", "o", "lse")
+
+
+def stage_of(device: str, dtype: str = "float16") -> Stage:
+    q, k, v, _ = make_inputs(dtype, batch=1, seqlen_q=70, num_heads=2, num_heads_kv=1)
+    problem = AttentionProblem.from_arrays(q, k, v)
+    strides = {name: problem.kernel_strides(x.shape) for name, x in {"q": q, "k": k, "v": v, "o": q}.items()}
+    (stage,) = plan_forward(problem, DeviceInfo.named(device), strides).stages
+    return stage
+
+
+def pointers_of(arguments: tuple) -> tuple:
+    """The record's first bytes, by the arguments of ``cuLaunchKernel``."""
+    record = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))[0]
+    return struct.unpack("=5Q", ctypes.string_at(record, 40))
+
+
+def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driver):
+    launched = []
+    driver.launch = lambda *arguments: launched.append((*arguments[:9], pointers_of(arguments), arguments[10]))
+    stage = stage_of("sm_80")
+    launch.BoundStage(stage, BUFFERS)([10, 20, 30, 40, 50], 7)
+    grid, block = (stage.blocks, 1, 1), (stage.spec.tile.num_threads, 1, 1)
+    wanted = (1000, *grid, *block, stage.spec.shared_memory_bytes, 7, (10, 20, 30, 40, 50), 0)
+    assert launched == [wanted] and stage.blocks > 1
+
+
+def test_a_launch_takes_its_own_addresses_from_among_all(driver):
+    launched = []
+    driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
+    launch.BoundStage(stage_of("sm_80"), ("do", "lse", "v", "k", "workspace", "q", "o"))([1, 2, 3, 4, 5, 6, 7], 0)
+    assert launched == [(6, 4, 3, 7, 2)]
+
+
+def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
+    """The driver reads the record until the launch returns: the second thread must wait for that."""
+    in_launch, calling, second_in_launch = (threading.Event() for _ in range(3))
+    seen = {}
+
+    def read_late(*arguments):
+        if not in_launch.is_set():
+            in_launch.set()
+            assert calling.wait(LONGEST_S)
+            second_in_launch.wait(0.3)  # as long as a thread that does not wait would need by far
+        else:
+            second_in_launch.set()
+        seen[arguments[8]] = pointers_of(arguments)
+
+    driver.launch = read_late
+    bound = launch.BoundStage(stage_of("sm_80"), BUFFERS)
+
+    def second() -> None:
+        calling.set()
+        bound([10, 20, 30, 40, 50], 2)
+
+    threads = [threading.Thread(target=bound, args=([1, 2, 3, 4, 5], 1)), threading.Thread(target=second)]
+    threads[0].start()
+    assert in_launch.wait(LONGEST_S)
+    threads[1].start()
+    for thread in threads:
+        thread.join(LONGEST_S)
+    assert seen == {1: (1, 2, 3, 4, 5), 2: (10, 20, 30, 40, 50)}
+
+
+def test_a_launch_that_fails_leaves_the_stage_usable(driver):
+    bound, launched = launch.BoundStage(stage_of("sm_80"), BUFFERS), []
+    driver.launch = lambda *arguments: 1 / 0
+    with pytest.raises(launch.KernelLaunchError, match="forward .* could not be launched: division by zero"):
+        bound([1, 2, 3, 4, 5], 0)
+    driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
+    bound([1, 2, 3, 4, 5], 0)
+    assert launched == [(1, 2, 3, 4, 5)]
+
+
+def test_counters_are_those_of_the_device_that_the_kernel_is_loaded_on(driver, monkeypatch):
+    asked = []
+
+    def tile_counters(ordinal: int):
+        asked.append(ordinal)
+        return types.SimpleNamespace(reserve=lambda: None)
+
+    monkeypatch.setattr(launch, "tile_counters", tile_counters)
+    for driver.device in (1, 0):
+        launch.BoundStage(stage_of("sm_90"), BUFFERS)
+    assert asked == [1, 0]
+    assert counters.tile_counters(0) is counters.tile_counters(0) is not counters.tile_counters(1)

@@ -1,0 +1,144 @@
+"""What `fa2cupy.forward` says of odd values of features, by way of `fa2cupy.attention`: on NumPy, and by the kernels of
+every family, executed without a GPU. Other tests have them family by family; here is what remains of each."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from feature_cases import METHODS, accumulator, booleans, numbers
+
+import fa2cupy
+from fa2cupy import TileConfig, api
+from fa2cupy.testing import Expectation, make_inputs
+
+SMALL = TileConfig(32, 32, 2, 2)
+#: dtype, head_dim and tiles.
+FAMILIES = {
+    "numpy": ("float32", 24, TileConfig(8, 8, 1)),
+    "numpy half": ("float16", 24, TileConfig(8, 8, 1)),
+    "simt": ("float32", 24, TileConfig(8, 8, 2)),
+    "simt double": ("float64", 24, TileConfig(8, 8, 2)),
+    "sm80": ("float16", 40, dict.fromkeys(("forward", "backward_dq"), SMALL) | dict.fromkeys(
+        ("backward", "backward_dkdv"), TileConfig(32, 32, 4, 2))),
+    "sm90": ("bfloat16", 64, {"forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 64, 12, 2)}),
+}  # fmt: skip
+def on(*names: str):
+    """The families that a test runs on."""
+    marks = {name: () if name.startswith("numpy") else pytest.mark.simulated for name in names}
+    return pytest.mark.parametrize("family", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
+
+
+@pytest.fixture
+def family(request, monkeypatch):
+    """A key of the table. Arrays are NumPy's, or with the kernels those of the GPU that executes them."""
+    with contextlib.ExitStack() as stack:
+        if not request.param.startswith("numpy"):
+            pytest.importorskip("cupy")
+            from simulator import simulated_gpu
+
+            from fa2cupy import gpu
+
+            stack.enter_context(simulated_gpu(monkeypatch))
+            monkeypatch.setattr(api, "backend_of", lambda name, array: gpu)
+        yield request.param
+
+
+def on_device(family: str, array):
+    if family.startswith("numpy") or not isinstance(array, np.ndarray):
+        return array
+    from fake_gpu import place
+
+    return place(array)
+
+
+def check(family: str, inputs: tuple, *, dlse: np.ndarray, **options) -> dict[str, np.ndarray]:
+    """All results against the reference, and those of two passes."""
+    dtype, _, config = FAMILIES[family]
+    expected = Expectation(*inputs, dlse=dlse, **options)
+    q, k, v, do, dlse = (on_device(family, x) for x in (*inputs, dlse))
+    options = {name: on_device(family, x) for name, x in options.items()}
+    family = None if family.startswith("numpy") else family.split()[0]
+    # On Hopper, which is slow, by the method that gives dbias.
+    for method in METHODS[family == "sm90" :]:
+        # Of 16 bits two passes alone give dbias, and would run for it in one pass, too.
+        asked = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
+        more = {f"return_d{name}": True for name in asked}
+        o, lse, backprop = fa2cupy.attention(
+            q, k, v, **options, **more, method=method, config=config, family=family, return_lse=True
+        )
+        results = {"o": o, "lse": lse}
+        results |= zip(("dq", "dk", "dv", *(f"d{name}" for name in asked)), backprop(do, dlse), strict=True)
+        expected.check(spec=method, **results)
+    return results
+
+
+def draw(family: str, rows: int, keys: int, **sizes) -> tuple:
+    dtype, head_dim, _ = FAMILIES[family]
+    sizes = {"num_heads": 2, "num_heads_kv": 1, **sizes}
+    return make_inputs(dtype, seqlen_q=rows, seqlen_k=keys, head_dim=head_dim, **sizes)
+
+
+def fill(bias: np.ndarray, hidden: np.ndarray) -> None:
+    """Puts all that is no number where nobody may look."""
+    for first, value in enumerate((np.nan, np.inf, -np.inf)):
+        bias.reshape(-1)[np.flatnonzero(hidden)[first::3]] = value
+
+
+def outside_window(rows: int, keys: int, left: int, right: int) -> np.ndarray:
+    distance = np.arange(keys) - (np.arange(rows)[:, None] + keys - rows)
+    return (distance < -left) | (distance > right)
+
+
+@on("numpy", "numpy half", "simt double")
+def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
+    """Keys outside the window, of the mask and of the padding."""
+    rows, keys = 20, 27
+    dtype = FAMILIES[family][0]
+    mask, padding = booleans((2, 1, rows, keys)), np.arange(keys) < np.array([[22], [27]])
+    hidden = outside_window(rows, keys, 9, 4) | ~mask | ~padding[:, None, None]
+    hidden = np.broadcast_to(hidden, (2, 2, rows, keys))
+    bias = numbers(hidden.shape, dtype)
+    fill(bias, hidden)
+    results = check(
+        family, draw(family, rows, keys, batch=2), dlse=numbers((2, 2, rows), accumulator(dtype)),
+        bias=bias, mask=mask, key_padding_mask=padding, window=(9, 4),
+    )  # fmt: skip
+    assert not np.asarray(results["dbias"], "float64")[hidden].any()
+
+
+@on(*FAMILIES)
+def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
+    """max_seqlen above the totals: what a padded batch has behind the sequences is ignored, and has the gradient 0."""
+    dtype = FAMILIES[family][0]
+    ends_q, ends_k = np.array([2, 9, 20], "int32"), np.array([0, 11, 27], "int32")
+    longest = {"max_seqlen_q": 23, "max_seqlen_k": 31}
+    padding = np.arange(31) < np.array([[8], [31]])
+    hidden = np.ones((2, 2, 23, 31), bool)
+    for number, (rows, keys) in enumerate(zip(np.diff(ends_q), np.diff(ends_k), strict=True)):
+        hidden[number, :, :rows, :keys] = outside_window(rows, keys, 6, 3) | ~padding[number, :keys]
+    bias = numbers(hidden.shape, dtype)
+    fill(bias, hidden)
+    results = check(
+        family, tuple(x[0] for x in draw(family, 20, 27)), dlse=numbers((2, 20), accumulator(dtype)), window=(6, 3),
+        bias=bias, key_padding_mask=padding, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **longest,
+    )  # fmt: skip
+    assert not np.asarray(results["dbias"], "float64")[hidden].any()
+
+
+@on("numpy", "numpy half", "simt double")
+def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):
+    """Also in rows that see no key, of which there are more than a tile."""
+    wide = accumulator(FAMILIES[family][0])
+    sink = np.array([-np.inf, 0.5], wide)
+    results = check(family, draw(family, 40, 9), dlse=numbers((1, 2, 40), wide), sink=sink, causal=True)
+    assert (results["lse"][0, 0, :31] == -np.inf).all() and results["dsink"][0] == 0
+    assert np.isfinite(results["lse"][0, 1]).all() and results["dsink"][1] != 0
+
+
+@on("numpy", "numpy half", "simt", "simt double")
+@pytest.mark.parametrize("cap", [1e4, 1e8])
+def test_a_large_cap_leaves_scores_as_they_are(family, cap):
+    wide = accumulator(FAMILIES[family][0])
+    check(family, draw(family, 20, 27), dlse=numbers((1, 2, 20), wide), softcap=cap)

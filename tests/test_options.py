@@ -1,0 +1,190 @@
+"""Options on their way from the public functions to what computes: each arrives, and under its own name."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import numpy as np
+import pytest
+from feature_cases import METHODS, inputs_of, numbers, run
+
+import fa2cupy
+from fa2cupy import UnsupportedProblemError, api, closure, cpu
+from fa2cupy.features import FeatureOptions
+from fa2cupy.testing import make_inputs
+
+
+def keywords_of(function) -> set[str]:
+    """Those of features, too, if the function takes them."""
+    parameters = inspect.signature(function).parameters.values()
+    features = FeatureOptions.__annotations__.keys() if any(one.kind is one.VAR_KEYWORD for one in parameters) else ()
+    return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | set(features)
+
+
+class Spy:
+    """A function that is called with whatever arguments it gets, and keeps them by name."""
+
+    def __init__(self, function, result):
+        self._signature, self._result = inspect.signature(function), result
+        self.arguments: dict[str, object] = {}
+
+    def __call__(self, *args, **kwargs):
+        bound = self._signature.bind(*args, **kwargs).arguments
+        features = bound.pop("features", None) or {}
+        assert not bound.keys() & features.keys()
+        self.arguments = {**bound, **features}
+        return self._result
+
+
+# --------------------------------------------------------------------------------------------- from attention to the others
+
+
+class Option:
+    """A value that is no other keyword's."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"the {self.name} of the call"
+
+
+@pytest.fixture
+def both(monkeypatch) -> dict[str, Spy]:
+    """The functions that attention calls."""
+    spies = {"forward": Spy(api.forward, ("the o", "the lse")), "backward": Spy(api.backward, "the gradients")}
+    for name, spy in spies.items():
+        monkeypatch.setattr(closure, name, spy)
+    return spies
+
+
+#: Those that attention looks at itself.
+SWITCHES = ("return_dbias", "return_dsink", "return_lse")
+
+
+@pytest.mark.parametrize("return_lse", (False, True))
+@pytest.mark.parametrize("value", (False, True))
+def test_attention_hands_every_keyword_on(both, value, return_lse):
+    options = {name: Option(name) for name in keywords_of(closure.attention) if name not in SWITCHES}
+    options |= {"return_dbias": value, "return_dsink": value}
+    o, *lse, backprop = closure.attention("q", "k", "v", **options, return_lse=return_lse)
+    assert (o, lse) == ("the o", ["the lse"] if return_lse else [])
+    of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}
+    assert options.keys() == of_forward | of_backward, "a keyword that attention does not have, or has for itself"
+    assert both["forward"].arguments == {"q": "q", "k": "k", "v": "v", **{n: options[n] for n in of_forward}}
+    for call, dlse in ((lambda: backprop("do"), None), (lambda: backprop("do", "dlse"), "dlse"), (lambda: backprop("do", dlse="x"), "x")):
+        assert call() == "the gradients"
+        arrays = {"q": "q", "k": "k", "v": "v", "o": "the o", "lse": "the lse", "do": "do", "dlse": dlse}
+        assert both["backward"].arguments == {**arrays, **{n: options[n] for n in of_backward}}
+
+
+@pytest.mark.parametrize("function", (closure.attention, api.forward, api.backward), ids=lambda function: function.__name__)
+def test_a_keyword_that_the_functions_share_has_the_same_default_in_each(function):
+    for one in inspect.signature(function).parameters.values():
+        for other in (api.forward, api.backward):
+            shared = inspect.signature(other).parameters.get(one.name)
+            assert shared is None or shared.default == one.default, one.name
+
+
+# ----------------------------------------------------------------------------------- from the public functions to a backend
+
+
+@pytest.mark.parametrize("operation", ("forward", "delta", "backward"))
+def test_the_backends_are_called_with_every_argument_under_its_name(operation, monkeypatch):
+    public = getattr(api, operation)
+    spy = Spy(getattr(cpu, operation), "the results")
+    monkeypatch.setattr(api, "backend_of", lambda name, array: types.SimpleNamespace(**{operation: spy}))
+    arrays = [name for name, one in inspect.signature(public).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    options = {name: Option(name) for name in keywords_of(public)}
+    assert public(*arrays, **options) == "the results"
+    wanted = {**{name: name for name in arrays}, **options}
+    if operation == "backward":
+        wanted["given_delta"] = wanted.pop("delta")
+    assert spy.arguments == wanted
+
+
+@pytest.mark.parametrize("operation", ("forward", "delta", "backward"))
+def test_the_backends_take_the_same_arguments_in_the_same_order(operation):
+    pytest.importorskip("cupy")
+    from fa2cupy import gpu
+
+    mine, other = (list(inspect.signature(getattr(module, operation)).parameters) for module in (cpu, gpu))
+    assert mine == other
+
+
+# ------------------------------------------------------------------------------------- gradients of a bias, deterministically
+
+SIZES = {"batch": 2, "seqlen_q": 5, "seqlen_k": 7, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
+FULL = (2, 4, 5, 7)
+BROADCAST = [
+    (1, 4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 7), (2, 4, 5, 1), (4, 5, 7), (5, 7), (7,), (1, 1, 1, 1), (),
+]  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels that are launched and do nothing."""
+    pytest.importorskip("cupy")
+    from fake_gpu import fake_gpu
+
+    with fake_gpu(monkeypatch, run=lambda launch: None) as stages:
+        yield stages
+
+
+def gradients(dtype: str, shape: tuple[int, ...], sizes: dict = SIZES, **options) -> tuple:
+    from fake_gpu import backward, place
+
+    q, k, v, do = (place(x) for x in make_inputs(dtype, **sizes))
+    lse = place(np.zeros((sizes["batch"], sizes["num_heads"], sizes["seqlen_q"]), "float32"))
+    if "cu_seqlens_q" in options:
+        (q, k, v, do), lse = (place(x[0]) for x in (q, k, v, do)), place(lse[0])
+        options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    return backward(q, k, v, do, lse, do, bias=place(numbers(shape, dtype)), return_dbias=True, **options)
+
+
+@pytest.mark.parametrize("family", ("simt", "sm80", "sm90"))
+@pytest.mark.parametrize("shape", BROADCAST, ids=str)
+def test_a_gradient_that_is_summed_is_refused_where_it_must_not_vary(launched, family, shape):
+    dtype = "float32" if family == "simt" else "float16"
+    with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
+        gradients(dtype, shape, family=family, deterministic=True)
+    assert not launched
+    assert gradients(dtype, shape, family=family)[3].shape == shape
+    assert launched
+
+
+@pytest.mark.parametrize("family", ("simt", "sm80", "sm90"))
+def test_a_gradient_of_which_each_element_is_one_scores_is_not_refused(launched, family):
+    dtype = "float32" if family == "simt" else "float16"
+    gradients(dtype, FULL, family=family, deterministic=True)
+    for axis, name in enumerate(("batch", "num_heads", "seqlen_q", "seqlen_k")):
+        for length in (0, 1):
+            sizes = SIZES | {name: length} | ({"num_heads_kv": length} if name == "num_heads" else {})
+            shape = (*FULL[:axis], length, *FULL[axis + 1 :])
+            # Hopper's kernels take no empty array: where one is, calls fall back.
+            gradients(dtype, shape, sizes, family=family if length else None, deterministic=True)
+    assert all(stage.spec.operation != "backward" or family == "simt" for stage in launched)
+
+
+def test_of_packed_sequences_each_has_a_gradient_of_its_own(launched):
+    offsets = {f"cu_seqlens_{side}": np.array([0, 2, n], "int32") for side, n in (("q", 5), ("k", 7))}
+    longest = {"max_seqlen_q": 3, "max_seqlen_k": 5}
+    sizes = SIZES | {"batch": 1}
+    gradients("float16", (2, 4, 3, 5), sizes, **offsets, **longest, deterministic=True)
+    for shape in ((1, 4, 3, 5), (2, 4, 1, 5), (2, 4, 3, 1), (4, 3, 5)):
+        with pytest.raises(UnsupportedProblemError, match="^return_dbias: for a bias that is broadcast"):
+            gradients("float16", shape, sizes, **offsets, **longest, deterministic=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", BROADCAST[:4], ids=str)
+def test_numpy_sums_in_one_order(shape, method):
+    inputs = inputs_of("float32", **SIZES)
+    bias = numbers(shape, "float32")
+    results = run(inputs, bias=bias, method=method)
+    o, lse = fa2cupy.forward(*inputs[:3], bias=bias)
+    again = fa2cupy.backward(
+        *inputs[:3], o, lse, inputs[3], bias=bias, method=method, return_dbias=True, deterministic=True
+    )
+    np.testing.assert_array_equal(again[3], results["dbias"])

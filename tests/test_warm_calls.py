@@ -1,0 +1,389 @@
+"""Warm calls: what a call finds prepared is what it would have prepared itself, whatever call came before it."""
+
+from __future__ import annotations
+
+import inspect
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+import fake_gpu  # noqa: E402
+from fake_gpu import FakeArray, Launch, gapped, place, shifted  # noqa: E402
+from feature_cases import booleans, numbers  # noqa: E402
+
+import fa2cupy  # noqa: E402
+from fa2cupy import TileConfig, signatures  # noqa: E402
+from fa2cupy.features import FeatureOptions  # noqa: E402
+
+#: As many heads as rows, so that both layouts are legal.
+BATCH, ROWS, HEADS, COLUMNS = 3, 16, 16, 64
+SCORES = (BATCH, HEADS, ROWS, ROWS)
+
+
+class Calls:
+    """A GPU on which kernels only say what they were launched with."""
+
+    def __init__(self, monkeypatch, device: str | tuple = "sm_90"):
+        self._seen: list[tuple] = []
+        self._callers: set[int] = set()
+        self.context = fake_gpu.fake_gpu(monkeypatch, device, self._launch)
+
+    def _launch(self, launch: Launch) -> None:
+        taken = {name for name, address in launch.pointers.items() if address in self._callers}
+        self._seen.append((launch.stage, launch.cleared, taken, launch._per_call))
+
+    def of(self, operation: str, arrays: dict, **options) -> list[tuple]:
+        """Stages of a call, which of the caller's arrays they were given as they are, and what the results are."""
+        self._seen.clear()
+        given = [x for x in (*arrays.values(), *options.values(), *(options.get("out") or ())) if isinstance(x, FakeArray)]
+        self._callers = {x.ctypes.data for x in given}
+        order = ("q", "k", "v") if operation == "forward" else ("q", "k", "v", "o", "lse", "do")
+        results = getattr(fake_gpu, operation)(*(arrays[name] for name in order), **options)
+        return [*self._seen, [(x.shape, x.strides, x.dtype, x.device_id) for x in results]]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    made = Calls(monkeypatch)
+    with made.context:
+        yield made
+
+
+def arrays_of(dtype: str = "float16", wide: str = "float32") -> dict[str, FakeArray]:
+    shape = (BATCH, ROWS, HEADS, COLUMNS)
+    names = {"q": shape, "k": shape, "v": shape, "o": shape, "lse": (BATCH, HEADS, ROWS), "do": shape}
+    return {name: place(numbers(shape, wide if name == "lse" else dtype, n)) for n, (name, shape) in enumerate(names.items())}
+
+
+def packed(arrays: dict[str, FakeArray]) -> dict[str, FakeArray]:
+    return {name: place(x[0]) for name, x in arrays.items()}
+
+
+OFFSETS = {f"cu_seqlens_{side}": np.array([0, 5, 9, 16], "int32") for side in "qk"}
+
+TILES = (
+    {"forward": TileConfig(64, 32, 4), "backward": TileConfig(32, 32, 4)},
+    {"forward": TileConfig(64, 64, 4), "backward": TileConfig(64, 64, 4)},
+)
+
+#: By keyword: options that both calls have, and the two values that they differ in, of one type where there are two.
+OPTIONS = {
+    "causal": ({}, False, True),
+    "softmax_scale": ({}, 0.5, 0.25),
+    "layout": ({}, "bshd", "bhsd"),
+    "config": ({"family": "sm80"}, *TILES),
+    "family": ({}, "sm90", "sm80"),
+    "method": ({}, "single_pass", "two_pass"),
+    "deterministic": ({"family": "sm80"}, False, True),
+    "return_dbias": ({"bias": numbers(SCORES, "float16")}, False, True),
+    "return_dsink": ({"sink": numbers((HEADS,), "float32")}, False, True),
+    "delta": ({}, None, numbers(SCORES[:3], "float32")),
+    "dlse": ({}, None, numbers(SCORES[:3], "float32")),
+    "window": ({}, (3, 0), (3, 1)),
+    "softcap": ({}, 2.0, 3.0),
+    "alibi_slopes": ({}, numbers((HEADS,), "float32"), numbers((BATCH, HEADS), "float32")),
+    "bias": ({}, numbers(SCORES, "float16"), numbers(SCORES[1:], "float16")),
+    "mask": ({}, None, booleans(SCORES)),
+    "key_padding_mask": ({}, None, booleans((BATCH, ROWS))),
+    "sink": ({}, None, numbers((HEADS,), "float32")),
+    "dropout_p": ({"seed": 1}, 0.5, 0.25),
+    "seed": ({"dropout_p": 0.5}, 1, 2**63),
+    "cu_seqlens_q": (OFFSETS, OFFSETS["cu_seqlens_q"], np.array([0, 1, 5, 9, 16], "int32")),
+    "cu_seqlens_k": (OFFSETS, OFFSETS["cu_seqlens_k"], np.array([0, 1, 5, 9, 16], "int32")),
+    "max_seqlen_q": (OFFSETS, 8, 9),
+    "max_seqlen_k": (OFFSETS, 8, 9),
+}  # fmt: skip
+#: A backward reads no sink where no gradient for it is asked.
+SAME = (("sink", "backward"),)
+#: Of backward alone.
+OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "delta", "dlse")
+CASES = [(name, op) for name in OPTIONS for op in ("forward", "backward") if op == "backward" or name not in OF_BACKWARD]
+
+
+def test_every_keyword_has_its_case():
+    own = inspect.signature(fa2cupy.backward).parameters.values()
+    keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureOptions.__annotations__.keys()
+    assert OPTIONS.keys() == keywords - {"out"}  # which is an array, or several
+
+
+def both_calls(name: str) -> tuple[dict, list[dict]]:
+    """The arrays, and the options of the two calls."""
+    shared, *values = OPTIONS[name]
+    arrays = packed(arrays_of()) if "cu_seqlens_q" in shared else arrays_of()
+    options = [{**shared, name: value} for value in values]
+    if name.startswith("cu_seqlens"):  # which must be of equal length
+        options[1] = dict.fromkeys(OFFSETS, values[1])
+    renamed = [{"scale" if key == "softmax_scale" else key: x for key, x in given.items()} for given in options]
+    return arrays, [{key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()} for given in renamed]
+
+
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_a_call_with_another_option_does_not_take_the_plan_of_the_other(calls, name, operation):
+    arrays, options = both_calls(name)
+    check_each_is_itself(calls, operation, [(arrays, given) for given in options], differ=(name, operation) not in SAME)
+
+
+def check_each_is_itself(calls: Calls, operation: str, both: list[tuple[dict, dict]], differ: bool = True) -> None:
+    """Two calls are after each other what they are alone; and they `differ`."""
+    cold = []
+    for arrays, options in both:
+        signatures._prepared.clear()
+        cold.append(calls.of(operation, arrays, **options))
+    assert (cold[0] != cold[1]) == differ, "nothing can be told of two calls that are the same"
+    for order in ((0, 1, 0, 1), (1, 0)):
+        signatures._prepared.clear()
+        for index in order:
+            arrays, options = both[index]
+            assert calls.of(operation, arrays, **options) == cold[index]
+
+
+# ----------------------------------------------------------------------------------------------------------------- arrays
+
+
+def all_arrays(operation: str, is_packed: bool) -> tuple[dict[str, FakeArray], dict]:
+    """The operation's arrays and those in keywords, one of each but delta: with it o is not read, and dlse is subtracted."""
+    arrays = packed(arrays_of()) if is_packed else arrays_of()
+    names = ("alibi_slopes", "bias", "mask", "key_padding_mask", "sink")
+    options = {name: next(x for x in reversed(OPTIONS[name]) if isinstance(x, np.ndarray)) for name in names}
+    if is_packed:
+        options |= OFFSETS
+    if operation == "backward":
+        dlse = OPTIONS["dlse"][2]
+        options |= {"dlse": dlse[0] if is_packed else dlse}
+        results = [arrays[name] for name in ("q", "k", "v")]
+    else:
+        arrays = {name: arrays[name] for name in ("q", "k", "v")}
+        results = [arrays["q"], np.empty(((HEADS, ROWS) if is_packed else (BATCH, HEADS, ROWS)), "float32")]
+    options = {name: place(x) for name, x in options.items()}
+    return arrays, options | {"out": tuple(place(np.empty_like(x)) for x in results)}
+
+
+def with_one_changed(arrays: dict, options: dict, name: str, change) -> tuple[dict, dict]:
+    if name.startswith("out "):
+        index = int(name.split()[1])
+        out = options["out"]
+        return arrays, {**options, "out": (*out[:index], change(out[index]), *out[index + 1 :])}
+    given = arrays if name in arrays else options
+    changed = {**given, name: change(given[name])}
+    return (changed, options) if name in arrays else (arrays, changed)
+
+
+def array_of(arrays: dict, options: dict, name: str) -> FakeArray:
+    return options["out"][int(name.split()[1])] if name.startswith("out ") else (arrays | options)[name]
+
+
+def places() -> list[tuple[str, bool, str]]:
+    """(operation, whether sequences are packed, array), for each array of every kind of call."""
+    found = []
+    for operation in ("forward", "backward"):
+        for is_packed in (False, True):
+            arrays, options = all_arrays(operation, is_packed)
+            names = [*arrays, *(name for name in options if name != "out")]
+            names += [f"out {index}" for index in range(len(options["out"]))]
+            found += [(operation, is_packed, name) for name in names if not is_packed or name in (*OFFSETS, "lse", "q")]
+    return found
+
+
+PLACES = places()
+#: Those whose rows kernels may want on 16 bytes; others they take at any address.
+TENSORS = ("q", "k", "v", "o", "do")
+
+
+def is_tensor(operation: str, name: str) -> bool:
+    return name in TENSORS or (name.startswith("out ") and (operation, name) != ("forward", "out 1"))
+
+
+def apart(x: np.ndarray) -> FakeArray:
+    """Rows further apart, of elements that are not."""
+    wide = place(np.empty((*x.shape[:-1], x.shape[-1] + 16), x.dtype))
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("change", (gapped, apart, shifted), ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("operation", "is_packed", "name"), PLACES)
+def test_an_array_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, operation, is_packed, name, change):
+    arrays, options = all_arrays(operation, is_packed)
+    before = array_of(arrays, options, name)
+    both = [(arrays, options), with_one_changed(arrays, options, name, change)]
+    after = array_of(*both[1], name)
+    moved = after.strides != before.strides if change is not shifted else is_tensor(operation, name)
+    # A backward reads no sink where no gradient for it is asked.
+    check_each_is_itself(calls, operation, both, differ=moved and (operation, name) != ("backward", "sink"))
+
+
+OTHER_DTYPES = {"float16": "int16", "float32": "int32", "bool": "int8", "int32": "uint32"}
+
+
+@pytest.mark.parametrize(("operation", "is_packed", "name"), PLACES)
+def test_an_array_of_a_dtype_that_is_refused_is_refused_after_an_equal_call(calls, operation, is_packed, name):
+    arrays, options = all_arrays(operation, is_packed)
+    calls.of(operation, arrays, **options)
+    arrays, options = with_one_changed(arrays, options, name, lambda x: x.view(OTHER_DTYPES[x.dtype.name]))
+    with pytest.raises(TypeError, match="expected dtype"):
+        calls.of(operation, arrays, **options)
+
+
+@pytest.mark.parametrize(("operation", "is_packed", "name"), PLACES)
+def test_an_array_of_a_device_that_is_refused_is_refused_after_an_equal_call(calls, operation, is_packed, name):
+    arrays, options = all_arrays(operation, is_packed)
+    calls.of(operation, arrays, **options)
+    array_of(arrays, options, name).device_id = 1
+    with pytest.raises(ValueError, match="expected an array on device"):
+        calls.of(operation, arrays, **options)
+
+
+def delta_of(shape: tuple[int, ...] = SCORES[:3]) -> dict[str, FakeArray]:
+    return {"delta": place(numbers(shape, "float32"))}
+
+
+@pytest.mark.parametrize("change", (gapped, apart), ids=lambda change: change.__name__)
+def test_a_delta_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, change):
+    arrays, options = arrays_of(), delta_of()
+    check_each_is_itself(calls, "backward", [(arrays, options), with_one_changed(arrays, options, "delta", change)])
+
+
+@pytest.mark.parametrize("name", ("delta", "dlse"))
+def test_a_delta_and_a_dlse_of_two_devices_are_refused_and_not_subtracted(calls, name):
+    arrays, options = arrays_of(), {**delta_of(), "dlse": delta_of()["delta"]}
+    calls.of("backward", arrays, **options)
+    options[name].device_id = 1
+    with pytest.raises(ValueError, match=f"^{name}: expected an array on device 0 like q, got device 1"):
+        calls.of("backward", arrays, **options)
+
+
+@pytest.mark.parametrize(("operation", "is_packed", "name"), PLACES)
+def test_an_array_of_a_shape_that_is_refused_is_refused_after_an_equal_call(calls, operation, is_packed, name):
+    arrays, options = all_arrays(operation, is_packed)
+    calls.of(operation, arrays, **options)
+    arrays, options = with_one_changed(arrays, options, name, lambda x: x[:-1])  # whose strides are the same
+    with pytest.raises(ValueError, match="expected (shape|a shape|at least|.*device)|batch"):
+        calls.of(operation, arrays, **options)
+
+
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+def test_each_dtype_has_its_own_plan(calls, operation):
+    """float16 and bfloat16 have equal strides; those of the others are made equal, too."""
+    dtypes = {"float16": "float32", ml_dtypes.bfloat16: "float32", "float32": "float32", "float64": "float64"}
+    given = []
+    for dtype, wide in dtypes.items():
+        arrays = arrays_of(dtype, wide)
+        tensors = [name for name in arrays if name != "lse"]
+        for name in tensors:
+            step = 8 // arrays[name].itemsize
+            spaced = place(np.empty((BATCH, ROWS, HEADS, COLUMNS * step), dtype))
+            arrays[name] = spaced[..., :COLUMNS]
+        given.append(arrays)
+    assert len({arrays["q"].strides[:3] for arrays in given}) == 1
+    cold = []
+    for arrays in given:
+        signatures._prepared.clear()
+        cold.append(calls.of(operation, arrays))
+    specs = [{stage.spec.dtype for stage, *_ in seen[:-1]} for seen in cold]
+    assert specs == [{"float16"}, {"bfloat16"}, {"float32"}, {"float64"}]
+    signatures._prepared.clear()
+    for _ in range(2):
+        assert [calls.of(operation, arrays) for arrays in given] == cold
+
+
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+def test_arrays_of_another_device_have_a_plan_of_their_own(monkeypatch, operation):
+    calls = Calls(monkeypatch, ("sm_90", "sm_80"))
+    with calls.context:
+        arrays = arrays_of()
+        with fake_gpu.current_device(1):
+            others = arrays_of()
+        check_each_is_itself(calls, operation, [(arrays, {}), (others, {})])
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({**OFFSETS, "max_seqlen_q": 1}, {"max_seqlen_q": True}),
+        ({**OFFSETS, "max_seqlen_k": 16}, {"max_seqlen_k": 16.0}),
+        ({"dropout_p": 0.5, "seed": 1}, {"seed": True}),
+        ({"dropout_p": 0.5, "seed": 1}, {"seed": 1.0}),
+        ({"bias": numbers(SCORES, "float16"), "return_dbias": True}, {"return_dbias": 1}),
+        ({"sink": numbers((HEADS,), "float32"), "return_dsink": False}, {"return_dsink": 0}),
+    ],
+    ids=lambda options: ", ".join(f"{name}={x}" for name, x in options.items() if not isinstance(x, np.ndarray)),
+)
+def test_an_equal_number_of_a_type_that_is_refused_is_refused_after_the_call(calls, options, wrong):
+    """tests/test_gpu_calls.py has the numbers that forward takes without arrays."""
+    arrays = packed(arrays_of()) if "cu_seqlens_q" in options else arrays_of()
+    options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    for _ in range(2):
+        calls.of("backward", arrays, **options)
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: expected"):
+            calls.of("backward", arrays, **(options | wrong))
+
+
+def alike(**names: str) -> dict[str, FakeArray]:
+    """Arrays by keyword that are the same in all but the keyword."""
+    shapes = {"heads": (HEADS,), "scores": SCORES, "q": (BATCH, ROWS, HEADS, COLUMNS)}
+    dtypes = {"heads": "float32", "scores": "float16", "q": "float16"}
+    return {name: place(numbers(shapes[kind], dtypes[kind])) for name, kind in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("operation", "one", "other"),
+    [
+        ("forward", alike(alibi_slopes="heads"), alike(sink="heads")),
+        ("backward", alike(alibi_slopes="heads"), alike(sink="heads")),
+        ("backward", {**alike(bias="scores", sink="heads"), "return_dbias": True}, {"return_dsink": True}),
+        ("backward", {"out": (alike(q="q")["q"], None, None)}, {"out": (None, alike(q="q")["q"], None)}),
+        ("backward", delta_of(), {"dlse": delta_of()["delta"]}),
+    ],
+    ids=("slopes or a sink", "slopes or a sink backward", "dbias or dsink", "dq or dk given", "delta or dlse"),
+)
+def test_what_an_array_is_for_is_part_of_the_call(calls, operation, one, other):
+    """One array each, of equal shapes and dtypes, which are one thing and the other."""
+    if "bias" in one:
+        other = {"bias": one["bias"], "sink": one["sink"], **other}
+    check_each_is_itself(calls, operation, [(arrays_of(), one), (arrays_of(), other)])
+
+
+# ----------------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_a_call_on_copies_launches_what_the_call_on_their_originals_does(calls, name, operation):
+    arrays, options = both_calls(name)
+    elsewhere = {**arrays, **{name: gapped(arrays[name]) for name in ("q", "k", "v")}}
+    for given in options:
+        direct = [stage for stage, *_ in calls.of(operation, arrays, **given)[:-1]]
+        *launches, _ = calls.of(operation, elsewhere, **given)
+        assert [stage for stage, *_ in launches] == direct
+        assert all(not taken & {"q", "k", "v"} for _, _, taken, _ in launches)
+
+
+# ---------------------------------------------------------------------------------------------- how many, and what is kept
+
+
+def test_seeds_travel_with_the_call_and_prepare_nothing(calls):
+    q = arrays_of()
+    for seed in (1, 2**64 - 1, 0, 1):
+        for operation in ("forward", "backward"):
+            *stages, _ = calls.of(operation, q, dropout_p=0.5, seed=seed)
+            seeds = [per_call["seed"] for *_, per_call in stages if per_call]
+            assert seeds and set(seeds) == {seed}
+    assert len(signatures._prepared) == 2
+
+
+def test_what_is_prepared_does_not_fill_the_memory(calls, monkeypatch):
+    monkeypatch.setattr(signatures, "_MAX_PREPARED", 3)
+    arrays = arrays_of()
+    for scale in range(1, 20):
+        calls.of("forward", arrays, scale=scale)
+        assert 1 <= len(signatures._prepared) <= 3
+
+
+def test_a_dict_of_tiles_that_its_owner_changes_is_another_one(calls):
+    arrays, config = arrays_of(), {"forward": TileConfig(64, 32, 4)}
+    one = calls.of("forward", arrays, config=config, family="sm80")
+    config["forward"] = TileConfig(64, 64, 4)
+    other = calls.of("forward", arrays, config=config, family="sm80")
+    assert [seen[0][0].spec.tile.b_c for seen in (one, other)] == [32, 64]
