@@ -14,7 +14,8 @@ __all__ = ["Comparison", "assert_within_baseline", "largest"]
 
 _BASELINE_FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3, "dbias": 3, "dsink": 3}
 _RMS_FACTORS = {"o": 0.75, "dq": 0.9, "dk": 0.9, "dv": 0.75}
-_FEWEST_ERRORS, _FEWEST_KEYS, _FEWEST_ROUNDINGS, _FEWEST_SMALLEST = 100, 64, 2.3, 32
+_ROUNDINGS = (2.3, 5.0)  # of the reference, that the baseline's is worth
+_FEWEST_ERRORS, _FEWEST_KEYS, _FEWEST_SMALLEST = 100, 64, 32
 _ACCUMULATED = ("lse", "delta", "dsink")  # results in the accumulators' dtype
 
 
@@ -104,8 +105,9 @@ def _rms_allowed(name: str, problem: AttentionProblem, wanted, baseline, baselin
     rms, rounding = _rms(baseline_distance), _rms(_distance(wanted.astype(baseline.dtype), wanted))
     if _rms(wanted) < _FEWEST_SMALLEST * float(ml_dtypes.finfo(problem.dtype).smallest_normal):
         return np.inf
-    applies = rms > 0 and rms >= _FEWEST_ROUNDINGS * rounding and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS
-    return _RMS_FACTORS[name] * rms if applies else np.inf
+    fewest, most = _ROUNDINGS
+    applies = rms > 0 and fewest * rounding <= rms <= most * rounding
+    return _RMS_FACTORS[name] * rms if applies and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
 
 
 def _number_of_errors(distance, rms: float) -> float:

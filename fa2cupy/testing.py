@@ -25,10 +25,11 @@ In parentheses is what they have, of head_dim 8 to 256, with features and withou
 to 1.3, and a dS with a bit less 0.9 to 1.1 for dq and dk.
 
 This bound is for 64 keys and more: of few visible keys P is often 1, which no rounding changes. It is for results of 32 times
-the dtype's smallest normal number and more, as P is subnormal where they are smaller. It is for baselines whose
-error is at least 2.3 times that of rounding the reference, which no implementation avoids. And it is for 100 errors and more,
-where ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors counts how many they are. lse and delta are held closely enough by
-their largest errors; dbias and dsink, sums of few terms or of many that cancel, have no such bound.
+the dtype's smallest normal number and more, as P is subnormal where they are smaller. It is for baselines whose error is 2.3
+to 5 times that of rounding the reference: no implementation avoids that rounding, and where one key has nearly all of a row's P,
+dS is a difference of large terms, and the error of o, which is given, is most of any. And it is for 100 errors and more, where
+``sum(e**2)**2 / sum(e**4)`` of the baseline's errors counts how many they are. lse and delta are held closely enough by their
+largest errors; dbias and dsink, sums of few terms or of many that cancel, have no such bound.
 """
 
 from __future__ import annotations

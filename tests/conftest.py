@@ -1,4 +1,4 @@
-"""What all tests share: where they may write, and which of them need a GPU."""
+"""What all tests share: where they may write, which of them need a GPU, and which are for the whole matrix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_SESSION_FOLDER].cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if not all(_is_sampled(item, mark.kwargs) for mark in item.iter_markers("sample")):
+            item.add_marker(pytest.mark.matrix)
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if config.pluginmanager.hasplugin("xdist"):
         for item in needing:
@@ -55,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason is not None:
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_sampled(item: pytest.Item, values: dict[str, Container]) -> bool:
+    """Whether each parameter that the mark names has one of the values that it gives."""
+    parameters = item.callspec.params
+    return all(parameters[name] in some for name, some in values.items())
 
 
 @pytest.fixture(scope="session", autouse=True)

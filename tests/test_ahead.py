@@ -283,7 +283,10 @@ def test_ctrl_c_in_a_process(tmp_path):
     pytest.importorskip("cupy", exc_type=ImportError)
     command = [sys.executable, "-m", "fa2cupy", "precompile", "sm_80", "--jobs", "1"]
     environment = {**os.environ, "FA2CUPY_CACHE_DIR": str(tmp_path)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for what runs in the background
+    )  # fmt: skip
     assert process.stderr.readline() == "compiling [1/40]\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

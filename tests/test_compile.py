@@ -141,6 +141,15 @@ def default_kernels(request):
     pool.shutdown(cancel_futures=True)
 
 
+#: Those that are compiled in every run of the tests.
+EVERYDAY = [
+    spec
+    for spec in selected_specs()
+    if (spec.arch, spec.dtype, spec.head_dim) in {("sm_90", "float16", 128), ("sm_80", "float16", 128), ("sm_90", "float32", 64)}
+]
+
+
+@pytest.mark.sample(spec=EVERYDAY)
 @pytest.mark.parametrize("spec", selected_specs(), ids=spec_id)
 def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernels, record_property):
     kernel = default_kernels(spec)
@@ -173,6 +182,7 @@ def test_volta_is_compiled_for_where_nvrtc_still_is():
             cached_kernel(specs[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("exemption", EXEMPTIONS, ids=lambda row: f"{row.operation}, {row.tile}")
 def test_no_exemption_outlives_its_spills(exemption):
     covered = [spec for spec in selected_specs() if exemption.covers(spec)]
@@ -180,6 +190,7 @@ def test_no_exemption_outlives_its_spills(exemption):
 
 
 # Tiles that a sweep might try. One that is called legal and does not compile is a wrong rule.
+@pytest.mark.sample(head_dim=(64,), operation=("forward",))
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("head_dim", (64, 96, 256))
 def test_what_is_called_legal_compiles(operation, head_dim):
@@ -188,6 +199,7 @@ def test_what_is_called_legal_compiles(operation, head_dim):
         assert cached_kernel(KernelSpec(operation, "sm80", "sm_90", "float16", head_dim, True, tile)).registers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operation", "head_dim"),
     [
@@ -201,6 +213,7 @@ def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
         assert "C75" not in cached_kernel(KernelSpec(operation, "sm90", "sm_90a", "float16", head_dim, True, tile)).log
 
 
+@pytest.mark.sample(feature=("softcap",), method=("single_pass",))
 @pytest.mark.parametrize("feature", ("window", "softcap", "alibi_slopes"))
 @pytest.mark.parametrize("method", METHODS)
 def test_wgmma_is_not_serialised_with_a_feature(method, feature):
@@ -297,6 +310,7 @@ def test_register_shares_that_a_gpu_would_wait_for_are_not_compiled(operation, r
         compile_source(dataclasses.replace(rendered, text=rendered.text.replace(right, wrong)))
 
 
+@pytest.mark.matrix
 def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
     """Fewer, and a group would wait for registers that the block does not have."""
     specs = [

@@ -103,6 +103,7 @@ def windows() -> list:
 
 
 class TestWindow:
+    @pytest.mark.sample(family=("simt", "sm80", "sm90"), window=((9, 4),))
     @pytest.mark.parametrize(("causal", "window", "family"), windows(), indirect=["family"])
     def test_against_the_reference(self, family, causal, window):
         # More keys than queries or the other way round, by turns where a call is slow.
@@ -165,6 +166,7 @@ def each_score() -> list[tuple[str, str]]:
 
 
 class TestScores:
+    @pytest.mark.sample(family=("simt", "sm80", "sm90"))
     @pytest.mark.parametrize(("row", "family"), each_score(), indirect=["family"])
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
@@ -173,6 +175,7 @@ class TestScores:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
+    @pytest.mark.sample(family=("simt", "sm80", "sm90"))
     @pytest.mark.parametrize(
         ("rows", "family"),
         [((), name) for name in WITH_OWN_SCORES if name != "sm90"]
@@ -198,6 +201,7 @@ class TestScores:
         sink = place(np.array([-np.inf, 0.5], accumulator(inputs[0].dtype.name)))
         check(family, inputs, causal=True, sink=sink, **options)
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]
@@ -303,6 +307,7 @@ class TestDbias:
 
 
 class TestAlibi:
+    @pytest.mark.sample(rows=(("alibi",),))
     @pytest.mark.parametrize("lengths", [(48, 96), (112, 40)], ids=str)
     @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
     @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
@@ -328,6 +333,7 @@ class TestAlibi:
                     expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
+@pytest.mark.sample(layout=("bhsd",), name=("sm80",))
 @pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("name", ("simt", "sm80"))
@@ -382,6 +388,7 @@ class TestPackedSequences:
             x[:before], x[offsets[not of_queries][-1] :] = np.nan, np.nan
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
+    @pytest.mark.sample(packed_family=("simt", "sm80", "sm90"), options=({"causal": True},))
     @pytest.mark.parametrize(("packed_family", "options", "longest"), packed_cases(), indirect=["packed_family"])
     def test_against_the_reference(self, packed_family, options, longest):
         inputs, offsets = self.draw(packed_family[0], before=AHEAD[packed_family[0].split()[0]], behind=4)
@@ -389,6 +396,7 @@ class TestPackedSequences:
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
+    @pytest.mark.sample(packed_family=("simt", "sm80"))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_with_features(self, packed_family):
         name = packed_family[0]
@@ -402,6 +410,7 @@ class TestPackedSequences:
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
         check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
 
+    @pytest.mark.sample(packed_family=("simt", "sm80"))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_rows_beyond_the_longest_length_are_of_no_sequence(self, packed_family):
         """With arrays over scores, which have the shape of the longest lengths."""
@@ -443,6 +452,7 @@ class TestPackedSequences:
             assert np.isneginf(results.pop("lse", -np.inf)).all()
             assert not any(np.asarray(x, "float32").any() for x in results.values())
 
+    @pytest.mark.sample(packed_family=("simt", "sm80", "sm90"), wrong=((0, 50, 20, 85),))
     @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
     def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong):
         name = packed_family[0]
@@ -478,6 +488,7 @@ def on_ampere(monkeypatch):
 class TestBeforeHopper:
     """Code for sm_80 adds up dQ and dbias by other instructions than code of the same kernels for sm_90."""
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("name", "row"),
         [("sm80", row) for row in ("window", *SCORES)] + [("sm80 wide", row) for row in ("softcap", "bias", "mask", "dropout")],
@@ -518,6 +529,7 @@ def strided(options: dict, view) -> dict:
 class TestStridedArrays:
     """Neighbouring keys of an array over scores, and heads of slopes and sinks, need not be neighbours in memory."""
 
+    @pytest.mark.sample(view=(gapped,))
     @pytest.mark.parametrize("view", (*VIEWS, shifted), ids=lambda view: view.__name__)
     @pytest.mark.parametrize("row", ["bias", "mask", "padding"])
     @pytest.mark.parametrize("family", ["sm80"], indirect=True)
@@ -526,6 +538,7 @@ class TestStridedArrays:
         inputs = draw(family[0], lengths)
         check(family, inputs, methods=("two_pass",), **strided(options_for(family[0], (row,), lengths), view))
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_all_arrays(self, family, view):
@@ -559,6 +572,7 @@ class TestStridedArrays:
 
 
 class TestHiddenByMasks:
+    @pytest.mark.sample(family=("simt", "sm80", "sm90"), causal=(True,))
     @pytest.mark.parametrize(
         ("family", "causal"),
         [(name, causal) for name in WITH_OWN_SCORES for causal in (False, True) if name[:4] != "sm90" or causal == (name == "sm90")],
@@ -586,6 +600,7 @@ class TestHiddenByMasks:
                     assert np.isneginf(results["lse"][0, 0, hidden]).all()
                 assert not any(np.asarray(results[key][:, hidden], "float32").any() for key in results.keys() & {"o", "dq"})
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("row", ["padding", "bias"])
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_a_sequence_without_a_key(self, family, row):
@@ -629,6 +644,7 @@ def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
 
 
 class TestProperties:
+    @pytest.mark.matrix
     def test_dropout_is_the_definition_bit_for_bit(self, family):
         """With q = 0 all P are equal, and with the identity for v, o shows which were kept."""
         name = family[0]
@@ -640,6 +656,7 @@ class TestProperties:
         kept = philox.kept(0.4, 2**40 + 77, 0, slice(0, 2), everything, everything)
         assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
 
+    @pytest.mark.matrix
     def test_neutral_values_change_no_bit(self, family):
         name = family[0]
         inputs = draw(name, lengths_of(name)[0])

@@ -83,6 +83,7 @@ def launched(monkeypatch):
         yield stages
 
 
+@pytest.mark.sample(head_dim=(64, 256))
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float16", d, causal) for d in (64, 160) for causal in (False, True)]
@@ -94,6 +95,7 @@ def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim, causal):
         check(draw(dtype, lengths, head_dim), launched, causal=causal, config=small_tiles(dtype, head_dim))
 
 
+@pytest.mark.sample(head_dim=(59, 64))
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float32", d, d % 2 == 0) for d in (1, 32, 59, 128, 250)]
@@ -120,11 +122,13 @@ def rows_of_the_table() -> list:
     return list(cases.values())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("operation", "family", "dtype", "head_dim", "tile"), rows_of_the_table())
 def test_every_default_tile(launched, operation, family, dtype, head_dim, tile):
     check_tile(operation, family, dtype, head_dim, tile)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operation", "head_dim", "tile"),
     (
@@ -162,6 +166,7 @@ def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
     check_tile(operation, "sm80", "bfloat16", head_dim, tile)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operation", "dtype", "head_dim", "tile"),
     (
@@ -185,6 +190,7 @@ def test_other_tiles_of_ieee_arithmetic(launched, operation, dtype, head_dim, ti
     check_tile(operation, "simt", dtype, head_dim, tile)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operation", "head_dim", "tile"),
     (
@@ -243,6 +249,7 @@ def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, h
         assert {stage.spec.arch for stage in launched} == {"sm_80"}
 
 
+@pytest.mark.sample(heads=((4, 2),))
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -264,6 +271,7 @@ def joined(x: np.ndarray) -> np.ndarray:
     return wide[..., x.shape[3] : 2 * x.shape[3]]
 
 
+@pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, joined, backwards, shifted, gapped), ids=lambda view: view.__name__)
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59)))
 def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype, head_dim, view):
@@ -319,6 +327,7 @@ def test_heads_in_several_sections(monkeypatch, dtype):
         assert (by_query["heads_per_section"], by_key["heads_per_section"]) == (6, 1)
 
 
+@pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", (1, 2))
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("bfloat16", 160), ("float32", 40)))
 def test_warps_may_take_turns_in_any_order(monkeypatch, dtype, head_dim, seed):
@@ -327,6 +336,7 @@ def test_warps_may_take_turns_in_any_order(monkeypatch, dtype, head_dim, seed):
         check(draw(dtype, (2 * n + 5, 3 * n + 3), head_dim), launched, causal=True, config=small_tiles(dtype, head_dim))
 
 
+@pytest.mark.sample(method=("single_pass",))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float64", 33)))
 @pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
@@ -365,6 +375,7 @@ def check_forward(inputs: tuple, launched: list, *, family: str = "sm90", **opti
     assert launched[-1].spec.family == family
 
 
+@pytest.mark.sample(head_dim=(64, 128, 256), dtype=("float16",), causal=(True,))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
@@ -376,6 +387,7 @@ def test_hopper_at_every_head_dim(on_hopper, dtype, head_dim, causal):
         check_forward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=tile)
 
 
+@pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", (None, 1))
 @pytest.mark.parametrize("tile", GROUPS, ids=str)
 @pytest.mark.parametrize("lengths", ((200, 260), (260, 130)), ids=str)
@@ -409,6 +421,7 @@ def test_what_the_hopper_kernels_do_not_take_runs_on_the_older_ones(on_hopper, v
     check_forward(draw("float16", (70, 100), 64, view=view), on_hopper, family="sm80", causal=True, **options)
 
 
+@pytest.mark.sample(rows=(slice(None),))
 @pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
 @pytest.mark.parametrize(("head_dim", "tile"), ((64, GROUPS[0]), (128, GROUPS[1]), (256, TileConfig(128, 80, 12, 2))))
 def test_scores_that_grow_on_hopper(on_hopper, head_dim, tile, rows):
@@ -470,12 +483,14 @@ class TestReferenceOfTheSoftmax:
         else:
             check_forward(inputs, launched, causal=causal, config=tile)
 
+    @pytest.mark.sample(score=(-24.0,))
     @pytest.mark.parametrize("score", (-24.0, -90.0, 90.0))
     def test_all_scores_at_one_level(self, launched, dtype, head_dim, tile, score):
         n = 32 if dtype in HALF else 8
         inputs = at_level(draw(dtype, (n + 3, 3 * n + 5), head_dim, (1, 1)), score)
         self.check(launched, inputs, tile, causal=True)
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("most", (17.5, 300.0))
     def test_a_score_above_those_before_it(self, launched, dtype, head_dim, tile, most):
         """By less and more than a share of the sum may be, than float16 holds and than float32 does."""
@@ -514,6 +529,7 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
     return results
 
 
+@pytest.mark.sample(head_dim=(64, 128, 256), causal=(True,))
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float16", head_dim, causal) for head_dim in (64, 256) for causal in (False, True)]
@@ -527,6 +543,7 @@ def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
         check_backward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=by_keys(head_dim))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operation", "head_dim", "tile"),
     (
@@ -552,6 +569,7 @@ def test_other_tiles_of_the_hopper_backward(on_hopper, operation, head_dim, tile
     check_backward(inputs, on_hopper, methods=(method,), causal=causal, config={operation: tile})
 
 
+@pytest.mark.sample(head_dim=(64,))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monkeypatch, head_dim):
     results = []
@@ -565,6 +583,7 @@ def test_hopper_backward_has_the_same_dk_and_dv_in_whatever_order_warps_run(monk
             assert np.array_equal(two_pass[name], results[0][1][name])
 
 
+@pytest.mark.sample(head_dim=(192,), layout=("bhsd",))
 @pytest.mark.parametrize(
     ("head_dim", "heads", "layout", "causal"),
     [(64, (4, 2), "bshd", True), (64, (3, 1), "bhsd", False), (96, (4, 2), "bhsd", False), (96, (3, 1), "bshd", True),
@@ -575,6 +594,7 @@ def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout, 
     check_backward(inputs, on_hopper, causal=causal, layout=layout, config=by_keys(head_dim))
 
 
+@pytest.mark.sample(view=(shifted,))
 @pytest.mark.parametrize(
     ("head_dim", "view"), ((72, packed), (72, shifted), (200, joined), (200, gapped)), ids=lambda x: getattr(x, "__name__", x)
 )
@@ -609,6 +629,7 @@ def test_lengths_of_zero_in_the_hopper_backward(on_hopper, method, empty):
         assert not np.asarray(gradient, np.float32).any()
 
 
+@pytest.mark.sample(head_dim=(64,), scale=(4.0,))
 @pytest.mark.parametrize("scale", (0.02, 1.0, 4.0))
 @pytest.mark.parametrize("head_dim", (64, 256))
 def test_hopper_backward_with_other_scales(on_hopper, head_dim, scale):
@@ -683,6 +704,7 @@ def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **probl
     expected.check(spec=config, dq=dq)
 
 
+@pytest.mark.sample(head_dim=(64, 256), dtype=("float16",), causal=(True,))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
@@ -708,6 +730,7 @@ DQ_TILES = (
 )
 
 
+@pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", (None, 1, 2))
 @pytest.mark.parametrize(("head_dim", "tile"), DQ_TILES, ids=str)
 def test_dq_on_hopper_in_any_order_of_the_warps(monkeypatch, head_dim, tile, seed):
@@ -780,6 +803,7 @@ def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
 ROUNDED_ONCE = {"float16": (0.60, 0.565, 0.51, 0.575), "bfloat16": (0.57, 0.51, 0.47, 0.54)}
 
 
+@pytest.mark.sample(dtype=("float16",))
 @pytest.mark.parametrize(("family", "method"), [("sm80", "two_pass"), ("sm90", "single_pass"), ("sm90", "two_pass")])
 @pytest.mark.parametrize("dtype", HALF)
 def test_what_is_no_operand_of_a_product_is_not_rounded(on_hopper, dtype, family, method):

@@ -38,7 +38,7 @@ from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.spec import KernelSpec  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 
-pytestmark = pytest.mark.simulated
+pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
 
 #: What catches a mutant: the exception, and what its text says.
 CATCHES = {

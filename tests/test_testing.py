@@ -272,6 +272,14 @@ class TestRootMeanSquare:
         with pytest.raises(AssertionError, match=rf"^{name}: error .*\n  (root mean square .* % of the allowed|problem)"):
             expected.check(**{name: results[name]})
 
+    def test_of_a_peaked_softmax_the_given_o_has_most_of_the_error(self):
+        q, k, v, do = make_inputs("float16", seqlen_q=70, seqlen_k=330)
+        q *= q.dtype.type(8)
+        o, lse = fa2cupy.forward(q, k, v)
+        dq, dk, _ = fa2cupy.backward(q, k, v, o, lse, do)
+        comparisons = Expectation(q, k, v, do).check(dq=dq, dk=dk)
+        assert {comparison.rms_allowed for comparison in comparisons.values()} == {np.inf}
+
     @pytest.mark.parametrize("sizes", [{"seqlen_k": 63}, {"seqlen_q": 1, "seqlen_k": 80, "num_heads": 1, "head_dim": 8}], ids=str)
     def test_few_keys_and_few_errors_have_no_bound(self, sizes):
         q, k, v, _ = make_inputs("float16", **sizes)
