@@ -3,6 +3,7 @@
     python scripts/gpu_check.py                    everything: about ten minutes on an H100
     python scripts/gpu_check.py --skip benchmark   without the timings; what an earlier run noted of the same code stays
     python scripts/gpu_check.py --processes 6      tests side by side (pytest-xdist)
+    python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
 skipped, the same once more with each array alone in pages of its own (``pytest --isolate``), what each tool of
@@ -13,6 +14,7 @@ it is about (``--verify`` does). Commit it with the change that it checks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
     parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="for the tests; default: 1")
     parser.add_argument("--out", help="folder for the results")
+    parser.add_argument("--cache", metavar="FOLDER", help="for compiled kernels; default: an empty one, deleted at the end")
     parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
     options = parser.parse_args(arguments)
     if options.verify:
@@ -66,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if gpu is None:
         return 2
 
-    # An empty cache, so that nothing older than this code is run.
-    with tempfile.TemporaryDirectory(prefix="fa2cupy-check-") as cache:
-        os.environ["FA2CUPY_CACHE_DIR"] = cache
+    # Nothing older than this code is run from either: kernels are found by a digest of their complete text.
+    given = options.cache and contextlib.nullcontext(options.cache)
+    with given or tempfile.TemporaryDirectory(prefix="fa2cupy-check-") as cache:
+        os.environ["FA2CUPY_CACHE_DIR"] = os.path.abspath(cache)
         return _check(options, gpu)
 
 
