@@ -189,6 +189,7 @@ class TestScores:
         options = options_for(family[0], rows, lengths)
         check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_hidden_elements_of_a_bias_are_ignored_and_a_sink_of_minus_infinity_is_none(self, family):
         lengths = (40, 50)
@@ -235,6 +236,7 @@ class TestCap:
 
     CAP = 8.0
 
+    @pytest.mark.sample(family=("sm80",))
     def test_small_scores_and_large_ones_in_their_own_warps_and_in_one(self, family):
         inputs = small_case(family[0])
         inputs[0][:, 16:32] *= 30
@@ -262,6 +264,7 @@ class TestCap:
         o, lse = run_forward(family, inputs, softcap=cap)
         expected.check(o=o, lse=lse)
 
+    @pytest.mark.sample(family=("sm80",))
     def test_gradients_under_a_large_cap(self, family):
         check(family, small_case(family[0]), softcap=1e6)
 
@@ -298,6 +301,7 @@ class TestDbias:
         bias = place(numbers(shape, FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), dlse=dlse, causal=True, bias=bias)
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90 wide"], indirect=True)
     def test_under_a_cap_that_takes_its_derivative_afterwards(self, family):
         inputs = draw(family[0], (40, 61))
@@ -307,7 +311,7 @@ class TestDbias:
 
 
 class TestAlibi:
-    @pytest.mark.sample(rows=(("alibi",),))
+    @pytest.mark.sample(rows=(("alibi",),), lengths=((112, 40),))
     @pytest.mark.parametrize("lengths", [(48, 96), (112, 40)], ids=str)
     @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
     @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)

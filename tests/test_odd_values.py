@@ -108,6 +108,7 @@ def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
     assert not np.asarray(results["dbias"], "float64")[hidden].any()
 
 
+@pytest.mark.sample(family=("simt", "sm80"))
 @on(*FAMILIES)
 def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
     """max_seqlen above the totals: what a padded batch has behind the sequences is ignored, and has the gradient 0."""
