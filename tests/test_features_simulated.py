@@ -202,7 +202,7 @@ class TestScores:
         sink = place(np.array([-np.inf, 0.5], accumulator(inputs[0].dtype.name)))
         check(family, inputs, causal=True, sink=sink, **options)
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]

@@ -653,6 +653,7 @@ def test_rows_without_a_key_have_no_gradient_whatever_they_hold(on_hopper, head_
         )
 
 
+@pytest.mark.sample(head_dim=(64,))
 @pytest.mark.parametrize("head_dim", (64, 192))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_delta_of_the_callers_in_the_hopper_backward(on_hopper, method, head_dim):
@@ -731,7 +732,7 @@ DQ_TILES = (
 )
 
 
-@pytest.mark.sample(seed=(1,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", (None, 1, 2))
 @pytest.mark.parametrize(("head_dim", "tile"), DQ_TILES, ids=str)
 def test_dq_on_hopper_in_any_order_of_the_warps(monkeypatch, head_dim, tile, seed):

@@ -585,7 +585,7 @@ def every_layout() -> list:
     found = {}
     for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
         for spec in default_specs(H100, dtype, 32, False, method):
-            found.setdefault((spec.operation, spec.family, dtype), spec)
+            found.setdefault((spec.operation, spec.family, "float64" if dtype == "float64" else "float32"), spec)
     return list(found.values())
 
 
