@@ -249,6 +249,12 @@ def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, h
         assert {stage.spec.arch for stage in launched} == {"sm_80"}
 
 
+def test_rows_without_a_key_of_several_pairs_of_warps(launched):
+    """Beyond head_dim 128 two warps share rows of O, which goes where Q's copy, by all warps, may still be under way."""
+    tiles = {**small_tiles("float16", 160), "forward": TileConfig(64, 32, 4, 2)}
+    check(draw("float16", (200, 40), 160), launched, methods=(), causal=True, config=tiles)
+
+
 @pytest.mark.sample(heads=((4, 2),))
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
