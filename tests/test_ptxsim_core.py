@@ -587,7 +587,9 @@ def test_ptx_is_kept_where_the_cache_is(tmp_path, monkeypatch):
     monkeypatch.setattr(ptxsim.compile, "_compile", lambda source, arch, options: f"compiled anew: {options}")
     assert compile_ptx(source) == ptx
     assert compile_ptx(source, options=("-G",)) == "compiled anew: ('-G',)"
+    monkeypatch.setattr(ptxsim.compile, "nvrtc_build", lambda: "the next patch release")
+    assert compile_ptx(source).startswith("compiled anew")
     compile_ptx(source, options=("-I/somewhere",))
-    assert len(list((tmp_path / "ptx").iterdir())) == 2
+    assert len(list((tmp_path / "ptx").iterdir())) == 3
     monkeypatch.delenv("FA2CUPY_CACHE_DIR")
     assert compile_ptx(source).startswith("compiled anew")

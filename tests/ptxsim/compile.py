@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from fa2cupy.compiler import nvrtc_build
+from fa2cupy.folders import replace_file
 
 __all__ = ["OPTIONS", "compile_ptx", "cuda_include"]
 
@@ -27,18 +29,14 @@ def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = 
     folder = os.environ.get("FA2CUPY_CACHE_DIR")
     if not folder or any(option.startswith(("-I", "--include-path")) for option in options):
         return _compile(source, arch, options)
-    from cupy.cuda import nvrtc
-
-    key = hashlib.sha256(repr((nvrtc.getVersion(), os.getcwd(), source, arch, tuple(options))).encode()).hexdigest()
+    key = hashlib.sha256(repr((nvrtc_build(), os.getcwd(), source, arch, tuple(options))).encode()).hexdigest()
     path = Path(folder, "ptx", key)
     try:
         return path.read_text()
     except FileNotFoundError:
         ptx = _compile(source, arch, options)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(ptx)
-    os.replace(file.name, path)  # whole, whoever else reads or writes it
+    replace_file(path, ptx.encode())
     return ptx
 
 
