@@ -3,13 +3,13 @@
 from ._version import __version__
 from .ahead import precompile
 from .api import backward, delta, forward
-from .cache import clear_cache
+from .jit.cache import clear_cache
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
 from .inspection import info, legal_configs
 from .lengths import cu_seqlens
 from .settings import cache_dir, configure_logging
-from .tiles import TileConfig
+from .families.tiles import TileConfig
 
 __all__ = [
     "KernelCompileError",

@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from .arguments import check_bool
-from .cache import cached_kernel
-from .call_specs import default_specs
-from .choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
-from .compiler import CompiledKernel
-from .device import DeviceInfo, current_device
-from .progress import progress as progress_bar
-from .spec import KernelSpec
-from .tiles import TileConfig
+from .problem.arguments import check_bool
+from .jit.cache import cached_kernel
+from .plan.specs import default_specs
+from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .jit.compiler import CompiledKernel
+from .families.device import DeviceInfo, current_device
+from .system.progress import progress as progress_bar
+from .jit.spec import KernelSpec
+from .families.tiles import TileConfig
 
 __all__ = ["precompile"]
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .backends import backend_of
-from .keywords import check_keywords
-from .tiles import TileConfig
+from .problem.keywords import check_keywords
+from .families.tiles import TileConfig
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .features import FeatureOptions
+    from .problem.features import FeatureOptions
 
 __all__ = ["backward", "delta", "forward"]
 

@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from . import cpu
-from .arguments import array_backend
+from .cpu import calls as cpu
+from .problem.arguments import array_backend
 
 __all__ = ["backend_of"]
 
@@ -26,6 +26,6 @@ def backend_of(name: str, array):
 @functools.lru_cache(maxsize=None)
 def _gpu():
     # Imported at first use: NumPy users need no CuPy, and CuPy is there once someone has an array of it.
-    from . import gpu
+    from .gpu import calls as gpu
 
     return gpu

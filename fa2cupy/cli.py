@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from ._version import __version__
 from .ahead import precompile
-from .cache import clear_cache
-from .choices import CALL_FEATURES
+from .jit.cache import clear_cache
+from .problem.choices import CALL_FEATURES
 from .demo import run_demo
 from .errors import UnsupportedProblemError
 from .inspection import info

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .api import backward, forward
-from .arguments import check_bool
-from .feature_checks import extra_gradients
-from .keywords import check_keywords
-from .tiles import TileConfig
+from .problem.arguments import check_bool
+from .problem.feature_checks import extra_gradients
+from .problem.keywords import check_keywords
+from .families.tiles import TileConfig
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .features import FeatureOptions
+    from .problem.features import FeatureOptions
 
 __all__ = ["attention"]
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import api
-from .cache import cached_kernel
-from .compiler import nvrtc_version
-from .cpu import default_tile
-from .device import DeviceInfo
+from .jit.cache import cached_kernel
+from .jit.compiler import nvrtc_version
+from .cpu.calls import default_tile
+from .families.device import DeviceInfo
 from .errors import KernelCompileError
-from .families import FAMILIES
+from .families.choice import FAMILIES
 from .inspection import default_specs
 from .testing import Comparison, Expectation, check_delta, make_inputs
-from .tiles import OPERATIONS
+from .families.tiles import OPERATIONS
 
 __all__ = ["run_demo"]
 

@@ -7,15 +7,15 @@ import platform
 from importlib import metadata
 
 from ._version import __version__
-from .cache import cache_state
-from .call_specs import default_specs
-from .choices import check_dtype, check_head_dim
-from .compiler import nvrtc_version
-from .device import DeviceInfo, current_device
+from .jit.cache import cache_state
+from .plan.specs import default_specs
+from .problem.choices import check_dtype, check_head_dim
+from .jit.compiler import nvrtc_version
+from .families.device import DeviceInfo, current_device
 from .errors import KernelCompileError
-from .families import FAMILIES, choose_family
+from .families.choice import FAMILIES, choose_family
 from .settings import tuning_file
-from .tiles import OPERATIONS, TileConfig, why_illegal
+from .families.tiles import OPERATIONS, TileConfig, why_illegal
 
 __all__ = ["default_specs", "info", "legal_configs"]
 

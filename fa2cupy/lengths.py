@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import array_module, device_context
+from .numerics.arrays import array_module, device_context
 
 __all__ = ["cu_seqlens"]
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import array_backend, check_array
-from .arrays import device_context
-from .feature_checks import extra_gradients
-from .formulas import Formulas
-from .keywords import check_keywords
-from .problem import AttentionProblem
+from .problem.arguments import array_backend, check_array
+from .numerics.arrays import device_context
+from .problem.feature_checks import extra_gradients
+from .numerics.formulas import Formulas
+from .problem.keywords import check_keywords
+from .problem.attention import AttentionProblem
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .features import FeatureOptions
+    from .problem.features import FeatureOptions
 
 __all__ = [
     "backward",

@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from .folders import warn_once
+from .system.folders import warn_once
 
 __all__ = ["cache_dir", "cache_limit", "cache_path", "configure_logging", "dump_directory", "tuning_file"]
 

@@ -41,15 +41,15 @@ import ml_dtypes
 import numpy as np
 
 from . import reference
-from .arrays import array_module, device_context
-from .comparison import Comparison, assert_within_baseline, largest
-from .keywords import check_keywords
-from .problem import AttentionProblem
+from .numerics.arrays import array_module, device_context
+from .numerics.comparison import Comparison, assert_within_baseline, largest
+from .problem.keywords import check_keywords
+from .problem.attention import AttentionProblem
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .features import FeatureOptions
+    from .problem.features import FeatureOptions
 
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
 

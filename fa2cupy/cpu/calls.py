@@ -1,0 +1,240 @@
+"""Calls on NumPy arrays: the tiled algorithm of FlashAttention-2 with BLAS matrix products.
+
+One K/V head at a time. The query heads that share it are stacked as rows, in the order (position, head of the group),
+so that a tile of B_r positions is one contiguous matrix for all of them and no K/V head is ever repeated.
+
+    forward      each query tile meets its key tiles with an online softmax (Algorithm 1)
+    single_pass  each key tile meets its query tiles: dk and dv of the tile, and a share of dq (Algorithm 2)
+    two_pass     each query tile gives its dq, then each key tile its dk and dv
+
+Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores. Which tiles
+meet is in ``cpu_tiles.py``, what features do to a tile in ``cpu_scores.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from ..problem.arguments import array_backend, check_outputs, check_overlap, output_name, unpack_out
+from .scores import BiasGradient
+from .tiles import Head, heads_of, rows, store
+from ..families.choice import choose_method, requested_tile
+from ..problem.feature_checks import extra_gradients, feature_arrays
+from ..problem.attention import AttentionProblem
+
+__all__ = ["backward", "default_tile", "delta", "forward"]
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=_NOTHING):
+    """`fa2cupy.forward` on NumPy arrays."""
+    inputs = {"q": q, "k": k, "v": v}
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    tile = _tile_shape("forward", problem, config)
+    heads = heads_of(problem, features)
+    outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
+    o, lse = _results(outputs, unpack_out(out, ("o", "lse")), inputs | feature_arrays(features))
+    _fill_unpacked(problem, (o, 0), (lse, -np.inf))
+    with np.errstate(all="ignore"):
+        for head in heads:
+            q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
+            o_rows, lse_rows = _online_softmax(head, q_rows * problem.softmax_scale, k_rows, v_rows, *tile)
+            store(o_rows, head.queries(o))
+            store(lse_rows, head.statistics(lse))
+    return o, lse
+
+
+def delta(o, do, layout, out):
+    """`fa2cupy.delta` on NumPy arrays."""
+    problem = AttentionProblem.from_outputs(o, do, layout=layout)
+    outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
+    (result,) = _results(outputs, (out,), {"o": o, "do": do})
+    with np.errstate(all="ignore"):
+        for head in heads_of(problem, _NOTHING):
+            delta_rows = np.einsum("ij,ij->i", rows(head.queries(do)), rows(head.queries(o)))
+            store(delta_rows, head.statistics(result))
+    return result
+
+
+def backward(
+    q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family,
+    dlse=None, return_dbias=False, return_dsink=False, features=_NOTHING,
+):  # fmt: skip
+    """`fa2cupy.backward` on NumPy arrays."""
+    inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
+    array_backend(inputs, optional)
+    problem = AttentionProblem.from_arrays(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+    )
+    problem.check_backward_inputs(o, lse, do, given_delta, dlse)
+    extra = extra_gradients(features, return_dbias, return_dsink)
+    one_pass = choose_method("numpy", problem, method, deterministic) == "single_pass"
+    operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
+    tiles = [_tile_shape(operation, problem, config) for operation in operations]
+    heads = heads_of(problem, features)
+    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
+    outputs += tuple((name, array.shape, array.dtype) for name, array in extra.items())
+    given = unpack_out(out, tuple(name for name, *_ in outputs))
+    results = _results(outputs, given, inputs | optional | feature_arrays(features))
+    dq, dk, dv, *rest = results
+    named = dict(zip(extra, rest, strict=True))
+    _fill_unpacked(problem, (dq, 0), (dk, 0), (dv, 0))
+    sums = _Sums(extra, problem)
+    row_delta = delta(o, do, layout, None) if given_delta is None else given_delta
+    with np.errstate(all="ignore"):
+        for head in heads:
+            gradient = _Gradient(head, q, k, v, lse, do, row_delta, dlse, sums)
+            gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
+            if not one_pass:
+                gradient.by_query_tiles(*tiles[1])
+            gradient.sum_sink()
+            store(gradient.dq * problem.softmax_scale, head.queries(dq))
+            store(gradient.dk, head.keys(dk))
+            store(gradient.dv, head.keys(dv))
+        if sums.bias is not None:
+            store(sums.bias.sums, named["dbias"])
+        if sums.sink is not None:
+            store(sums.sink, named["dsink"])
+    return tuple(results)
+
+
+def _online_softmax(head: Head, q, k, v, b_r: int, b_c: int) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse of one head's rows; `q` comes scaled."""
+    o, lse = np.zeros((len(q), v.shape[1]), q.dtype), np.empty((len(q), 1), q.dtype)
+    for queries in head.query_tiles(b_r):
+        o_tile = o[queries]
+        row_max, row_sum = _start(head, len(o_tile), q.dtype)
+        for keys in head.key_tiles(b_c, queries):
+            s, _ = head.scores(q, k, queries, keys)
+            new_max = np.maximum(row_max, s.max(axis=1, keepdims=True))
+            # Until a row has seen a key its maximum is -inf, and exp(-inf - 0) the 0 that exp(-inf - -inf) is not.
+            shift = np.where(new_max == -np.inf, 0, new_max)
+            p = np.exp(np.subtract(s, shift, out=s), out=s)
+            rescale = np.exp(row_max - shift)
+            row_sum = row_sum * rescale + p.sum(axis=1, keepdims=True)
+            keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
+            if keep is not None:
+                p *= keep
+            o_tile *= rescale
+            o_tile += p @ v[keys]
+            row_max = new_max
+        o_tile /= np.where(row_sum == 0, 1, row_sum)
+        lse[queries] = row_max + np.log(row_sum)
+    return o, lse
+
+
+def _start(head: Head, num_rows: int, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Maximum and sum of rows that have seen no key yet: those of the sink alone."""
+    row_max = np.full((num_rows, 1), -np.inf, dtype)
+    if head.terms is None or head.terms.sink is None:
+        return row_max, np.zeros_like(row_max)
+    sinks = head.terms.sink
+    row_max.reshape(-1, len(sinks))[...] = sinks
+    return row_max, np.exp(row_max - np.where(row_max == -np.inf, 0, row_max))
+
+
+class _Sums:
+    """Gradients that add up over heads: of the bias, of the sinks, or None."""
+
+    def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
+        accumulator = problem.accumulator_dtype
+        self.bias = BiasGradient(extra["dbias"].shape, accumulator) if "dbias" in extra else None
+        self.sink = np.zeros(extra["dsink"].shape, accumulator) if "dsink" in extra else None
+
+
+class _Gradient:
+    """The backward of one head: its operands and its results, as rows. dq comes without the softmax scale."""
+
+    def __init__(self, head: Head, q, k, v, lse, do, delta, dlse, sums: _Sums):
+        self.head = head
+        self.sums = sums
+        self.q = rows(head.queries(q)) * head.problem.softmax_scale
+        self.k = rows(head.keys(k))
+        self.v = rows(head.keys(v))
+        self.do = rows(head.queries(do))
+        self.delta = rows(head.statistics(delta))
+        if dlse is not None:
+            self.delta = self.delta - rows(head.statistics(dlse))
+        lse = rows(head.statistics(lse))
+        # A row without visible keys has P = exp(-inf - inf) = 0, where exp(-inf - -inf) would be NaN.
+        self.lse = np.where(lse == -np.inf, np.inf, lse)
+        self.dq, self.dk, self.dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+
+    def by_key_tiles(self, b_r: int, b_c: int, with_dq: bool) -> None:
+        """dk, dv and dbias, and with five instead of four matrix products for a pair of tiles also dq."""
+        for keys in self.head.key_tiles(b_c):
+            for queries in self.head.query_tiles(b_r, keys):
+                p, ds = self._score_gradients(queries, keys, self.sums.bias)
+                self.dv[keys] += p.T @ self.do[queries]
+                self.dk[keys] += ds.T @ self.q[queries]
+                if with_dq:
+                    self.dq[queries] += ds @ self.k[keys]
+
+    def by_query_tiles(self, b_r: int, b_c: int) -> None:
+        """dq, with three matrix products for a pair of tiles."""
+        for queries in self.head.query_tiles(b_r):
+            for keys in self.head.key_tiles(b_c, queries):
+                _, ds = self._score_gradients(queries, keys)
+                self.dq[queries] += ds @ self.k[keys]
+
+    def sum_sink(self) -> None:
+        """dsink: the sink's share of each row times what the row's softmax subtracts."""
+        if self.sums.sink is not None:
+            sinks = self.head.terms.sink
+            shares = np.exp(sinks - self.lse.reshape(-1, len(sinks)))
+            self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
+
+    def _score_gradients(
+        self, queries: slice, keys: slice, dbias: BiasGradient | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """P as it multiplies V, and the gradient of the scaled scores."""
+        terms = self.head.terms
+        s, slope = self.head.scores(self.q, self.k, queries, keys)
+        s -= self.lse[queries]
+        p = np.exp(s, out=s)
+        ds = self.do[queries] @ self.v[keys].T
+        keep = terms.keep(queries, keys, p.dtype) if terms else None
+        if keep is not None:
+            ds *= keep
+        ds -= self.delta[queries]
+        ds *= p
+        if keep is not None:
+            p *= keep
+        if dbias is not None:
+            dbias.add(ds, terms, queries, keys)
+        if slope is not None:
+            ds *= slope
+        return p, ds
+
+
+def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
+    """B_r and B_c whose score tile, of all heads of a group, stays in a core's L2 cache between two matrix products."""
+    return max(16, 256 // max(1, heads_per_group)), 512
+
+
+def _tile_shape(operation: str, problem: AttentionProblem, config) -> tuple[int, int]:
+    tile = requested_tile(operation, config)
+    return default_tile(problem.heads_per_group) if tile is None else (tile.b_r, tile.b_c)
+
+
+def _fill_unpacked(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
+    # Rows of packed arrays before the first and behind the last offset belong to no sequence.
+    if problem.is_packed:
+        for array, value in results:
+            array[...] = value
+
+
+def _results(outputs: tuple, given: tuple, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The caller's arrays where there are any, checked, else new ones."""
+    written = {output_name(kind[0]): array for kind, array in zip(outputs, given, strict=True) if array is not None}
+    array_backend(inputs, written)
+    check_outputs(outputs, given)
+    check_overlap(written, inputs)
+    return [np.empty(kind[1], kind[2]) if array is None else array for kind, array in zip(outputs, given, strict=True)]

@@ -1,0 +1,122 @@
+"""A head on the NumPy backend: its part of the arrays, which tiles of it meet, and the scores of a pair of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .scores import HeadTerms, ScoreTerms
+from ..problem.features import NO_FEATURES
+from ..problem.attention import AttentionProblem
+from ..problem.sequences import Sequence, sequences_of
+
+__all__ = ["Head", "heads_of", "rows", "store"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A K/V head of one sequence with the query heads that share it.
+
+    Views have the axes (position, head of the group, column). Rows have the first two as one.
+
+    Attributes
+    ----------
+    problem : AttentionProblem
+    sequence : Sequence
+    index : int
+    terms : HeadTerms or None
+        Its features; None for plain attention.
+    """
+
+    problem: AttentionProblem
+    sequence: Sequence
+    index: int
+    terms: HeadTerms | None = None
+
+    @property
+    def group(self) -> slice:
+        """The query heads."""
+        return _group(self.problem, self.index)
+
+    def queries(self, array: np.ndarray) -> np.ndarray:
+        """View of the head's part of q, o or their gradients."""
+        return self.problem.canonical_view(array)[self.sequence.batch, self.sequence.queries, self.group]
+
+    def keys(self, array: np.ndarray) -> np.ndarray:
+        """View of the head's part of k, v or their gradients."""
+        return self.problem.canonical_view(array)[self.sequence.batch, self.sequence.keys, self.index, None]
+
+    def statistics(self, array: np.ndarray) -> np.ndarray:
+        """View of the head's part of lse or delta, as one column."""
+        whole = array[(None,) * (4 - self.problem.rank)]
+        return whole[self.sequence.batch, self.group, self.sequence.queries].T[..., None]
+
+    def query_tiles(self, b_r: int, keys: slice | None = None) -> Iterator[slice]:
+        """Rows of b_r positions at a time: all, or those from the first to the last that sees the tile `keys`."""
+        group = self.problem.heads_per_group
+        left, right = self.problem.band
+        first, end = 0, self.sequence.seqlen_q
+        if keys and right is not None:
+            first = max(0, keys.start - self.sequence.diagonal - right)
+        if keys and left is not None:
+            end = min(end, keys.stop - self.sequence.diagonal + left)
+        for start in range(first * group, end * group, max(1, b_r * group)):
+            yield slice(start, min(start + b_r * group, end * group))
+
+    def key_tiles(self, b_c: int, queries: slice | None = None) -> Iterator[slice]:
+        """Keys, b_c at a time: all, or those from the first to the last that the tile `queries` sees."""
+        group = self.problem.heads_per_group
+        left, right = self.problem.band
+        first, end = 0, self.sequence.seqlen_k
+        if queries and right is not None:
+            end = min(end, queries.stop // group + self.sequence.diagonal + right)
+        if queries and left is not None:
+            first = max(0, queries.start // group + self.sequence.diagonal - left)
+        for start in range(first // b_c * b_c, end, b_c):
+            yield slice(start, min(start + b_c, end))
+
+    def scores(self, scaled_q, k, queries: slice, keys: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scores of a pair of tiles, and what their gradient is multiplied by (None is 1)."""
+        s = scaled_q[queries] @ k[keys].T
+        slope = self.terms.apply(s, queries, keys) if self.terms else None
+        self._hide(s, queries, keys)
+        return s, slope
+
+    def _hide(self, s: np.ndarray, queries: slice, keys: slice) -> None:
+        # Arithmetic is for the pairs of tiles that an edge of the band cuts through only.
+        group, diagonal = self.problem.heads_per_group, self.sequence.diagonal
+        left, right = self.problem.band
+        aligned = np.arange(queries.start, queries.stop)[:, None] // group + diagonal
+        if right is not None and keys.stop - 1 > queries.start // group + diagonal + right:
+            np.copyto(s, -np.inf, where=np.arange(keys.start, keys.stop) > aligned + right)
+        if left is not None and keys.start < (queries.stop - 1) // group + diagonal - left:
+            np.copyto(s, -np.inf, where=np.arange(keys.start, keys.stop) < aligned - left)
+
+
+def heads_of(problem: AttentionProblem, options: Mapping[str, object]) -> list[Head]:
+    """The K/V heads of a call, sequence by sequence; `options` are the keywords of features."""
+    sequences = sequences_of(problem, options)
+    terms = None if problem.features == NO_FEATURES else ScoreTerms(problem, options)
+    return [
+        Head(problem, sequence, index, HeadTerms(terms, sequence, _group(problem, index)) if terms else None)
+        for sequence in sequences
+        for index in range(problem.num_heads_kv)
+    ]
+
+
+def _group(problem: AttentionProblem, index: int) -> slice:
+    size = problem.heads_per_group
+    return slice(index * size, (index + 1) * size)
+
+
+def rows(view: np.ndarray) -> np.ndarray:
+    """A view as a matrix in the accumulators' dtype."""
+    accumulator = "float64" if view.dtype.name == "float64" else "float32"
+    return np.ascontiguousarray(view, dtype=accumulator).reshape(-1, view.shape[-1])
+
+
+def store(matrix: np.ndarray, view: np.ndarray) -> None:
+    """Writes rows back to where `rows` would read them."""
+    view[...] = matrix.reshape(view.shape)

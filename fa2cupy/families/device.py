@@ -1,0 +1,130 @@
+"""The device: what tile choice, compilation and occupancy need to know of a GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..errors import UnsupportedProblemError
+
+__all__ = ["ARCHITECTURES", "DeviceInfo", "current_device"]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A GPU, real or only named.
+
+    Attributes
+    ----------
+    name : str
+        As the driver reports it, or the architecture's name.
+    arch : str
+        Compiler name of the compute capability, such as ``"sm_90"``.
+    multiprocessors : int
+    shared_memory_per_block, shared_memory_per_multiprocessor : int
+        Bytes; the first is the opt-in maximum of dynamic shared memory.
+    registers_per_multiprocessor, threads_per_multiprocessor : int
+    l2_bytes : int
+    """
+
+    name: str
+    arch: str
+    multiprocessors: int
+    shared_memory_per_block: int
+    shared_memory_per_multiprocessor: int
+    registers_per_multiprocessor: int
+    threads_per_multiprocessor: int
+    l2_bytes: int
+
+    @property
+    def compute_capability(self) -> int:
+        """Major times ten plus minor: 90 for ``sm_90``."""
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def reserved_shared_memory(self) -> int:
+        """Bytes that the system takes of a multiprocessor's shared memory for each block on it."""
+        return _reserved_bytes(self.arch)
+
+    @classmethod
+    def current(cls) -> DeviceInfo:
+        """The CUDA device that is current in this thread (looked up once per device)."""
+        from cupy.cuda import runtime
+
+        return _query(runtime.getDevice())
+
+    @classmethod
+    def named(cls, arch: str) -> DeviceInfo:
+        """An architecture by name, for work without that GPU: ``"sm_80"``, ``"sm_90"``, ..."""
+        if not isinstance(arch, str):
+            raise TypeError(f"arch: expected a str such as 'sm_90', got {type(arch).__name__}")
+        name = arch.removesuffix("a")
+        if name not in ARCHITECTURES:
+            raise UnsupportedProblemError(f"arch: {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[name]
+
+    def occupancy(self, threads: int, registers: int, shared_memory: int) -> float:
+        """Resident threads over the possible ones, by arithmetic (CUDA C++ Programming Guide, compute capabilities)."""
+        warps = -(-threads // 32)
+        registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
+        blocks = min(
+            self.threads_per_multiprocessor // (warps * 32),
+            self.registers_per_multiprocessor // (registers_per_warp * warps),
+            self.shared_memory_per_multiprocessor // max(1, shared_memory + self.reserved_shared_memory),
+            32,
+        )
+        return blocks * warps * 32 / self.threads_per_multiprocessor
+
+
+def current_device(instead: str) -> DeviceInfo:
+    """The current device; where there is none, the error says what to write `instead`."""
+    try:
+        return DeviceInfo.current()
+    except Exception as error:  # CuPy absent, or without a driver
+        raise RuntimeError(f"there is no CUDA device to look at ({error}); name an architecture: {instead}") from error
+
+
+@functools.lru_cache(maxsize=None)
+def _query(ordinal: int) -> DeviceInfo:
+    from cupy.cuda import runtime
+
+    properties = runtime.getDeviceProperties(ordinal)
+    return DeviceInfo(
+        name=properties["name"].decode(),
+        arch=f"sm_{properties['major']}{properties['minor']}",
+        multiprocessors=properties["multiProcessorCount"],
+        shared_memory_per_block=properties["sharedMemPerBlockOptin"],
+        shared_memory_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
+        registers_per_multiprocessor=properties["regsPerMultiprocessor"],
+        threads_per_multiprocessor=properties["maxThreadsPerMultiProcessor"],
+        l2_bytes=properties["l2CacheSize"],
+    )
+
+
+def _reserved_bytes(arch: str) -> int:
+    # Since Ampere 1 KiB (CUDA C++ Programming Guide, compute capabilities).
+    return 1024 if int(arch.removeprefix("sm_")) >= 80 else 0
+
+
+def _architecture(arch: str, name: str, multiprocessors: int, shared_kib: int, threads: int, l2_mib: int) -> DeviceInfo:
+    # A block can use all of a multiprocessor's shared memory but what the system keeps.
+    shared, l2_bytes = shared_kib * 1024, l2_mib * 1024**2
+    return DeviceInfo(name, arch, multiprocessors, shared - _reserved_bytes(arch), shared, 65536, threads, l2_bytes)
+
+
+#: One well-known GPU for each architecture: those before Ampere have the simt family only.
+ARCHITECTURES = {
+    info.arch: info
+    for info in (
+        _architecture("sm_70", "V100", 80, 96, 2048, 6),
+        _architecture("sm_75", "T4", 40, 64, 1024, 4),
+        _architecture("sm_80", "A100", 108, 164, 2048, 40),
+        _architecture("sm_86", "GeForce RTX 3090", 82, 100, 1536, 6),
+        _architecture("sm_89", "GeForce RTX 4090", 128, 100, 1536, 72),
+        _architecture("sm_90", "H100", 132, 228, 2048, 50),
+        _architecture("sm_100", "B200", 148, 228, 2048, 126),
+        _architecture("sm_103", "B300", 148, 228, 2048, 126),
+        _architecture("sm_120", "GeForce RTX 5090", 170, 100, 1536, 96),
+        _architecture("sm_121", "GB10", 48, 100, 1536, 24),
+    )
+}

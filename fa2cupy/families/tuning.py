@@ -1,0 +1,131 @@
+"""The user's own tile choices: a JSON file that ``scripts/sweep.py --save`` writes and every call consults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import warnings
+from pathlib import Path
+
+from .device import DeviceInfo
+from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
+from ..system.locks import file_lock
+from ..settings import tuning_file
+from .tiles import TileConfig, why_illegal
+
+__all__ = ["save_tuned_tile", "tuned_tile"]
+
+_LONGEST_SAVE_S = 10.0
+_INSTEAD = "set XDG_CONFIG_HOME to a folder that only you can write to"
+
+
+class _DamagedError(ValueError):
+    """The tuning file is not a JSON object."""
+
+
+def _key(operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo) -> str:
+    return f"{device.name}/{family}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
+
+
+def _location(*, create: bool = False) -> Path | None:
+    """The file itself, where `tuning_file` is a link to it; None if its folder does not exist."""
+    file = Path(os.path.realpath(tuning_file()))
+    folder = trusted_folder(file.parent, create=create)
+    return folder / file.name if folder else None
+
+
+def _read(file: Path) -> dict[str, object]:
+    """The entries as they are written; none if there is no file."""
+    try:
+        entries = json.loads(read_file(file).decode())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise _DamagedError(f"{file} is not a tuning file ({error})") from error
+    if not isinstance(entries, dict):
+        raise _DamagedError(f"{file} is not a tuning file (its entries have no names)")
+    return entries
+
+
+def _read_or_set_aside(file: Path) -> dict[str, object]:
+    try:
+        return _read(file)
+    except _DamagedError as error:
+        names = (f"{file.name}.damaged-{number}" for number in itertools.count(1))
+        kept = next(path for path in map(file.with_name, names) if not path.exists())
+        os.replace(file, kept)
+        warnings.warn(f"{error}; it is kept as {kept.name}, and another one is written", stacklevel=3)
+        return {}
+
+
+@functools.lru_cache(maxsize=1)
+def _tuned_tiles() -> dict[str, TileConfig]:
+    # Read once in a process: a call looks up, it never searches.
+    path = tuning_file()
+    try:
+        file = _location()
+        entries = _read(file) if file else {}
+    except UntrustedError as error:
+        warnings.warn(f"{path} is not used, because {error.advice(_INSTEAD)}", stacklevel=2)
+        return {}
+    except NotADirectoryError:
+        return {}
+    except _DamagedError as error:
+        warnings.warn(f"{error}; default tiles are used. Delete it or write it anew.", stacklevel=2)
+        return {}
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read ({error.strerror or error}); default tiles are used", stacklevel=2)
+        return {}
+    tiles = {}
+    for key, fields in entries.items():
+        try:
+            tiles[key] = TileConfig(**fields)
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"{path}: the entry {key!r} is no tile ({error}); delete it or save it anew", stacklevel=2)
+    return tiles
+
+
+def tuned_tile(
+    operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo
+) -> TileConfig | None:
+    """The user's tile for this kernel on this device, if there is one and it is legal."""
+    key = _key(operation, family, dtype, head_dim, causal, device)
+    tile = _tuned_tiles().get(key)
+    if tile is None:
+        return None
+    reason = why_illegal(operation, family, dtype, head_dim, tile, device)
+    if reason:
+        what = f"{tuning_file()}: the entry {key!r} is not legal ({tile}: {reason})"
+        warn_once((tuning_file(), key), f"{what}; the default tile is used. Delete the entry or save it anew.")
+        return None
+    return tile
+
+
+def save_tuned_tile(
+    operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, tile: TileConfig
+) -> None:
+    """Adds or replaces one entry of the tuning file; calls of this process use it from the next new problem on.
+
+    Entries that cannot be understood are kept. A damaged file is kept under another name, with a warning.
+
+    Raises
+    ------
+    PermissionError
+        Somebody else can write to the file or its folder.
+    TimeoutError
+        Another process keeps the file locked.
+    """
+    file = _location(create=True)
+    try:
+        with file_lock(file.with_name(f"{file.name}.lock"), _LONGEST_SAVE_S):
+            entries = _read_or_set_aside(file)
+            entries[_key(operation, family, dtype, head_dim, causal, device)] = dataclasses.asdict(tile)
+            replace_file(file, (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode())
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"another process has been saving to {file} for {_LONGEST_SAVE_S:.0f} s; end it and save again"
+        ) from error
+    _tuned_tiles.cache_clear()

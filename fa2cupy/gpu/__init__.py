@@ -1,0 +1,1 @@
+"""Calls on CuPy arrays: prepared once for a signature, then pointers and launches."""

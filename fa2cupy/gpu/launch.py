@@ -1,0 +1,112 @@
+"""Loading compiled kernels into the driver, and launching them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from operator import getitem, itemgetter
+
+from ..plan import tensor_maps as tma
+from ..jit.cache import cached_kernel
+from ..jit.compiler import CompiledKernel
+from .counters import tile_counters
+from ..errors import INSTALL_CUDA, KernelLaunchError
+from ..system.locks import new_lock
+from ..jit.params import TILE_COUNTER
+from ..plan.calls import Plan, Stage
+from ..jit.spec import KernelSpec
+
+__all__ = ["BoundStage", "bind_plan", "load_kernel"]
+
+_lock = new_lock()
+
+
+def load_kernel(spec: KernelSpec):
+    """The kernel as a ``cupy.cuda.Function`` of the current device.
+
+    Raises
+    ------
+    KernelLaunchError
+        The driver does not take the cubin, or not its shared memory.
+    """
+    from cupy.cuda import runtime
+
+    compiled = cached_kernel(spec)
+    with _lock:
+        return _load_kernel(compiled, spec, runtime.getDevice())
+
+
+@functools.lru_cache(maxsize=None)
+def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int):
+    import cupy
+
+    try:
+        module = cupy.cuda.function.Module()
+        module.load(compiled.cubin)
+        function = module.get_function(compiled.symbol)
+        if spec.shared_memory_bytes > 48 * 1024:
+            attribute = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, spec.shared_memory_bytes)
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise KernelLaunchError(_load_failure(spec, error)) from error
+    return function
+
+
+def _load_failure(spec: KernelSpec, error: Exception) -> str:
+    from cupy.cuda import runtime
+
+    from ..jit.compiler import nvrtc_version
+
+    driver = runtime.driverGetVersion()
+    compiler = ".".join(map(str, nvrtc_version()))
+    return (
+        f"the driver (for CUDA {driver // 1000}.{driver % 1000 // 10}) does not load {spec}, compiled by NVRTC {compiler}: "
+        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA: "
+        f"{INSTALL_CUDA}"
+    )
+
+
+class BoundStage:
+    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream.
+
+    The record lies at a fixed address, so that a launch packs tensor maps and pointers and calls the driver.
+    ``cuLaunchKernel`` copies the record before it returns; until then a lock keeps other threads from packing theirs.
+    """
+
+    def __init__(self, stage: Stage, buffers: tuple[str, ...]):
+        from cupy.cuda import driver, runtime
+
+        layout = stage.spec.params
+        self._launch = driver.launchKernel
+        self._stage = stage
+        self._function = load_kernel(stage.spec)  # keeps the module loaded
+        self._pack_into = layout.pointer_packer.pack_into
+        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers if name != TILE_COUNTER])
+        self._maps = [tma.tensor_maps(tensor) for tensor in stage.maps]
+        self._counters = tile_counters(runtime.getDevice()) if TILE_COUNTER in layout.pointers else None
+        if self._counters:
+            self._counters.reserve()
+        self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
+        self._shape = (self._function.ptr, stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
+        self._parameters_address = ctypes.addressof(self._parameters)
+        self._lock = new_lock()
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        try:
+            front = self._pick(addresses)
+            if self._maps:
+                front = (*map(getitem, self._maps, front), *front[len(self._maps) :])
+            if self._counters:
+                front = (*front, self._counters.address(stream))
+            with self._lock:
+                self._pack_into(self._record, 0, *front)
+                self._launch(*self._shape, stream, self._parameters_address, 0)
+        except Exception as error:
+            raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error
+
+
+def bind_plan(plan: Plan, buffers: tuple[str, ...]) -> tuple[BoundStage, ...]:
+    """Compiles (or finds) and loads the kernels of a plan on the current device; `buffers` names the addresses."""
+    return tuple(BoundStage(stage, buffers) for stage in plan.stages)

@@ -1,0 +1,1 @@
+"""From the key of a kernel to machine code: parameter record, source, compiler, cache."""

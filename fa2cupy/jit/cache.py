@@ -1,0 +1,218 @@
+"""Compiled kernels on disk and in memory.
+
+A kernel is looked for in memory, in the user's own folder, and in the folders that others fill; else it is compiled and
+stored in the user's own folder. What is read from the disk is checked (`folders` says whom it comes from, `entries`
+whether it is whole), and the driver loads these very bytes. Entries are written under another name and renamed, so that
+processes may race. A lock file per kernel keeps all but one of them from compiling it; no result depends on the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .compiler import CompiledKernel, compile_options, compile_source, nvrtc_build
+from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, limit_folder
+from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
+from ..system.locks import file_lock, new_lock
+from ..settings import cache_dir, cache_limit, cache_path
+from .source import KernelSource, render_kernel
+from .spec import KernelSpec
+
+__all__ = ["cache_state", "cached_kernel", "clear_cache", "entry_path"]
+
+_log = logging.getLogger("fa2cupy")
+_SCHEMA = 3
+_LONGEST_COMPILATION_S = 60.0
+_locks: dict[KernelSpec, threading.Lock] = {}
+_kernels: dict[tuple[KernelSpec, Path], CompiledKernel] = {}
+
+
+def cached_kernel(spec: KernelSpec) -> CompiledKernel:
+    """The compiled kernel: from memory, else from disk, else compiled and stored.
+
+    Threads and processes that ask for the same kernel at once wait for one compilation; different kernels are compiled
+    side by side.
+    """
+    directory = cache_dir()
+    with _locks.setdefault(spec, new_lock()):
+        kernel = _kernels.get((spec, directory)) or _from_disk_or_compiler(spec, directory)
+        _kernels[spec, directory] = kernel
+        return kernel
+
+
+def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
+    source = render_kernel(spec)
+    key = _key(source)
+    kernel = _find(directory, key)
+    if kernel is not None:
+        return kernel
+    folder = _own_folder(directory, create=True)
+    with _one_process(folder, key):
+        kernel = _read(folder, key, log_level=logging.DEBUG)  # another process may have stored it meanwhile
+        if kernel is None:
+            with _interrupts_deferred():
+                kernel = compile_source(source)
+                _write(folder, key, kernel)
+                _kernels[spec, directory] = kernel
+    return kernel
+
+
+def entry_path(spec: KernelSpec) -> Path:
+    """The file of a kernel in the user's own folder, whether it exists or not."""
+    return cache_dir() / f"{_key(render_kernel(spec))}{SUFFIX}"
+
+
+def clear_cache() -> int:
+    """Deletes all compiled kernels from disk and memory.
+
+    Kernels that calls of this process have used stay loaded. Folders in ``FA2CUPY_CACHE_PATH`` stay as they are.
+
+    Returns
+    -------
+    int
+        Number of kernels deleted from disk.
+    """
+    _kernels.clear()
+    folder = _own_folder(cache_dir())
+    return clear_folder(folder) if folder else 0
+
+
+def cache_state() -> dict[str, object]:
+    """Where compiled kernels are kept and how much of them, for a bug report."""
+    sizes, refused = _state(cache_dir())
+    shared = {str(folder): _state(folder, shared=True) for folder in cache_path()}
+    return {
+        "cache_dir": str(cache_dir()),
+        "cache_refused": refused,
+        "cached_kernels": len(sizes),
+        "cached_bytes": sum(sizes),
+        "cache_limit": cache_limit(),
+        "cache_path": {folder: refused or f"{len(sizes)} kernels" for folder, (sizes, refused) in shared.items()},
+    }
+
+
+def _state(directory: Path, *, shared: bool = False) -> tuple[list[int], str | None]:
+    """The sizes of a folder's kernels; why it is not used, if so."""
+    try:
+        folder = trusted_folder(directory, shared=shared)
+    except OSError as error:
+        return [], str(error)
+    return (kernel_sizes(folder) if folder else []), None
+
+
+def _key(source: KernelSource) -> str:
+    parts = (_SCHEMA, nvrtc_build(), compile_options(source.spec.arch), source.text)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _find(directory: Path, key: str) -> CompiledKernel | None:
+    kernel = _read(_own_folder(directory), key)
+    for shared in cache_path():
+        kernel = kernel or _read(_shared_folder(shared), key, shared=True)
+    return kernel
+
+
+def _own_folder(directory: Path, *, create: bool = False) -> Path | None:
+    try:
+        return trusted_folder(directory, create=create)
+    except UntrustedError as error:
+        instead = (
+            "set FA2CUPY_CACHE_DIR to a folder that only you can write to; folders that others fill are for "
+            "FA2CUPY_CACHE_PATH"
+        )
+        what = f"compiled kernels are neither read from {directory} nor stored there, because {error.advice(instead)}"
+        warn_once(directory, what)
+    except OSError as error:
+        if create:
+            _warn_unwritable(directory, error)
+    return None
+
+
+def _shared_folder(directory: Path) -> Path | None:
+    try:
+        return trusted_folder(directory, shared=True)
+    except UntrustedError as error:
+        advice = error.advice("name another folder")
+        what = f"FA2CUPY_CACHE_PATH: compiled kernels are not read from {directory}, because {advice}"
+        warn_once(("FA2CUPY_CACHE_PATH", directory), what)
+    except OSError as error:
+        _log.info("FA2CUPY_CACHE_PATH: %s cannot be read: %s", directory, error)
+    return None
+
+
+def _read(
+    folder: Path | None, key: str, *, shared: bool = False, log_level: int = logging.WARNING
+) -> CompiledKernel | None:
+    if folder is None:
+        return None
+    path = folder / f"{key}{SUFFIX}"
+    try:
+        kernel = decode(key, read_file(path, shared=shared))
+    except UntrustedError as error:
+        _log.log(log_level, "cache entry %s in %s is not used: %s", key[:12], folder, error)
+        return None
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        _log.log(log_level, "cache entry %s in %s is damaged (%s); it is compiled anew", key[:12], folder, error)
+        return None
+    if not shared:
+        with contextlib.suppress(OSError):
+            os.utime(path)  # `limit_folder` deletes the kernels that were used longest ago
+    return kernel
+
+
+def _write(folder: Path | None, key: str, kernel: CompiledKernel) -> None:
+    if folder is None:
+        return
+    data = encode(key, kernel)
+    try:
+        replace_file(folder / f"{key}{SUFFIX}", data)
+    except OSError as error:
+        _warn_unwritable(folder, error)
+    else:
+        limit_folder(folder, len(data))
+
+
+def _warn_unwritable(directory: Path, error: OSError) -> None:
+    warn_once(
+        directory,
+        f"compiled kernels cannot be stored in {directory} ({error.strerror or error}), so that every process "
+        "compiles them again; set FA2CUPY_CACHE_DIR to a folder that is writable and has room",
+    )
+
+
+@contextlib.contextmanager
+def _one_process(folder: Path | None, key: str) -> Iterator[None]:
+    """Waits while another process compiles the kernel, but not for ever."""
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            try:
+                stack.enter_context(file_lock(folder / f"{LOCK}{key}", _LONGEST_COMPILATION_S, remove=True))
+            except TimeoutError:
+                _log.info("another process has been compiling %s for long; it is compiled here, too", key[:12])
+        yield
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Defers Ctrl-C to the end of the body. NVRTC does not stop for it, so that only the result would be lost."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts = []
+    signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt

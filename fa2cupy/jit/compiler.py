@@ -1,0 +1,208 @@
+"""NVRTC: from flattened source to a cubin, with what the compiler says about it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import INSTALL_CUDA, KernelCompileError
+from ..system.folders import replace_file, warn_once
+from ..system.locks import ForkGate, new_lock
+from ..settings import dump_directory
+from .source import KernelSource
+
+__all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
+
+_log = logging.getLogger("fa2cupy")
+
+# CuPy's first NVRTC call loads the library (two with CUDA 13) and is not thread-safe.
+_loading = new_lock()
+_in_nvrtc = ForkGate()
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code, and the compiler's report on it.
+
+    Attributes
+    ----------
+    symbol : str
+    cubin : bytes
+    registers : int
+        Per thread.
+    spill_bytes : int
+        Stores and loads of registers that did not fit, per thread.
+    stack_bytes : int
+        Local memory per thread: spilled registers, and arrays that are indexed at run time.
+    log : str
+        NVRTC's program log.
+    seconds : float
+        What the compilation took.
+    """
+
+    symbol: str
+    cubin: bytes = field(repr=False, hash=False)
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    log: str = field(repr=False, hash=False)
+    seconds: float
+
+
+def _nvrtc():
+    try:
+        from cupy.cuda import nvrtc
+
+        with _loading, _in_nvrtc:
+            nvrtc.getVersion()
+    except ModuleNotFoundError as error:
+        raise KernelCompileError(f"compiling a kernel needs CuPy, which is not installed: {INSTALL_CUDA}") from error
+    except Exception as error:  # CuPy reports a missing shared library in several ways
+        if isinstance(error, OSError) and error.filename is not None:
+            raise KernelCompileError(
+                f"CuPy cannot be imported, because it cannot make a cache folder of its own ({error}): set "
+                "CUPY_CACHE_DIR, or HOME, to a folder that is writable"
+            ) from error
+        raise KernelCompileError(f"CuPy or its NVRTC library cannot be loaded ({error}): {_how_to_load()}") from error
+    return nvrtc
+
+
+def _how_to_load() -> str:
+    version = getattr(sys.modules.get("cupy"), "__version__", "")
+    if version and int(version.split(".")[0]) < 14:
+        return (
+            f"this is CuPy {version}; fa2cupy needs CuPy 14 or newer, which takes bfloat16 arrays and finds CUDA's "
+            f"libraries where pip installs them: {INSTALL_CUDA}"
+        )
+    return "pip install nvidia-cuda-nvrtc-cu12 (CUDA 12) or nvidia-cuda-nvrtc (CUDA 13), as CuPy was built for"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of the NVRTC that CuPy loads."""
+    return tuple(_nvrtc().getVersion())
+
+
+@functools.lru_cache(maxsize=None)
+def nvrtc_build() -> str:
+    """The patch release and build number of NVRTC, as the header of its PTX says them.
+
+    Patch releases compile differently, and ``nvrtcGetVersion`` does not tell them apart. To compile the empty program
+    takes 20 ms, once in a process. The header depends on the build alone, and not on the package that it comes in.
+    """
+    nvrtc = _nvrtc()
+    with _in_nvrtc:
+        program = nvrtc.createProgram("", "empty.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, ())
+            ptx = nvrtc.getPTX(program).decode()
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise KernelCompileError(f"NVRTC cannot compile an empty program: {log or error}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+    return ptx.partition(".version")[0]
+
+
+def compile_options(arch: str) -> tuple[str, ...]:
+    """What NVRTC is called with. The kernels include no CUDA header, so there is no include path."""
+    options = (f"-arch={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v")
+    # Since 12.9 NVRTC may answer from a cache of its own, with an empty log.
+    return options + ("--no-cache",) if nvrtc_version() >= (12, 9) else options
+
+
+def compile_source(source: KernelSource) -> CompiledKernel:
+    """Compiles for the spec's architecture.
+
+    Raises
+    ------
+    KernelCompileError
+        NVRTC is missing or too old for the architecture, or it refused the source.
+    """
+    spec = source.spec
+    nvrtc = _nvrtc()
+    version = ".".join(map(str, nvrtc_version()))
+    known = nvrtc.getSupportedArchs()
+    if int(re.sub(r"\D", "", spec.arch)) not in known:
+        raise KernelCompileError(f"NVRTC {version} cannot compile for {spec.arch}: {_which_cuda(spec.arch, known)}")
+    options = compile_options(spec.arch)
+    start = time.perf_counter()
+    with _in_nvrtc:
+        program = nvrtc.createProgram(source.text, f"{spec.symbol}.cu", (), ())
+        try:
+            try:
+                nvrtc.compileProgram(program, options)
+            except nvrtc.NVRTCError as error:
+                raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
+            log = nvrtc.getProgramLog(program)
+            # CuPy takes the last byte, which is zero, for the end of a string: disassemblers refuse an ELF file without it.
+            cubin = nvrtc.getCUBIN(program) + b"\0"
+        finally:
+            nvrtc.destroyProgram(program)
+    seconds = time.perf_counter() - start
+
+    registers = _REGISTERS.search(log)
+    spills = _SPILLS.search(log)
+    kernel = CompiledKernel(
+        symbol=spec.symbol,
+        cubin=cubin,
+        registers=int(registers[1]) if registers else 0,
+        spill_bytes=int(spills[2]) + int(spills[3]) if spills else 0,
+        stack_bytes=int(spills[1]) if spills else 0,
+        log=log,
+        seconds=seconds,
+    )
+    _log.info("compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes)
+    _dump(source, kernel)
+    return kernel
+
+
+def _which_cuda(arch: str, known: Sequence[int]) -> str:
+    if int(re.sub(r"\D", "", arch)) < min(known):
+        return (
+            f"CUDA 12 is the last with GPUs older than sm_{min(known)}: pip uninstall cupy-cuda13x, then, in the "
+            "checkout of fa2cupy, pip install '.[cuda12]'"
+        )
+    return (
+        "it is too old: in the checkout of fa2cupy, pip install -U '.[cuda12]', or, with a driver for CUDA 13, "
+        "pip uninstall cupy-cuda12x and pip install '.[cuda13]'"
+    )
+
+
+def _dump(source: KernelSource, kernel: CompiledKernel) -> None:
+    _write_dump(source, ".cu", source.text.encode())
+    _write_dump(source, ".cubin", kernel.cubin)
+    _write_dump(source, ".log", kernel.log.encode())
+
+
+def _write_dump(source: KernelSource, suffix: str, data: bytes) -> Path | None:
+    """The file that was written to ``FA2CUPY_DUMP_DIR``, if that is set and takes it."""
+    directory = dump_directory()
+    if directory is None:
+        return None
+    path = directory / f"{source.spec.symbol}.{source.spec.arch}{suffix}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data)
+    except OSError as error:
+        warn_once(
+            ("FA2CUPY_DUMP_DIR", directory),
+            f"FA2CUPY_DUMP_DIR: nothing can be written to {directory} ({error.strerror or error}); set it to a folder "
+            "that is writable and has room",
+        )
+        return None
+    return path
+
+
+def _failure(source: KernelSource, options: tuple[str, ...], version: str, log: str) -> str:
+    path = _write_dump(source, ".cu", source.text.encode())
+    where = f"the source is in {path}" if path else "set FA2CUPY_DUMP_DIR to have the source written there"
+    return f"NVRTC {version} refused {source.spec}\noptions: {' '.join(options)}\n{where}\n{log}"

@@ -1,0 +1,119 @@
+"""From a spec to the text that NVRTC gets: Jinja for the values, then every local header written in once."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from .spec import DTYPES, KernelSpec
+
+__all__ = ["KernelSource", "kernel_directory", "render_kernel"]
+
+#: What rows the tensors of a record have.
+_ROWS = {
+    **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
+    **dict.fromkeys(("lse", "delta"), "statistics"),
+}
+_INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel's complete text: nothing outside it has any influence on what is compiled."""
+
+    spec: KernelSpec
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=None)
+def kernel_directory() -> Path:
+    """Where the templates are: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for directory in (package / "kernels", package.parent / "kernels"):
+        if (directory / "forward.cu").is_file():
+            return directory
+    raise FileNotFoundError(
+        f"the kernel templates are neither in {package / 'kernels'} nor in {package.parent / 'kernels'}; "
+        "reinstall fa2cupy (in its checkout, pip install --force-reinstall --no-deps .)"
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(kernel_directory()),
+        line_statement_prefix="//%",
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def render_kernel(spec: KernelSpec) -> KernelSource:
+    """The flattened source of a kernel.
+
+    Entry files and ``.j2`` headers are templates; other headers are plain CUDA C++. ``#line`` directives make the
+    compiler name the file and line that a person would open.
+    """
+    layout = spec.params
+    values = {
+        "symbol": spec.symbol,
+        "family": spec.family,
+        "element": DTYPES[spec.dtype][0],
+        "head_dim": spec.head_dim,
+        "causal": str(spec.causal).lower(),
+        "positive_scale": str(spec.family == "sm90").lower(),
+        "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
+        "b_r": spec.tile.b_r,
+        "b_c": spec.tile.b_c,
+        "num_warps": spec.tile.num_warps,
+        "num_stages": spec.tile.num_stages,
+        "blocks_per_sm": spec.tile.blocks_per_sm,
+        "shared_bytes": spec.shared_memory_bytes,
+        "fields": layout.fields,
+        "params_bytes": layout.nbytes,
+        # TMA reads a tensor map where it lies, so that the record must not be copied.
+        "grid_constant": "__grid_constant__ " if layout.maps else "",
+        "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
+    }
+    if "cu_seqlens" in spec.features and values["scheduled"]:
+        pointers = [name for name in layout.pointers if name in _ROWS and name not in layout.maps]
+        values |= {
+            "by_queries": [name for name in pointers if _ROWS[name] == "queries"],
+            "by_keys": [name for name in pointers if _ROWS[name] == "keys"],
+            "statistics": [name for name in pointers if _ROWS[name] == "statistics"],
+        }
+    lines: list[str] = []
+    _append_file(f"{spec.operation}.cu", values, lines, set())
+    return KernelSource(spec, "\n".join(lines) + "\n")
+
+
+def _append_file(name: str, values: dict[str, object], lines: list[str], seen: set[str]) -> None:
+    seen.add(name)
+    if name.endswith((".cu", ".j2")):
+        text = _environment().get_template(name).render(values)
+    else:
+        text = (kernel_directory() / name).read_text(encoding="utf-8")
+    lines.append(f'#line 1 "kernels/{name}"')
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            if line.strip() != "#pragma once":
+                lines.append(line)
+            else:
+                lines.append("")
+        else:
+            if include[1] not in seen:
+                _append_file(include[1], values, lines, seen)
+            lines.append(f'#line {number + 1} "kernels/{name}"')

@@ -1,0 +1,1 @@
+"""Formulas of attention as a whole, for the references, and how results are compared with them."""

@@ -1,0 +1,237 @@
+"""The formulas of attention written out, with whole score matrices, one head at a time. `reference` is their front.
+
+The order of what features do to scores is at the top of `features`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..problem import philox
+from .arrays import array_module, matmul
+from ..problem.attention import AttentionProblem
+from ..problem.sequences import Sequence, sequences_of
+
+__all__ = ["Formulas"]
+
+
+class _Head(NamedTuple):
+    """A query head of one sequence: where it is in q, o and lse, and in k and v."""
+
+    sequence: Sequence
+    head: int
+    own: tuple[int, int, slice]
+    shared: tuple[int, int, slice]
+
+
+class Formulas:
+    """The formulas for one problem, on the module of the array `like`, in one precision.
+
+    Sums and what is done element by element are in the dtype `work`. Operands and results of matrix products are
+    rounded to the dtype `rounded`, which is that of the results.
+    """
+
+    def __init__(self, problem: AttentionProblem, options: Mapping[str, object], like, work, rounded):
+        self.problem = problem
+        self.options = options
+        self.xp = array_module(like)
+        self.work = work
+        self.rounded = rounded
+        self.sequences = sequences_of(problem, options)
+
+    def forward(self, q, k, v):
+        """o and lse."""
+        o = self.xp.zeros(self.problem.o_shape, self.rounded)
+        lse = self.xp.full(self.problem.lse_shape, -np.inf, self.work)
+        for part in self._heads():
+            s, _ = self._scores(self._head(q, part.own), self._head(k, part.shared), part)
+            with_sink = self._with_sink(s, part)
+            row_max = with_sink.max(axis=1)
+            row_max = self.xp.where(row_max == -np.inf, 0, row_max)
+            row_lse = row_max + self.xp.log(self.xp.exp(with_sink - row_max[:, None]).sum(axis=1))
+            self._statistics(lse)[part.own] = row_lse
+            p = self._round(self._dropped(self._probabilities(s, row_lse), part))
+            self._heads_first(o)[part.own] = self._product(p, self._head(v, part.shared))
+        return o, lse
+
+    def backward(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None):
+        """dq, dk, dv, then the gradients that are like the arrays of `extra`: dbias, dsink."""
+        dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
+        extra = extra or {}
+        sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
+        scale = self.problem.softmax_scale
+        for part in self._heads():
+            q_head, k_head, do_head = self._head(q, part.own), self._head(k, part.shared), self._head(do, part.own)
+            delta_head = (do_head * self._head(o, part.own)).sum(axis=1)
+            if dlse is not None:
+                delta_head = delta_head - self._statistics(dlse)[part.own].astype(self.work)
+            row_lse = self._statistics(lse)[part.own]
+            s, slope = self._scores(q_head, k_head, part)
+            p = self._probabilities(s, row_lse)
+            dp = self._dropped(self._product(do_head, self._head(v, part.shared).T), part)
+            ds = p * (dp - delta_head[:, None])
+            if "dbias" in sums:
+                self._add_reduced(sums["dbias"], ds, part)
+            if "dsink" in sums:
+                sums["dsink"][part.head] -= (self._sink_share(row_lse, part) * delta_head).sum()
+            ds = self._round(ds * slope)
+            self._heads_first(dq)[part.own] = scale * self._product(ds, k_head)
+            self._heads_first(dk)[part.shared] += scale * self._product(ds.T, q_head)
+            self._heads_first(dv)[part.shared] += self._product(self._round(self._dropped(p, part)).T, do_head)
+        exact = self.rounded == "float64"
+        more = [sums[name].reshape(a.shape).astype("float64" if exact else a.dtype) for name, a in extra.items()]
+        return (*(gradient.astype(self.rounded, copy=False) for gradient in (dq, dk, dv)), *more)
+
+    def noise(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None) -> dict[str, float]:
+        """What roundings may leave of dq, dk, dbias and dsink where terms cancel: see `reference.gradient_noise`."""
+        largest = {"dq": 0.0, "dk": 0.0}
+        # o was rounded to its dtype, by so much more than sums are.
+        o_rounding = float(ml_dtypes.finfo(do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
+        extra = extra or {}
+        squares = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
+        for part in self._heads():
+            q_head, k_head = self._head(q, part.own), self._head(k, part.shared)
+            row_lse = self._statistics(lse)[part.own]
+            s, slope = self._scores(q_head, k_head, part)
+            do_head = abs(self._head(do, part.own))
+            in_dp = self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
+            p = self._probabilities(s, row_lse)
+            # dP and delta are two sums of the same products. Errors of different elements of dS add up in quadrature.
+            ds = 2 * p * in_dp
+            in_delta = (p * in_dp).sum(axis=1, keepdims=True)
+            in_o = o_rounding * ((do_head * self._head(o, part.own)) ** 2).sum(axis=1, keepdims=True) ** 0.5
+            if dlse is not None:
+                row_dlse = abs(self._statistics(dlse)[part.own].astype(self.work))[:, None]
+                ds, in_delta = ds + p * row_dlse, in_delta + row_dlse
+            if "dbias" in squares:
+                from_delta = p * in_delta
+                if squares["dbias"].shape[3] == 1:
+                    # Summed over its keys a row of dS is 0 but for the error of delta, the same in all its terms.
+                    from_delta = (p * (in_delta + in_o)).sum(axis=1, keepdims=True)
+                self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
+                self._add_reduced(squares["dbias"], from_delta**2, part)
+            if "dsink" in squares:
+                squares["dsink"][part.head] += ((self._sink_share(row_lse, part)[:, None] * in_o) ** 2).sum()
+            ds = ds * slope
+            largest["dq"] = max(largest["dq"], _largest((ds * ds).sum(axis=1)) ** 0.5 * _largest(abs(k_head)))
+            largest["dk"] = max(largest["dk"], _largest((ds * ds).sum(axis=0)) ** 0.5 * _largest(abs(q_head)))
+        scale = abs(self.problem.softmax_scale)
+        return {
+            "dq": scale * largest["dq"],
+            "dk": scale * largest["dk"] * self.problem.heads_per_group**0.5,
+            **{name: _largest(total) ** 0.5 for name, total in squares.items()},
+        }
+
+    def _scores(self, q_head, k_head, part: _Head) -> tuple:
+        """Scores with all features, and what their gradient is multiplied by."""
+        s = self._product(q_head, k_head.T) * self.problem.softmax_scale
+        features, options, slope = self.problem.features, self.options, 1.0
+        query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
+        if features.softcap is not None:
+            tanh = self.xp.tanh(s / features.softcap)
+            s, slope = features.softcap * tanh, 1 - tanh * tanh
+        if "alibi_slopes" in features.arrays:
+            slopes = options["alibi_slopes"]
+            own = slopes[part.head] if slopes.ndim == 1 else slopes[part.sequence.number, part.head]
+            s = s - own.astype(self.work) * abs(query + part.sequence.diagonal - key)
+        if "bias" in features.arrays:
+            s = s + self._of_head(options["bias"], part).astype(self.work)
+        visible = self._visible(query, key, part)
+        return s if visible is None else self.xp.where(visible, s, -np.inf), slope
+
+    def _visible(self, query, key, part: _Head):
+        features, options = self.problem.features, self.options
+        aligned = query + part.sequence.diagonal
+        left, right = features.window
+        conditions = [key <= aligned] if self.problem.causal else []
+        conditions += [aligned - left <= key] if left is not None else []
+        conditions += [key <= aligned + right] if right is not None else []
+        conditions += [self._of_head(options["mask"], part)] if "mask" in features.arrays else []
+        if "key_padding_mask" in features.arrays:
+            padding = options["key_padding_mask"]
+            own = padding if padding.ndim == 1 else padding[part.sequence.number]
+            conditions.append(own[: part.sequence.seqlen_k])
+        visible = None
+        for condition in conditions:
+            visible = condition if visible is None else visible & condition
+        return visible
+
+    def _of_head(self, array, part: _Head):
+        """A head's part of an array that is broadcast over scores."""
+        whole = self.xp.broadcast_to(array, self.problem.score_shape)[part.sequence.number, part.head]
+        return whole[: part.sequence.seqlen_q, : part.sequence.seqlen_k]
+
+    def _add_reduced(self, total, ds, part: _Head) -> None:
+        """Adds the gradient of a head's scores to an array that is broadcast over them."""
+        for axis in (0, 1):
+            if total.shape[2 + axis] == 1:
+                ds = ds.sum(axis=axis, keepdims=True)
+        batch, head = part.sequence.number % total.shape[0], part.head % total.shape[1]
+        total[batch, head, : ds.shape[0], : ds.shape[1]] += ds
+
+    @staticmethod
+    def _four_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1,) * (4 - len(shape)) + shape if name == "dbias" else shape
+
+    def _with_sink(self, s, part: _Head):
+        """The scores, with the sink as one more key."""
+        if "sink" not in self.problem.features.arrays:
+            return s
+        column = self.xp.full((s.shape[0], 1), 1, self.work) * self.options["sink"][part.head].astype(self.work)
+        return self.xp.concatenate([s, column], axis=1)
+
+    def _sink_share(self, row_lse, part: _Head):
+        return self.xp.exp(self.options["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
+
+    def _dropped(self, matrix, part: _Head, at_most: bool = False):
+        """A matrix of the shape of P after dropout; or a bound of what it may be, the same for all elements."""
+        features = self.problem.features
+        if not features.dropout_p:
+            return matrix
+        scale = philox.dropout_scale(features.dropout_p)
+        if at_most:
+            return scale * matrix
+        place = (part.sequence.number, slice(part.head, part.head + 1))
+        tile = (slice(0, matrix.shape[0]), slice(0, matrix.shape[1]))
+        keep = philox.kept(features.dropout_p, features.seed, *place, *tile, self.xp)[0]
+        return self.xp.where(keep, matrix * self.xp.asarray(scale, self.work), 0)
+
+    def _probabilities(self, s, row_lse):
+        return self._round(self.xp.exp(s - self._without_empty(row_lse)[:, None]))
+
+    def _without_empty(self, row_lse):
+        # exp(-inf - -inf) would be NaN where a row sees no key and P is 0.
+        return self.xp.where(row_lse == -np.inf, np.inf, row_lse)
+
+    def _product(self, a, b):
+        return self._round(matmul(a, b))
+
+    def _round(self, matrix):
+        return matrix.astype(self.rounded, copy=False).astype(self.work, copy=False)
+
+    def _heads(self) -> Iterator[_Head]:
+        # Without rows there are no scores, and without keys there is the sink at most.
+        sink = "sink" in self.problem.features.arrays
+        for sequence in self.sequences:
+            if sequence.seqlen_q and (sequence.seqlen_k or sink):
+                for head in range(self.problem.num_heads):
+                    group = head // self.problem.heads_per_group
+                    own, shared = (sequence.batch, head, sequence.queries), (sequence.batch, group, sequence.keys)
+                    yield _Head(sequence, head, own, shared)
+
+    def _head(self, array, index: tuple):
+        return self._heads_first(array)[index].astype(self.work)
+
+    def _heads_first(self, array):
+        return self.problem.canonical_view(array).transpose(0, 2, 1, 3)
+
+    def _statistics(self, array):
+        return array[(None,) * (4 - self.problem.rank)]
+
+
+def _largest(array) -> float:
+    return float(array.max()) if array.size else 0.0

@@ -1,0 +1,1 @@
+"""What a call launches: stages, grids, workspaces and tensor maps. Pure arithmetic, no GPU."""

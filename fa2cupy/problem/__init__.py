@@ -1,0 +1,1 @@
+"""What was asked: the problem, its features, and every check of what the caller passes."""

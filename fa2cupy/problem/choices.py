@@ -1,0 +1,103 @@
+"""Checks of what is asked for without arrays: dtypes, head dimensions, features and methods by name."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..errors import UnsupportedProblemError
+from .keywords import similar
+from .attention import MAX_HEAD_DIM
+from ..jit.spec import DTYPES
+
+__all__ = [
+    "CALL_FEATURES",
+    "check_dtype",
+    "check_head_dim",
+    "check_jobs",
+    "check_method",
+    "feature_combinations",
+    "one_or_many",
+]
+
+#: What calls can have, by the keywords that ask for it; `cu_seqlens` stands for both offsets.
+CALL_FEATURES = (
+    "window", "softcap", "alibi_slopes", "bias", "mask", "key_padding_mask", "sink", "dropout_p", "cu_seqlens", "dlse",
+    "return_dbias", "return_dsink",
+)  # fmt: skip
+
+
+def one_or_many(value) -> list:
+    """The elements of an iterable; a single value, or a str, is one element."""
+    return [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+
+
+def check_dtype(dtype) -> str:
+    """The name of a dtype, given as NumPy takes them."""
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    wanted = f"dtype: expected {_listed(DTYPES)}"
+    try:
+        name = np.dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(f"{wanted}, got {dtype!r}") from error
+    if name not in DTYPES:
+        raise UnsupportedProblemError(f"{wanted}, got {name}")
+    return name
+
+
+def check_head_dim(head_dim, name: str = "head_dim") -> int:
+    """A head_dim that calls can have."""
+    if isinstance(head_dim, bool) or not isinstance(head_dim, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {type(head_dim).__name__}")
+    if head_dim < 1:
+        raise ValueError(f"{name}: expected at least 1, got {head_dim}")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedProblemError(f"{name}: up to {MAX_HEAD_DIM} is supported, got {head_dim}")
+    return int(head_dim)
+
+
+def check_method(method) -> str:
+    """One of the two backward methods."""
+    if method not in ("single_pass", "two_pass"):
+        raise ValueError(f"methods: expected 'single_pass' or 'two_pass', got {method!r}")
+    return method
+
+
+def check_jobs(jobs) -> int | None:
+    """How many kernels are compiled at a time."""
+    if jobs is None:
+        return None
+    if isinstance(jobs, bool) or not isinstance(jobs, numbers.Integral):
+        raise TypeError(f"jobs: expected an int or None, got {type(jobs).__name__}")
+    if jobs < 1:
+        raise ValueError(f"jobs: expected at least 1, or None for one per CPU, got {jobs}")
+    return int(jobs)
+
+
+def feature_combinations(features) -> list[tuple[str, ...]]:
+    """The features of each call: names are one call with all of them, iterables of names one call each."""
+    given = one_or_many(features)
+    several = [not isinstance(names, str) for names in given]
+    if any(several) and not all(several):
+        raise TypeError("features: expected names for one call, or a tuple of names for each of several, got both")
+    if any(several) and not all(isinstance(names, Iterable) for names in given):
+        raise TypeError(f"features: expected a str, got {type(given[0]).__name__}")
+    calls = [tuple(names) for names in given] if any(several) else [tuple(given)]
+    for name in (name for names in calls for name in names):
+        if name not in CALL_FEATURES:
+            close = similar(name, CALL_FEATURES)
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ValueError(f"features: expected {_listed(CALL_FEATURES)}, got {name!r}{hint}")
+    for names in calls:
+        for gradient, source in (("return_dbias", "bias"), ("return_dsink", "sink")):
+            if gradient in names and source not in names:
+                raise ValueError(f"features: {gradient!r} needs {source!r} beside it, got {names}")
+    return calls
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"

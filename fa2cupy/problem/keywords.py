@@ -1,0 +1,133 @@
+"""Unknown keywords: what may have been meant, also where it is the name of another library."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from .features import FeatureOptions
+
+__all__ = ["check_keywords", "similar"]
+
+_FEATURES = frozenset(FeatureOptions.__annotations__)
+_RETURN_LSE = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual", "return_aux")
+
+#: What to write here, by keywords of flash-attn, PyTorch, JAX, xFormers, FlashInfer, cuDNN and Transformers.
+_ELSEWHERE = {
+    "is_causal": "causal (aligned to the bottom right; PyTorch's is_causal to the top left, if lengths differ)",
+    "use_causal_mask": "causal",
+    **dict.fromkeys(("scale", "sm_scale", "scaling", "attn_scale"), "softmax_scale"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask"),
+        "mask for bools, True where a key is visible (key_padding_mask if their shape is (batch, seqlen_k)), "
+        "or bias for numbers that are added to the scores",
+    ),
+    **dict.fromkeys(("attn_bias", "attention_bias", "position_bias"), "bias"),
+    **dict.fromkeys(
+        ("window_size", "local_window_size", "window_left"),
+        "window=(left, right), with None for no limit where other libraries have -1",
+    ),
+    **dict.fromkeys(
+        ("sliding_window", "sliding_window_size"), "window=(n - 1, 0) for the last n keys, the query's own among them"
+    ),
+    **dict.fromkeys(("dropout", "dropout_rate", "attn_dropout", "attention_dropout"), "dropout_p, together with seed"),
+    **dict.fromkeys(("dropout_seed", "philox_seed", "rng_state", "generator"), "seed, an int"),
+    **dict.fromkeys(
+        ("soft_cap", "logits_soft_cap", "logit_softcapping", "attn_logit_softcapping"),
+        "softcap, with None for no cap where other libraries have 0",
+    ),
+    **dict.fromkeys(_RETURN_LSE, "o, lse = fa2cupy.forward(...), which always gives both"),
+    **dict.fromkeys(("padding_mask", "key_mask"), "key_padding_mask, of bools, True where a key is visible"),
+    **dict.fromkeys(
+        ("query_seq_lengths", "key_value_seq_lengths", "seqused_k"),
+        "key_padding_mask=numpy.arange(seqlen_k) < lengths[:, None], or cu_seqlens_q and cu_seqlens_k on packed arrays",
+    ),
+    **dict.fromkeys(("alibi", "alibi_bias", "slopes"), "alibi_slopes"),
+    **dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink", "attention_sinks"), "sink"),
+    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+    **dict.fromkeys(("max_seqlen", "max_seq_len"), "max_seqlen_q and max_seqlen_k"),
+    **dict.fromkeys(
+        ("enable_gqa", "num_kv_heads", "num_heads_kv", "num_key_value_groups"),
+        "nothing: that query heads share K/V heads follows from the shapes",
+    ),
+    **dict.fromkeys(("output", "outs", "outputs", "result"), "out, a tuple of an array or None for each result"),
+    **dict.fromkeys(("tensor_layout", "input_layout", "qkv_layout", "qkv_format"), "layout, 'bshd' or 'bhsd'"),
+    **dict.fromkeys(
+        ("score_mod", "mask_mod", "block_mask"),
+        "window, softcap, alibi_slopes, mask or bias: functions of the caller's cannot be compiled in",
+    ),
+    **dict.fromkeys(
+        ("block_table", "page_table", "cache_seqlens", "k_cache", "v_cache"),
+        "something else: there is no paged K/V cache",
+    ),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "something else: there is no float8"),
+}
+
+
+def check_keywords(function: Callable, given: Mapping[str, object]) -> None:
+    """All of `given` are keywords of features, which the function takes besides its own.
+
+    Raises
+    ------
+    TypeError
+        One is not; the text says what may have been meant, and lists all keywords of the function.
+    """
+    if given.keys() <= _FEATURES:
+        return
+    unknown = next(name for name in given if name not in _FEATURES)
+    keywords = [*_own_keywords(function), *FeatureOptions.__annotations__]
+    hint = _hint(function, unknown, given[unknown], keywords)
+    all_of_them = f"The keywords of {_public_name(function)} are {', '.join(keywords)}"
+    raise TypeError(f"unexpected keyword argument {unknown!r}{hint} {all_of_them}")
+
+
+def similar(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one, or a part of one, stands for."""
+    known = list(known)
+    lower = str(name).lower()
+    if len(lower) > 3:
+        containing = [one for one in known if lower in one]
+        if containing:
+            return containing[0]
+    return next(iter(difflib.get_close_matches(lower, known, 1)), None)
+
+
+def _own_keywords(function: Callable) -> list[str]:
+    return [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+
+
+def _public_name(function: Callable) -> str:
+    module = re.sub(r"\.(api|closure)$", "", function.__module__)
+    return f"{module}.{function.__qualname__}"
+
+
+def _hint(function: Callable, name: str, value: object, keywords: list[str]) -> str:
+    """The end of a sentence that names the keyword."""
+    from .. import api  # which import this module
+    from .. import closure  # which import this module
+
+    if name in _RETURN_LSE and "return_lse" in keywords:
+        return "; did you mean 'return_lse'?"
+    if name.lower() in _ELSEWHERE:
+        return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
+    others = [f for f in (api.forward, api.backward, closure.attention) if name in _own_keywords(f)]
+    if others:
+        return f": it is one of {' and '.join(map(_public_name, others))}."
+    close = similar(name, keywords)
+    if close:
+        return f"; did you mean {close!r}?"
+    close = similar(name, _ELSEWHERE)
+    return f"; write {_ELSEWHERE[close]}." if close else "."
+
+
+def _converted(name: str, value: object) -> str | None:
+    """The keyword with the value given, where that is another one here."""
+    if name == "window_size" and isinstance(value, tuple | list) and len(value) == 2:
+        return f"window=({', '.join('None' if limit == -1 else repr(limit) for limit in value)})"
+    if name == "sliding_window" and isinstance(value, int) and value > 0:
+        return f"window=({value - 1}, 0)"
+    if name == "attn_mask" and hasattr(value, "dtype"):
+        return "mask=attn_mask" if value.dtype.kind == "b" else "bias=attn_mask"
+    return None
