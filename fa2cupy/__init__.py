@@ -9,7 +9,7 @@ from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemErr
 from .inspection import info, legal_configs
 from .lengths import cu_seqlens
 from .settings import cache_dir, configure_logging
-from .families.tiles import TileConfig
+from .families.tile import TileConfig
 
 __all__ = [
     "KernelCompileError",

@@ -16,7 +16,7 @@ from .jit.compiler import CompiledKernel
 from .families.device import DeviceInfo, current_device
 from .system.progress import progress as progress_bar
 from .jit.spec import KernelSpec
-from .families.tiles import TileConfig
+from .families.tile import TileConfig
 
 __all__ = ["precompile"]
 

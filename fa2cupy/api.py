@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .backends import backend_of
-from .problem.keywords import check_keywords
-from .families.tiles import TileConfig
+from .families.tile import TileConfig
+from .problem.keywords import check_keywords, takes_features
+from .problem.options import CallOptions
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["backward", "delta", "forward"]
 
 
+@takes_features
 def forward(
     q, k, v, *,
     causal: bool = False,
@@ -138,7 +140,8 @@ def forward(
     ((2, 128, 4, 64), (2, 4, 128))
     """
     check_keywords(forward, features)
-    return backend_of("q", q).forward(q, k, v, causal, softmax_scale, layout, out, config, family, features)
+    options = CallOptions(causal, softmax_scale, layout, config, family)
+    return backend_of("q", q).forward(q, k, v, out, options, features)
 
 
 def delta(o, do, *, layout: str = "bshd", out=None):
@@ -163,9 +166,10 @@ def delta(o, do, *, layout: str = "bshd", out=None):
     FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one. Errors are those
     of `forward`.
     """
-    return backend_of("o", o).delta(o, do, layout, out)
+    return backend_of("o", o).delta(o, do, out, CallOptions(layout=layout))
 
 
+@takes_features
 def backward(
     q, k, v, o, lse, do, *,
     causal: bool = False,
@@ -238,7 +242,7 @@ def backward(
     float32 and float64 it is the other way round.
     """
     check_keywords(backward, features)
-    return backend_of("q", q).backward(
-        q, k, v, o, lse, do, causal, softmax_scale, delta, method, deterministic, layout, out, config, family,
-        dlse, return_dbias, return_dsink, features,
-    )  # fmt: skip
+    options = CallOptions(
+        causal, softmax_scale, layout, config, family, method, deterministic, return_dbias, return_dsink
+    )
+    return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, features)

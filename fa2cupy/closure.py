@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .api import backward, forward
 from .problem.arguments import check_bool
 from .problem.feature_checks import extra_gradients
-from .problem.keywords import check_keywords
-from .families.tiles import TileConfig
+from .problem.keywords import check_keywords, takes_features
+from .families.tile import TileConfig
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["attention"]
 
 
+@takes_features
 def attention(
     q, k, v, *,
     causal: bool = False,

@@ -19,7 +19,7 @@ from .errors import KernelCompileError
 from .families.choice import FAMILIES
 from .inspection import default_specs
 from .testing import Comparison, Expectation, check_delta, make_inputs
-from .families.tiles import OPERATIONS
+from .families.operations import TILED
 
 __all__ = ["run_demo"]
 
@@ -75,8 +75,8 @@ def run_demo(device: str = "auto") -> int:
 
         info = DeviceInfo.current()
         print(f"{info.name} ({info.arch}), NVRTC {'.'.join(map(str, nvrtc_version()))}")
-        dtypes = [dtype for family in FAMILIES for dtype in family.dtypes if family.supports("delta", dtype, info)]
-        return _print_table(dtypes, cupy, info)
+        supported = [dtype for one in FAMILIES for dtype in one.dtypes if one.supports("forward", dtype, info)]
+        return _print_table(list(dict.fromkeys(supported)), cupy, info)
     print("The NumPy backend, as asked." if device == "cpu" else f"No GPU here ({reason}): the NumPy backend runs instead.")
     return _print_table(["float32", "float64", "float16", "bfloat16"], np, None) or _show_toolchain()
 
@@ -144,7 +144,7 @@ def _kernels(
     if operation == "delta":
         specs = [spec for spec in specs if spec.operation == "delta"]
     seconds = sum(cached_kernel(spec).seconds for spec in specs)
-    tiles = [str(spec.tile) for spec in specs if spec.operation in OPERATIONS]
+    tiles = [str(spec.tile) for spec in specs if spec.operation in TILED]
     family = specs[-1].family
     return f"{family} {'; '.join(tile.split(',')[0] for tile in tiles) if len(tiles) > 1 else ''.join(tiles)}", seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 from importlib import metadata
 
@@ -15,16 +14,10 @@ from .families.device import DeviceInfo, current_device
 from .errors import KernelCompileError
 from .families.choice import FAMILIES, choose_family
 from .settings import tuning_file
-from .families.tiles import OPERATIONS, TileConfig, why_illegal
+from .families.operations import TILED
+from .families.tile import TileConfig
 
 __all__ = ["default_specs", "info", "legal_configs"]
-
-_TILE_ROWS = (8, 16, 32, 64, 96, 128, 192, 256)
-_QUERY_ROWS = {"sm90": range(16, 257, 16)}  # b_r of families that take more of them
-_KEY_ROWS = {"sm90": range(48, 257, 16)}  # b_c of families that take more of them
-_WARPS = (2, 4, 8, 12, 16)
-_STAGES = (1, 2, 3, 4)
-_BLOCKS_PER_SM = (1, 2, 3, 4)
 
 
 def legal_configs(
@@ -68,15 +61,14 @@ def legal_configs(
     >>> len(legal_configs("forward", head_dim=64, arch="sm_90")) > 10
     True
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {operation!r}")
+    if operation not in TILED:
+        raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}")
     dtype, head_dim = check_dtype(dtype), check_head_dim(head_dim)
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
-    name = choose_family(operation, dtype, device, family).name
-    tiles = itertools.product(
-        _QUERY_ROWS.get(name, _TILE_ROWS), _KEY_ROWS.get(name, _TILE_ROWS), _WARPS, _STAGES, _BLOCKS_PER_SM
-    )
-    return [tile for tile in itertools.starmap(TileConfig, tiles) if not why_illegal(operation, name, dtype, head_dim, tile, device)]
+    kernels = choose_family(operation, dtype, device, family)
+    return [
+        tile for tile in kernels.candidate_tiles() if not kernels.why_illegal(operation, dtype, head_dim, tile, device)
+    ]
 
 
 def info() -> dict[str, object]:
@@ -96,9 +88,8 @@ def info() -> dict[str, object]:
         "device": _device(),
         **cache_state(),
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
-        "families": {row.name: row.dtypes for row in FAMILIES},
+        "families": {one.name: one.dtypes for one in FAMILIES},
     }
-
 
 
 

@@ -17,7 +17,7 @@ from .numerics.arrays import device_context
 from .problem.feature_checks import extra_gradients
 from .numerics.formulas import Formulas
 from .problem.keywords import check_keywords
-from .problem.attention import AttentionProblem
+from .problem.checks import problem_from_arrays, problem_from_outputs
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -54,7 +54,7 @@ def forward(
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
     check_keywords(forward, features)
-    problem = AttentionProblem.from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
     with device_context(q):
@@ -73,7 +73,7 @@ def delta(o, do, *, layout: str = "bshd"):
     -------
     delta : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
-    problem = AttentionProblem.from_outputs(o, do, layout=layout)
+    problem = problem_from_outputs(o, do, layout=layout)
     with device_context(o):
         products = problem.canonical_view(o).astype("float64") * problem.canonical_view(do).astype("float64")
         return products.sum(axis=-1).transpose(0, 2, 1).reshape(problem.lse_shape)
@@ -105,7 +105,7 @@ def backward(
         Those that were asked for.
     """
     check_keywords(backward, features)
-    problem = AttentionProblem.from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
@@ -141,7 +141,7 @@ def baseline_forward(
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
     check_keywords(baseline_forward, features)
-    problem = AttentionProblem.from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
     with device_context(q):
@@ -172,7 +172,7 @@ def baseline_backward(
         Those that were asked for.
     """
     check_keywords(baseline_backward, features)
-    problem = AttentionProblem.from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
     extra = extra_gradients(features, return_dbias, return_dsink)
@@ -209,7 +209,7 @@ def gradient_noise(
         multiplied with the machine epsilon of the sums.
     """
     check_keywords(gradient_noise, features)
-    problem = AttentionProblem.from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
     )
     extra = extra_gradients(features, return_dbias, return_dsink)

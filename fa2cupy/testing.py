@@ -44,7 +44,7 @@ from . import reference
 from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
 from .problem.keywords import check_keywords
-from .problem.attention import AttentionProblem
+from .problem.checks import problem_from_arrays, problem_from_outputs
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -87,7 +87,7 @@ class Expectation:
         self._gradient_options = options | {"dlse": dlse}
         self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}
         self._gradient_options |= {f"return_{name}": True for name in self._extra}
-        self.problem = AttentionProblem.from_arrays(q, k, v, **options)
+        self.problem = problem_from_arrays(q, k, v, **options)
 
     def unwritten(self, *names: str) -> tuple:
         """New arrays for the results named, to be passed as ``out=``: all NaN, so that an unwritten element shows."""
@@ -136,7 +136,7 @@ class Expectation:
 
 def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> Comparison:
     """Holds a result of `fa2cupy.delta` against the reference, as `Expectation.check` does for the others."""
-    problem = AttentionProblem.from_outputs(o, do, layout=layout)
+    problem = problem_from_outputs(o, do, layout=layout)
     wanted = reference.delta(o, do, layout=layout)
     with device_context(o):
         noise = largest(reference.delta(abs(o.astype("float64")), abs(do.astype("float64")), layout=layout))

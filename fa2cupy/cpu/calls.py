@@ -18,29 +18,30 @@ from types import MappingProxyType
 
 import numpy as np
 
+from ..families.choice import requested_method
+from ..families.tile import requested_tile
 from ..problem.arguments import array_backend, check_outputs, check_overlap, output_name, unpack_out
+from ..problem.attention import AttentionProblem
+from ..problem.checks import Request, check_backward, check_delta, check_forward
+from ..problem.feature_checks import extra_gradients, feature_arrays
+from ..problem.options import CallOptions
 from .scores import BiasGradient
 from .tiles import Head, heads_of, rows, store
-from ..families.choice import choose_method, requested_tile
-from ..problem.feature_checks import extra_gradients, feature_arrays
-from ..problem.attention import AttentionProblem
 
 __all__ = ["backward", "default_tile", "delta", "forward"]
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-def forward(q, k, v, causal, softmax_scale, layout, out, config, family, features=_NOTHING):
+def forward(q, k, v, out, options: CallOptions, features: Mapping[str, object] = _NOTHING):
     """`fa2cupy.forward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v}
-    problem = AttentionProblem.from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
-    )
-    tile = _tile_shape("forward", problem, config)
+    request = check_forward(inputs, options, features)
+    problem = request.problem
+    tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, features)
-    outputs = (("o", problem.o_shape, q.dtype), ("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)))
-    o, lse = _results(outputs, unpack_out(out, ("o", "lse")), inputs | feature_arrays(features))
-    _fill_unpacked(problem, (o, 0), (lse, -np.inf))
+    o, lse = _results(request, out, inputs | feature_arrays(features))
+    _fill_unused(problem, (o, 0), (lse, -np.inf))
     with np.errstate(all="ignore"):
         for head in heads:
             q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
@@ -50,44 +51,38 @@ def forward(q, k, v, causal, softmax_scale, layout, out, config, family, feature
     return o, lse
 
 
-def delta(o, do, layout, out):
+def delta(o, do, out, options: CallOptions):
     """`fa2cupy.delta` on NumPy arrays."""
-    problem = AttentionProblem.from_outputs(o, do, layout=layout)
-    outputs = (("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),)
-    (result,) = _results(outputs, (out,), {"o": o, "do": do})
+    inputs = {"o": o, "do": do}
+    request = check_delta(inputs, options)
+    (result,) = _results(request, (out,), inputs)
     with np.errstate(all="ignore"):
-        for head in heads_of(problem, _NOTHING):
+        for head in heads_of(request.problem, _NOTHING):
             delta_rows = np.einsum("ij,ij->i", rows(head.queries(do)), rows(head.queries(o)))
             store(delta_rows, head.statistics(result))
     return result
 
 
 def backward(
-    q, k, v, o, lse, do, causal, softmax_scale, given_delta, method, deterministic, layout, out, config, family,
-    dlse=None, return_dbias=False, return_dsink=False, features=_NOTHING,
+    q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, features: Mapping[str, object] = _NOTHING
 ):  # fmt: skip
     """`fa2cupy.backward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
     optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
     array_backend(inputs, optional)
-    problem = AttentionProblem.from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
-    )
-    problem.check_backward_inputs(o, lse, do, given_delta, dlse)
-    extra = extra_gradients(features, return_dbias, return_dsink)
-    one_pass = choose_method("numpy", problem, method, deterministic) == "single_pass"
+    request = check_backward(inputs | optional, options, features)
+    problem = request.problem
+    method = requested_method(options.method, options.deterministic, with_atomics=False) or "single_pass"
+    one_pass = method == "single_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
-    tiles = [_tile_shape(operation, problem, config) for operation in operations]
+    tiles = [_tile_shape(operation, problem, options) for operation in operations]
     heads = heads_of(problem, features)
-    outputs = (("dq", problem.q_shape, q.dtype), ("dk", problem.k_shape, q.dtype), ("dv", problem.v_shape, q.dtype))
-    outputs += tuple((name, array.shape, array.dtype) for name, array in extra.items())
-    given = unpack_out(out, tuple(name for name, *_ in outputs))
-    results = _results(outputs, given, inputs | optional | feature_arrays(features))
-    dq, dk, dv, *rest = results
-    named = dict(zip(extra, rest, strict=True))
-    _fill_unpacked(problem, (dq, 0), (dk, 0), (dv, 0))
-    sums = _Sums(extra, problem)
-    row_delta = delta(o, do, layout, None) if given_delta is None else given_delta
+    results = _results(request, out, inputs | optional | feature_arrays(features))
+    named = {result.name: array for result, array in zip(request.results, results, strict=True)}
+    dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
+    _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
+    sums = _Sums(extra_gradients(features, options.return_dbias, options.return_dsink), problem)
+    row_delta = delta(o, do, None, CallOptions(layout=options.layout)) if given_delta is None else given_delta
     with np.errstate(all="ignore"):
         for head in heads:
             gradient = _Gradient(head, q, k, v, lse, do, row_delta, dlse, sums)
@@ -219,22 +214,28 @@ def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
     return max(16, 256 // max(1, heads_per_group)), 512
 
 
-def _tile_shape(operation: str, problem: AttentionProblem, config) -> tuple[int, int]:
-    tile = requested_tile(operation, config)
+def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions) -> tuple[int, int]:
+    tile = requested_tile(operation, options.config)
     return default_tile(problem.heads_per_group) if tile is None else (tile.b_r, tile.b_c)
 
 
-def _fill_unpacked(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
+def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
     # Rows of packed arrays before the first and behind the last offset belong to no sequence.
     if problem.is_packed:
         for array, value in results:
             array[...] = value
 
 
-def _results(outputs: tuple, given: tuple, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def _results(request: Request, out, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """The caller's arrays where there are any, checked, else new ones."""
-    written = {output_name(kind[0]): array for kind, array in zip(outputs, given, strict=True) if array is not None}
+    given = unpack_out(out, tuple(result.name for result in request.results))
+    written = {
+        output_name(result.name): array for result, array in zip(request.results, given, strict=True) if array is not None
+    }
     array_backend(inputs, written)
-    check_outputs(outputs, given)
+    check_outputs(request.results, given)
     check_overlap(written, inputs)
-    return [np.empty(kind[1], kind[2]) if array is None else array for kind, array in zip(outputs, given, strict=True)]
+    return [
+        np.empty(result.shape, result.dtype) if array is None else array
+        for result, array in zip(request.results, given, strict=True)
+    ]

@@ -14,7 +14,8 @@ from .device import DeviceInfo
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock
 from ..settings import tuning_file
-from .tiles import TileConfig, why_illegal
+from .family import Family
+from .tile import TileConfig
 
 __all__ = ["save_tuned_tile", "tuned_tile"]
 
@@ -26,8 +27,8 @@ class _DamagedError(ValueError):
     """The tuning file is not a JSON object."""
 
 
-def _key(operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo) -> str:
-    return f"{device.name}/{family}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
+def _key(operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo) -> str:
+    return f"{device.name}/{family.name}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
 
 
 def _location(*, create: bool = False) -> Path | None:
@@ -89,14 +90,14 @@ def _tuned_tiles() -> dict[str, TileConfig]:
 
 
 def tuned_tile(
-    operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo
+    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo
 ) -> TileConfig | None:
     """The user's tile for this kernel on this device, if there is one and it is legal."""
     key = _key(operation, family, dtype, head_dim, causal, device)
     tile = _tuned_tiles().get(key)
     if tile is None:
         return None
-    reason = why_illegal(operation, family, dtype, head_dim, tile, device)
+    reason = family.why_illegal(operation, dtype, head_dim, tile, device)
     if reason:
         what = f"{tuning_file()}: the entry {key!r} is not legal ({tile}: {reason})"
         warn_once((tuning_file(), key), f"{what}; the default tile is used. Delete the entry or save it anew.")
@@ -105,7 +106,7 @@ def tuned_tile(
 
 
 def save_tuned_tile(
-    operation: str, family: str, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, tile: TileConfig
+    operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, tile: TileConfig
 ) -> None:
     """Adds or replaces one entry of the tuning file; calls of this process use it from the next new problem on.
 

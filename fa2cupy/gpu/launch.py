@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem, itemgetter
 
-from ..plan import tensor_maps as tma
 from ..jit.cache import cached_kernel
 from ..jit.compiler import CompiledKernel
 from .counters import tile_counters
+from .tensor_maps import tensor_maps
 from ..errors import INSTALL_CUDA, KernelLaunchError
 from ..system.locks import new_lock
 from ..jit.params import TILE_COUNTER
-from ..plan.calls import Plan, Stage
+from ..plan.stages import Plan, Stage
 from ..jit.spec import KernelSpec
 
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
@@ -74,7 +74,7 @@ class BoundStage:
     ``cuLaunchKernel`` copies the record before it returns; until then a lock keeps other threads from packing theirs.
     """
 
-    def __init__(self, stage: Stage, buffers: tuple[str, ...]):
+    def __init__(self, stage: Stage, positions: Mapping[str, int]):
         from cupy.cuda import driver, runtime
 
         layout = stage.spec.params
@@ -82,8 +82,8 @@ class BoundStage:
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
-        self._pick = itemgetter(*[buffers.index(name) for name in layout.pointers if name != TILE_COUNTER])
-        self._maps = [tma.tensor_maps(tensor) for tensor in stage.maps]
+        self._pick = itemgetter(*[positions[name] for name in layout.pointers if name != TILE_COUNTER])
+        self._maps = [tensor_maps(tensor) for tensor in stage.maps]
         self._counters = tile_counters(runtime.getDevice()) if TILE_COUNTER in layout.pointers else None
         if self._counters:
             self._counters.reserve()
@@ -107,6 +107,9 @@ class BoundStage:
             raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error
 
 
-def bind_plan(plan: Plan, buffers: tuple[str, ...]) -> tuple[BoundStage, ...]:
-    """Compiles (or finds) and loads the kernels of a plan on the current device; `buffers` names the addresses."""
-    return tuple(BoundStage(stage, buffers) for stage in plan.stages)
+def bind_plan(plan: Plan, positions: Mapping[str, int]) -> tuple[BoundStage, ...]:
+    """Compiles (or finds) and loads the kernels of a plan on the current device.
+
+    `positions` says which of the addresses, with which stages are called, is which array's by the kernels' names.
+    """
+    return tuple(BoundStage(stage, positions) for stage in plan.stages)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
+from ..problem.options import CallOptions
 from ..system.locks import new_lock
-from .prepared import Arguments
+from .arguments import Arguments
+from .prepare import prepare
 
-__all__ = ["call", "hashable"]
+__all__ = ["run"]
 
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, Callable] = {}
@@ -26,33 +28,27 @@ class _Tiles(dict):
         return hash(frozenset(self.items()))
 
 
-def hashable(config):
-    """A caller's `config` as a signature can have it."""
-    return _Tiles(config) if config is not None and isinstance(config, Mapping) else config
-
-
-def call(
-    prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple, seed: int | None = None, settings: tuple = ()
+def run(
+    arguments: Arguments, arrays: tuple, options: CallOptions, settings: tuple = (), seed: int | None = None
 ) -> tuple:
     """The results of a call.
 
     Parameters
     ----------
-    prepare : callable
-        Makes from the other arguments what is called with the arrays and their addresses.
     arguments : Arguments
         Which arrays these are.
     arrays : tuple of (cupy.ndarray or None)
-    options : tuple
-        All else that `prepare` depends on.
+    options : CallOptions
+    settings : tuple of (name, value), optional
+        Keywords of features that are no arrays.
     seed : int, optional
         Travels in the place of an address: no call is prepared anew for it.
-    settings : tuple, optional
-        Those of the options whose elements' types matter, too.
     """
+    if options.config is not None and isinstance(options.config, Mapping):
+        options = options._replace(config=_Tiles(options.config))
     addresses = []
     # Types tell options apart that are equal, and not equally legal: True, 1 and 1.0.
-    signature = [prepare, options, tuple(map(type, options)), _types(settings)]
+    signature = [arguments, options, tuple(map(type, options)), settings, _types(settings)]
     try:
         for array in arrays:
             if array is None:
@@ -72,19 +68,14 @@ def call(
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: a mistake that the checks will name
-        return _prepare_checked(prepare, arguments, arrays, options)(arrays, addresses)
+        return prepare(arguments, arrays, options, settings)(arrays, addresses)
     if prepared is None:
-        prepared = _prepare_checked(prepare, arguments, arrays, options)
+        prepared = prepare(arguments, arrays, options, settings)
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
             _prepared[key] = prepared
     return prepared(arrays, addresses)
-
-
-def _prepare_checked(prepare: Callable, arguments: Arguments, arrays: tuple, options: tuple) -> Callable:
-    arguments.check_backend(arrays)
-    return prepare(arguments, arrays, options)
 
 
 def _types(values: tuple) -> tuple:

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..families.choice import family_named
+from ..families.operations import operation_named
 from ..problem.features import KERNEL_NEEDS
 
 __all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
@@ -93,87 +95,6 @@ class ParamLayout:
         return self._packer.pack(*flat) + self._padding
 
 
-# operation, or (operation, family) where a family has a record of its own:
-# (pointers and maps, tensors whose strides the kernel takes, reals, ints besides the schedule's)
-_SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
-_LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
-_BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
-_SM90_BACKWARD = "q:input_map k:input_map v:input_map dout:input_map dk:output_map dv:output_map"
-_RECORDS = {
-    "forward": (
-        "q:input k:input v:input o:output lse:output_accum",
-        ("q", "k", "v", "o"),
-        ("scale_log2",),
-        _LENGTHS + _SCHEDULE,
-    ),
-    ("forward", "sm90"): (
-        "q:input_map k:input_map v:input_map o:output_map lse:output_accum tile_counter:counter",
-        (),
-        ("scale_log2",),
-        _LENGTHS + _SCHEDULE,
-    ),
-    "delta": ("o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")),
-    "dsink": ("lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")),
-    "clear_forward": ("o:output lse:output_accum", ("o",), (), ("num_heads",)),
-    "clear_backward": (
-        "dq:output dk:output dv:output",
-        ("dq", "dk", "dv"),
-        (),
-        ("num_heads", "heads_per_group"),
-    ),
-    "backward_dq": (
-        f"{_BACKWARD_INPUTS} dq:output",
-        ("q", "k", "v", "dout", "dq"),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    ("backward_dq", "sm90"): (
-        "q:input_map k:input_map v:input_map dout:input_map dq:output_map"
-        " lse:input_accum delta:input_accum tile_counter:counter",
-        (),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    "backward_dkdv": (
-        f"{_BACKWARD_INPUTS} dk:output dv:output",
-        ("q", "k", "v", "dout", "dk", "dv"),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    # simt adds to dK and dV in place, the tensor-core families to a workspace of dQ.
-    ("backward", "simt"): (
-        f"{_BACKWARD_INPUTS} dq:output dk:output dv:output",
-        ("q", "k", "v", "dout", "dq", "dk", "dv"),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    ("backward", "sm80"): (
-        f"{_BACKWARD_INPUTS} dq_accum:output_accum dk:output dv:output",
-        ("q", "k", "v", "dout", "dk", "dv"),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    ("backward", "sm90"): (
-        f"{_SM90_BACKWARD} lse:input_accum delta:input_accum dq_accum:output_accum",
-        (),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    ("backward_dkdv", "sm90"): (
-        f"{_SM90_BACKWARD} lse:input_accum delta:input_accum",
-        (),
-        ("scale_log2", "softmax_scale"),
-        _LENGTHS + _SCHEDULE,
-    ),
-    "convert_dq": (
-        "dq_accum:input_accum dq:output",
-        ("dq",),
-        ("softmax_scale",),
-        ("num_heads", "seqlen_q", "num_tiles"),
-    ),
-}
-
-
 #: The kinds of what features add: of arrays, which come with strides over scores, and of numbers.
 _FEATURE_ARRAYS = {
     "alibi_slopes": "input_accum",
@@ -200,7 +121,7 @@ _FEATURE_VALUES = {
 @functools.lru_cache(maxsize=None)
 def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
     """The record that kernels of this operation, family and dtype take, with what features add to each of its parts."""
-    pointers, strides, reals, ints = _RECORDS.get((operation, family)) or _RECORDS[operation]
+    pointers, strides, reals, ints = operation_named(operation).record or family_named(family).record(operation)
     arrays = [name for feature in features for name in KERNEL_NEEDS[feature].arrays]
     values = [Field(name, _FEATURE_VALUES[name]) for feature in features for name in KERNEL_NEEDS[feature].values]
     front = [Field(*pointer.split(":")) for pointer in pointers.split()]

@@ -10,16 +10,11 @@ from pathlib import Path
 
 import jinja2
 
-from .spec import DTYPES, KernelSpec
+from ..problem.attention import ROWS_OF
+from .spec import CPP_NAMES, KernelSpec
 
 __all__ = ["KernelSource", "kernel_directory", "render_kernel"]
 
-#: What rows the tensors of a record have.
-_ROWS = {
-    **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
-    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
-    **dict.fromkeys(("lse", "delta"), "statistics"),
-}
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
 
 
@@ -69,11 +64,11 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
     layout = spec.params
     values = {
         "symbol": spec.symbol,
-        "family": spec.family,
-        "element": DTYPES[spec.dtype][0],
+        "family": spec.folder,
+        "element": CPP_NAMES[spec.dtype][0],
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
-        "positive_scale": str(spec.family == "sm90").lower(),
+        "positive_scale": str(spec.needs_positive_scale).lower(),
         "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,
@@ -88,11 +83,11 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     if "cu_seqlens" in spec.features and values["scheduled"]:
-        pointers = [name for name in layout.pointers if name in _ROWS and name not in layout.maps]
+        pointers = [name for name in layout.pointers if name in ROWS_OF and name not in layout.maps]
         values |= {
-            "by_queries": [name for name in pointers if _ROWS[name] == "queries"],
-            "by_keys": [name for name in pointers if _ROWS[name] == "keys"],
-            "statistics": [name for name in pointers if _ROWS[name] == "statistics"],
+            "by_queries": [name for name in pointers if ROWS_OF[name] == "queries"],
+            "by_keys": [name for name in pointers if ROWS_OF[name] == "keys"],
+            "statistics": [name for name in pointers if ROWS_OF[name] == "statistics"],
         }
     lines: list[str] = []
     _append_file(f"{spec.operation}.cu", values, lines, set())

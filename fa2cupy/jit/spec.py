@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem.features import KERNEL_NEEDS
+from ..families.choice import family_named
+from ..families.operations import operation_named
+from ..families.tile import TileConfig
 from .params import ParamLayout, param_layout
-from ..families.tiles import OPERATIONS, TileConfig, shared_memory_bytes
 
-__all__ = ["DTYPES", "KernelSpec"]
+__all__ = ["CPP_NAMES", "KernelSpec"]
 
 #: dtype: (C++ name, name in kernel symbols)
-DTYPES = {
+CPP_NAMES = {
     "float16": ("float16", "fp16"),
     "bfloat16": ("bfloat16", "bf16"),
     "float32": ("float", "fp32"),
@@ -31,7 +33,7 @@ class KernelSpec:
     operation : str
         Entry file in ``kernels/``, such as ``"forward"``.
     family : str
-        Folder of its body: ``"simt"``, ``"sm80"``, ``"sm90"``, or ``"common"`` where the families share it.
+        Name of the family, or ``"common"`` where all families share the kernel.
     arch : str
         What NVRTC compiles for, such as ``"sm_90"``, or ``"sm_90a"`` for what only this one architecture has.
     dtype : str
@@ -51,10 +53,24 @@ class KernelSpec:
     tile: TileConfig
     features: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not operation_named(self.operation).is_common:
+            family_named(self.family)
+
+    @property
+    def folder(self) -> str:
+        """Folder of the kernel's body, and its namespace."""
+        return "common" if operation_named(self.operation).is_common else family_named(self.family).folder
+
+    @property
+    def needs_positive_scale(self) -> bool:
+        """Whether the kernel is launched for positive softmax scales only."""
+        return self.family != "common" and family_named(self.family).needs_positive_scale
+
     @property
     def symbol(self) -> str:
         """Name of the kernel in the cubin, made to be read in a profile."""
-        name = f"fa2_{self.operation}_{self.family}_{DTYPES[self.dtype][1]}_d{self.head_dim}"
+        name = f"fa2_{self.operation}_{self.family}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
         return "_".join((name, *(["causal"] if self.causal else []), *self.features))
@@ -62,9 +78,10 @@ class KernelSpec:
     @property
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a launch."""
-        if self.operation not in OPERATIONS:
+        if not operation_named(self.operation).is_tiled:
             return 0
-        return shared_memory_bytes(self.operation, self.family, self.dtype, self.head_dim, self.tile)
+        family = family_named(self.family)
+        return family.shared_memory_bytes(self.operation, self.dtype, self.head_dim, self.tile)
 
     @property
     def params(self) -> ParamLayout:

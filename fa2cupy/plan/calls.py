@@ -1,110 +1,114 @@
-"""From a problem to the kernels that solve it: stages, in order, and the workspaces between them. Pure arithmetic, no GPU."""
+"""From a problem and a choice to the kernels that solve it: stages, in order, and the workspaces between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from ..families.choice import Choice
 from ..families.device import DeviceInfo
-from .planner import Planner, Strides
+from ..families.operations import OPERATIONS
+from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
+from ..problem.dtypes import itemsize
+from ..problem.strides import AnyStrides
+from .layout import StageLayout
 from .stages import Plan, Stage, Workspace
-from ..families.tiles import TileConfig, padded_head_dim
 
-__all__ = ["Plan", "Stage", "Workspace", "plan_backward", "plan_delta", "plan_forward"]
-
-_DELTA_WARPS = 4
-_CONVERT_WARPS = 8
-_DSINK_WARPS = 8
-_CLEAR_WARPS = 4
+__all__ = ["plan_backward", "plan_delta", "plan_forward"]
 
 
 def plan_forward(
-    problem: AttentionProblem,
-    device: DeviceInfo,
-    strides: Mapping[str, Strides],
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
-    """One stage. `strides` has ``q``, ``k``, ``v`` and ``o``."""
-    planner = Planner("forward", problem, device, strides, family)
-    stage = planner.by_query_tiles("forward", planner.tile("forward", config))
-    return _plan(*_clear_rest("clear_forward", problem, device, strides), stage)
+    """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v`` and ``o``, and those of the features' arrays."""
+    layout = StageLayout(problem, device, choice.family, strides)
+    return _plan([*_clear_unused(layout, "clear_forward"), layout.tiled("forward", choice.tiles["forward"])])
 
 
-def plan_delta(problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]) -> Plan:
-    """One stage. `strides` has ``o`` and ``dout``."""
-    return _plan(_delta_stage(Planner("delta", problem, device, strides, None)))
+def plan_delta(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of `fa2cupy.delta`. `strides` has ``o`` and ``dout``."""
+    return _plan([_delta(StageLayout(problem, device, choice.family, strides))])
 
 
 def plan_backward(
     problem: AttentionProblem,
     device: DeviceInfo,
-    strides: Mapping[str, Strides],
-    method: str,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
-    family: str | None = None,
+    strides: Mapping[str, AnyStrides],
+    choice: Choice,
+    *,
+    extras: tuple[str, ...] = (),
     with_delta: bool = True,
-    more: tuple[str, ...] = (),
 ) -> Plan:
-    """The stages of a scheme, delta first unless the caller has it. `strides` has q, k, v, o, dout, dq, dk, dv.
+    """The plan of `fa2cupy.backward`, delta first unless the caller has it.
 
-    `more` names what there is besides: ``"dlse"`` to take in, ``"dbias"`` and ``"dsink"`` to give.
+    Parameters
+    ----------
+    problem, device, choice
+    strides : mapping
+        Of q, k, v, o, dout, dq, dk, dv, the features' arrays, and dbias_accum for ``"dbias"``.
+    extras : tuple of str, optional
+        The input ``"dlse"`` and the results ``"dbias"`` and ``"dsink"`` that the call has.
+    with_delta : bool, optional
+        Whether delta is computed.
     """
-
-    def planner_of(operation: str) -> Planner:
-        return Planner(operation, problem, device, strides, family, more)
-
-    rows = problem.batch * problem.num_heads * problem.seqlen_q
-    stages, workspaces = [], []
+    layout = StageLayout(problem, device, choice.family, strides, extras)
+    stages: list[Stage] = []
+    workspaces: list[Workspace] = []
+    cleared = ["dbias_accum"] if "dbias" in extras else []
     if with_delta:
-        stages.append(_delta_stage(Planner("delta", problem, device, strides, None, more)))
-        workspaces.append(Workspace("delta", rows * (8 if problem.dtype == "float64" else 4)))
-    if "dsink" in more:
-        planner = Planner("dsink", problem, device, strides, None, more)
-        stages.append(planner.stage("dsink", TileConfig(1, 1, _DSINK_WARPS), problem.num_heads))
-    cleared = ("dbias_accum",) if "dbias" in more else ()
-    stages += _clear_rest("clear_backward", problem, device, strides)
-    if method == "two_pass":
-        by_queries, by_keys = planner_of("backward_dq"), planner_of("backward_dkdv")
-        stages.append(by_queries.by_query_tiles("backward_dq", by_queries.tile("backward_dq", config)))
-        stages.append(by_keys.by_key_tiles("backward_dkdv", by_keys.tile("backward_dkdv", config)))
-        return _plan(*stages, workspaces=workspaces, cleared=cleared)
-    planner = planner_of("backward")
-    tile = planner.tile("backward", config)
-    if planner.family == "simt":
-        stages.append(planner.by_query_tiles("backward", tile))
-        return _plan(*stages, workspaces=workspaces, cleared=tuple(dict.fromkeys(("dk", "dv", *cleared))))
-    stages.append(planner.by_key_tiles("backward", tile))
-    num_tiles = planner.num_tiles(2, tile.b_r)
-    all_tiles = problem.batch * problem.num_heads * num_tiles
-    columns = padded_head_dim(planner.family, problem.head_dim)
-    workspaces.append(Workspace("dq_accum", all_tiles * tile.b_r * columns * 4))
-    convert = TileConfig(tile.b_r, tile.b_c, _CONVERT_WARPS)
-    stages.append(planner.stage("convert_dq", convert, all_tiles, num_tiles=num_tiles))
-    return _plan(*stages, workspaces=workspaces, cleared=("dq_accum", *cleared))
+        rows = problem.batch * problem.num_heads * problem.seqlen_q
+        stages.append(_delta(layout))
+        workspaces.append(Workspace("delta", rows * itemsize(problem.accumulator_dtype)))
+    if "dsink" in extras:
+        stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
+    stages += _clear_unused(layout, "clear_backward")
+    stages += [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
+    tile = choice.tiles.get("backward")
+    if tile is not None and choice.family.backward_owns == "queries":
+        cleared += ["dk", "dv"]
+    elif tile is not None:
+        stage, workspace = _convert_dq(layout, tile)
+        stages.append(stage)
+        workspaces.append(workspace)
+        cleared.append("dq_accum")
+    return _plan(stages, workspaces, cleared)
 
 
-def _delta_stage(planner: Planner) -> Stage:
-    problem = planner.problem
+def _delta(layout: StageLayout) -> Stage:
+    problem = layout.problem
     vector = 8 if problem.itemsize == 2 else 1
     lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
-    rows_per_block = 32 * _DELTA_WARPS // lanes
-    num_tiles = -(-problem.seqlen_q // rows_per_block)
-    tile = TileConfig(rows_per_block, 1, _DELTA_WARPS)
-    return planner.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
+    tile = _tile_of("delta", 32 * OPERATIONS["delta"].num_warps // lanes)
+    num_tiles = -(-problem.seqlen_q // tile.b_r)
+    return layout.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
 
 
-def _clear_rest(
-    operation: str, problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, Strides]
-) -> list[Stage]:
-    """What writes the rows that are of no packed sequence, which is for the device to find out."""
+def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace]:
+    """The last stage of a backward that sums dQ in a workspace, whose tiles are those of the backward."""
+    problem = layout.problem
+    num_tiles = layout.num_tiles("queries", tile.b_r)
+    blocks = problem.batch * problem.num_heads * num_tiles
+    columns = layout.family.padded_head_dim(problem.head_dim)
+    stage = layout.stage("convert_dq", _tile_of("convert_dq", tile.b_r, tile.b_c), blocks, num_tiles=num_tiles)
+    return stage, Workspace("dq_accum", blocks * tile.b_r * columns * itemsize("float32"))
+
+
+def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:
+    """The stage that clears rows outside all packed sequences; only the device knows the offsets."""
+    problem = layout.problem
     if not problem.is_packed:
         return []
-    tile = TileConfig(1, 1, _CLEAR_WARPS)
+    tile = _tile_of(operation)
     rows = problem.seqlen_q if operation == "clear_forward" else max(problem.seqlen_q, problem.seqlen_k)
-    planner = Planner(operation, problem, device, strides, None)
-    return [planner.stage(operation, tile, -(-rows // tile.num_threads) if problem.num_heads else 0)]
+    return [layout.stage(operation, tile, -(-rows // tile.num_threads) if problem.num_heads else 0)]
 
 
-def _plan(*stages: Stage, workspaces: list[Workspace] | None = None, cleared: tuple[str, ...] = ()) -> Plan:
-    return Plan(tuple(s for s in stages if s.blocks), tuple(workspaces or ()), cleared)
+def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:
+    """The tile of a kernel that has as many warps as its row of `OPERATIONS` says."""
+    return TileConfig(b_r, b_c, OPERATIONS[operation].num_warps)
+
+
+def _plan(stages: Iterable[Stage], workspaces: Iterable[Workspace] = (), cleared: Iterable[str] = ()) -> Plan:
+    return Plan(tuple(stage for stage in stages if stage.blocks), tuple(workspaces), tuple(cleared))

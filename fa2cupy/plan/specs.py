@@ -7,19 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from ..families.choice import choose, choose_family
 from ..families.device import DeviceInfo
-from ..families.choice import choose_family, method_of_dbias
-from .calls import plan_backward, plan_forward
-from ..problem.attention import AttentionProblem
-from ..problem.score_strides import contiguous_score_strides, feature_strides
+from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
-from ..families.tiles import TileConfig
+from ..problem.checks import problem_from_arrays
+from ..problem.options import CallOptions
+from ..problem.strides import contiguous_score_strides, feature_strides
+from .calls import plan_backward, plan_forward
 
 __all__ = ["default_specs"]
 
 _ROWS = 128
-#: Features of a call that are not keywords of `AttentionProblem.from_arrays`: what plans call them.
-_OF_BACKWARD = {"dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink"}
+#: Features that only calls of the backward have, and what plans call them.
+_EXTRAS = {"dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink"}
 
 
 def default_specs(
@@ -40,25 +41,27 @@ def default_specs(
     device, dtype, head_dim, causal, method, family, config
         Of the calls, whose other options are the default ones.
     features : sequence of str, optional
-        What they have besides, all together: of `fa2cupy.choices.CALL_FEATURES`. A bias may have either of its dtypes.
+        What they have besides, all together: of `fa2cupy.problem.choices.CALL_FEATURES`. A bias may have either of its
+        dtypes.
     """
-    step = choose_family("forward" if method is None else "backward", dtype, device, family).head_dim_step
+    call = "forward" if method is None else "backward"
+    step = choose_family(call, dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
+    options = CallOptions(config=config, family=family, method=method)
+    extras = tuple(name for feature, name in _EXTRAS.items() if feature in features and method is not None)
     specs: dict[KernelSpec, None] = {}
-    for options in _examples(features, dtype):
-        q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in options else (1, _ROWS, 1, padded), dtype)
-        problem = AttentionProblem.from_arrays(q, q, q, causal=causal, **options)
+    for keywords in _examples(features, dtype):
+        q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
+        problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
         rows = problem.kernel_strides(problem.q_shape)
-        strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(options)
+        strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(keywords)
+        if "dbias" in extras:
+            strides["dbias_accum"] = contiguous_score_strides(keywords["bias"].shape)
+        choice = choose(call, problem, device, strides, options, extras=extras, is_launched=False)
         if method is None:
-            plan = plan_forward(problem, device, strides, config, family)
+            plan = plan_forward(problem, device, strides, choice)
         else:
-            more, scheme = tuple(name for feature, name in _OF_BACKWARD.items() if feature in features), method
-            if "dbias" in more:
-                row = choose_family("backward", dtype, device, family, (*problem.needs, *more))
-                scheme = method_of_dbias(row, method, False, problem, options["bias"])
-                strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
-            plan = plan_backward(problem, device, strides, scheme, config, family, more=more)
+            plan = plan_backward(problem, device, strides, choice, extras=extras)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 
@@ -77,12 +80,12 @@ def _examples(features: Sequence[str], dtype: str) -> Iterator[dict[str, object]
         "dropout_p": {"dropout_p": 0.5, "seed": 0},
         "cu_seqlens": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
     }
-    options = {name: value for feature in features for name, value in values.get(feature, {}).items()}
+    keywords = {name: value for feature in features for name, value in values.get(feature, {}).items()}
     if "bias" not in features:
-        yield options
+        yield keywords
         return
     for bias_dtype in dict.fromkeys((dtype, wide)):
-        yield {**options, "bias": _array((1, 1), bias_dtype)}
+        yield {**keywords, "bias": _array((1, 1), bias_dtype)}
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

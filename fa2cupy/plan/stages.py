@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import tensor_maps as tma
 from ..jit.spec import KernelSpec
+from .tensor_maps import TensorLayout
 
 __all__ = ["Plan", "Stage", "Workspace"]
 
@@ -27,7 +27,7 @@ class Stage:
     spec: KernelSpec
     blocks: int
     constants: bytes
-    maps: tuple[tma.TensorLayout, ...] = ()
+    maps: tuple[TensorLayout, ...] = ()
 
     @property
     def threads(self) -> int:

@@ -1,4 +1,4 @@
-"""What the caller asked: sizes, dtype and options of a call, checked against each other."""
+"""What the caller asked: sizes, dtype and options of a call. `checks` makes it from arrays."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from .arguments import array_backend, check_array, check_bool
-from ..errors import UnsupportedProblemError
-from .feature_checks import check_features, finite_number
+from . import dtypes
 from .features import NO_FEATURES, Features
-from .keywords import check_keywords
 
-__all__ = ["MAX_HEAD_DIM", "AttentionProblem"]
+__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "array_shape"]
 
 MAX_HEAD_DIM = 256
-_MAX_LENGTH = 2**31 - 2**16  # tile arithmetic is in 32 bits
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MAX_SEQLEN = 2**31 - 2**16  # tile arithmetic is in 32 bits
 
-# The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
-_AXES = {
+#: The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
+SOURCE_AXES = {
     ("bshd", 4): (0, 1, 2, 3),
     ("bshd", 3): (None, 0, 1, 2),
     ("bshd", 2): (None, 0, None, 1),
@@ -27,6 +23,21 @@ _AXES = {
     ("bhsd", 3): (None, 1, 0, 2),
     ("bhsd", 2): (None, 0, None, 1),
 }
+
+#: What the rows of tensors are, by the kernels' names: queries or keys, or the queries' statistics.
+ROWS_OF = {
+    **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
+    **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
+    **dict.fromkeys(("lse", "delta"), "statistics"),
+}
+
+
+def array_shape(layout: str, rank: int, batch, seqlen, heads, columns) -> tuple:
+    """The shape of an array of these sizes, without the axes that the caller leaves out."""
+    if rank == 2:
+        return (seqlen, columns)
+    inner = (seqlen, heads, columns) if layout == "bshd" else (heads, seqlen, columns)
+    return inner if rank == 3 else (batch, *inner)
 
 
 @dataclass(frozen=True)
@@ -62,81 +73,6 @@ class AttentionProblem:
     head_dim_v: int | None = None
     features: Features = NO_FEATURES
 
-    @classmethod
-    def from_arrays(
-        cls, q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **features: object
-    ) -> AttentionProblem:
-        """Checks q, k, v, the options and the features (see `FeatureOptions`) against each other."""
-        check_keywords(cls.from_arrays, features)
-        check_bool("causal", causal)
-        array_backend({"q": q, "k": k, "v": v})
-        batch, seqlen_q, num_heads, head_dim = cls._sizes("q", q, layout)
-        for name, array in (("k", k), ("v", v)):
-            if array.ndim != q.ndim:
-                raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
-            if array.dtype != q.dtype:
-                raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}")
-        batch_k, seqlen_k, num_heads_kv, head_dim_k = cls._sizes("k", k, layout)
-        if (batch_k, head_dim_k) != (batch, head_dim):
-            wanted = cls._compose(layout, q.ndim, batch, "seqlen_k", "num_heads_kv", head_dim)
-            wanted = f"({', '.join(map(str, wanted))})"
-            raise ValueError(f"k: expected shape {wanted} to match q {q.shape}, got {k.shape}")
-        head_dim_v = cls._sizes("v", v, layout)[3]
-        if v.shape[:-1] != k.shape[:-1]:
-            raise ValueError(f"v: expected shape {(*k.shape[:-1], head_dim_v)} to match k, got {v.shape}")
-        if num_heads and not num_heads_kv:
-            raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
-        if num_heads_kv and num_heads % num_heads_kv:
-            raise ValueError(
-                f"k: the number of heads of q ({num_heads}) must be a multiple of that of k and v, got {num_heads_kv}"
-            )
-        for name, length in (("q", seqlen_q), ("k", seqlen_k)):
-            if length > _MAX_LENGTH:
-                raise UnsupportedProblemError(f"{name}: sequences of up to {_MAX_LENGTH} rows are supported, got {length}")
-        scale = cls._scale(softmax_scale, head_dim)
-        sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
-        own_v = None if head_dim_v == head_dim else head_dim_v
-        problem = cls(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
-        return problem.with_features(check_features(problem, q, features)) if features else problem
-
-    @classmethod
-    def from_outputs(cls, o, dout, *, layout="bshd") -> AttentionProblem:
-        """The query side of a problem alone, which is all that delta needs."""
-        array_backend({"o": o, "do": dout})
-        batch, seqlen_q, num_heads, head_dim = cls._sizes("o", o, layout)
-        problem = cls(o.dtype.name, batch, seqlen_q, 0, num_heads, num_heads, head_dim, False, 1.0, layout, o.ndim)
-        check_array("do", dout, problem.q_shape, o.dtype, "o")
-        return problem
-
-    @staticmethod
-    def _sizes(name: str, array, layout: str) -> tuple[int, int, int, int]:
-        if layout not in ("bshd", "bhsd"):
-            raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-        if array.ndim not in (2, 3, 4):
-            wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
-            raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")
-        if array.dtype.name not in _ITEMSIZE:
-            raise TypeError(f"{name}: expected dtype {', '.join(_ITEMSIZE)}, got {array.dtype}")
-        sizes = tuple(1 if axis is None else array.shape[axis] for axis in _AXES[layout, array.ndim])
-        if sizes[3] == 0:
-            raise ValueError(f"{name}: head_dim must be at least 1, got shape {array.shape}")
-        if sizes[3] > MAX_HEAD_DIM:
-            raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {array.shape}")
-        return sizes
-
-    @staticmethod
-    def _scale(softmax_scale, head_dim: int) -> float:
-        if softmax_scale is None:
-            return head_dim**-0.5
-        return finite_number("softmax_scale", softmax_scale)
-
-    @staticmethod
-    def _compose(layout: str, rank: int, batch, seqlen, heads, head_dim) -> tuple:
-        if rank == 2:
-            return (seqlen, head_dim)
-        inner = (seqlen, heads, head_dim) if layout == "bshd" else (heads, seqlen, head_dim)
-        return inner if rank == 3 else (batch, *inner)
-
     @property
     def heads_per_group(self) -> int:
         """Query heads that share a K/V head."""
@@ -145,22 +81,22 @@ class AttentionProblem:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return _ITEMSIZE[self.dtype]
+        return dtypes.itemsize(self.dtype)
 
     @property
     def accumulator_dtype(self) -> str:
         """Dtype of lse and delta."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return dtypes.accumulator_dtype(self.dtype)
 
     @property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of q and its gradient, as the caller sees it."""
-        return self._compose(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
+        return array_shape(self.layout, self.rank, self.batch, self.seqlen_q, self.num_heads, self.head_dim)
 
     @property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of k and its gradient, as the caller sees it."""
-        return self._compose(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
+        return array_shape(self.layout, self.rank, self.batch, self.seqlen_k, self.num_heads_kv, self.head_dim)
 
     @property
     def o_shape(self) -> tuple[int, ...]:
@@ -171,6 +107,17 @@ class AttentionProblem:
     def v_shape(self) -> tuple[int, ...]:
         """Shape of v and its gradient, as the caller sees it."""
         return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
+
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """Shape of a tensor as the caller sees it, by the kernels' name for it."""
+        shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}
+        return shapes[{"dout": "o"}.get(tensor, tensor.removeprefix("d"))]
+
+    def sizes_of(self, tensor: str) -> tuple[int, int, int]:
+        """Of the batch, row and head axes of a tensor, by the kernels' name for it."""
+        if ROWS_OF[tensor] == "keys":
+            return self.batch, self.seqlen_k, self.num_heads_kv
+        return self.batch, self.seqlen_q, self.num_heads
 
     @property
     def is_packed(self) -> bool:
@@ -220,7 +167,7 @@ class AttentionProblem:
 
     def canonical_view(self, array):
         """The array as (batch, row, head, column), a view."""
-        batch, row, head, column = _AXES[self.layout, self.rank]
+        batch, row, head, column = SOURCE_AXES[self.layout, self.rank]
         present = tuple(axis for axis in (batch, row, head, column) if axis is not None)
         view = array.transpose(present)
         if head is None:
@@ -234,15 +181,5 @@ class AttentionProblem:
         """
         if strides is None:
             strides = tuple(self.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        axes = _AXES[self.layout, self.rank][:3]
+        axes = SOURCE_AXES[self.layout, self.rank][:3]
         return tuple(0 if axis is None or shape[axis] == 1 else strides[axis] // self.itemsize for axis in axes)
-
-    def check_backward_inputs(self, o, lse, do, delta, dlse=None) -> None:
-        """What the forward left and what arrives from above fit q and v."""
-        like = "q and v" if self.head_dim_v else "q"
-        check_array("o", o, self.o_shape, self.dtype, like)
-        check_array("lse", lse, self.lse_shape, self.accumulator_dtype, "q")
-        check_array("do", do, self.o_shape, self.dtype, like)
-        for name, array in (("delta", delta), ("dlse", dlse)):
-            if array is not None:
-                check_array(name, array, self.lse_shape, self.accumulator_dtype, "q")

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import UnsupportedProblemError
 from .keywords import similar
 from .attention import MAX_HEAD_DIM
-from ..jit.spec import DTYPES
+from .dtypes import DTYPES
 
 __all__ = [
     "CALL_FEATURES",

@@ -45,7 +45,10 @@ from typing import NamedTuple, TypedDict
 from .philox import dropout_scale, dropout_threshold
 from .softcap import softcap_values
 
-__all__ = ["ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "OFFSETS", "FeatureOptions", "Features", "KernelNeeds"]
+__all__ = [
+    "ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "OFFSETS", "FeatureOptions", "Features", "KernelNeeds",
+    "features_in_registers",
+]  # fmt: skip
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -86,25 +89,28 @@ class KernelNeeds(NamedTuple):
         Numbers of the record, as `Features.record` gives them.
     per_call : tuple of str
         64-bit numbers that are new in each call, and travel with the pointers.
+    registers : int
+        How much of a thread's registers it takes in the inner loop of a backward: 0 none, 1 some, 2 many.
     """
 
     flag: str
     arrays: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     per_call: tuple[str, ...] = ()
+    registers: int = 0
 
 
 KERNEL_NEEDS = {
     "window": KernelNeeds("kWindow", (), ("window_left", "window_right")),
-    "softcap": KernelNeeds("kSoftcap", (), tuple(softcap_values(1.0, 1.0))),
-    "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",), ("alibi_scale",)),
-    "bias": KernelNeeds("kBias", ("bias",)),
+    "softcap": KernelNeeds("kSoftcap", (), tuple(softcap_values(1.0, 1.0)), registers=1),
+    "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",), ("alibi_scale",), registers=1),
+    "bias": KernelNeeds("kBias", ("bias",), registers=2),
     "wide_bias": KernelNeeds("kWideBias"),
     "dbias": KernelNeeds("kDbias", ("dbias_accum",)),
-    "mask": KernelNeeds("kMask", ("mask",)),
+    "mask": KernelNeeds("kMask", ("mask",), registers=2),
     "key_padding_mask": KernelNeeds("kKeyPadding", ("key_padding_mask",)),
     "sink": KernelNeeds("kSink", ("sink",)),
-    "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",)),
+    "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",), registers=2),
     "dlse": KernelNeeds("kDlse", ("dlse",)),
     "cu_seqlens": KernelNeeds(
         "kVarlen",
@@ -112,6 +118,11 @@ KERNEL_NEEDS = {
         ("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"),
     ),
 }
+
+
+def features_in_registers(least: int) -> tuple[str, ...]:
+    """The features that take at least so much of a thread's registers, as `KernelNeeds.registers` counts."""
+    return tuple(name for name, need in KERNEL_NEEDS.items() if need.registers >= least)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .features import FeatureOptions
 
-__all__ = ["check_keywords", "similar"]
+__all__ = ["check_keywords", "similar", "takes_features"]
 
 _FEATURES = frozenset(FeatureOptions.__annotations__)
 _RETURN_LSE = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual", "return_aux")
@@ -66,6 +66,16 @@ _ELSEWHERE = {
 }
 
 
+#: The public functions that take the keywords of features, in the order of their definition.
+_public_calls: list[Callable] = []
+
+
+def takes_features(function: Callable) -> Callable:
+    """Marks a public function: messages about unknown keywords name it where the keyword is one of its own."""
+    _public_calls.append(function)
+    return function
+
+
 def check_keywords(function: Callable, given: Mapping[str, object]) -> None:
     """All of `given` are keywords of features, which the function takes besides its own.
 
@@ -105,14 +115,11 @@ def _public_name(function: Callable) -> str:
 
 def _hint(function: Callable, name: str, value: object, keywords: list[str]) -> str:
     """The end of a sentence that names the keyword."""
-    from .. import api  # which import this module
-    from .. import closure  # which import this module
-
     if name in _RETURN_LSE and "return_lse" in keywords:
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
-    others = [f for f in (api.forward, api.backward, closure.attention) if name in _own_keywords(f)]
+    others = [one for one in _public_calls if name in _own_keywords(one)]
     if others:
         return f": it is one of {' and '.join(map(_public_name, others))}."
     close = similar(name, keywords)

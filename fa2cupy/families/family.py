@@ -1,0 +1,232 @@
+"""What a kernel family is. Each has a module of its own, and `choice` lists them."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..errors import UnsupportedProblemError
+from ..problem.attention import AttentionProblem
+from ..problem.features import KERNEL_NEEDS
+from ..problem.strides import AnyStrides
+from .device import DeviceInfo
+from .operations import TILED, operation_named
+from .records import Record
+from .tile import TileConfig
+
+__all__ = ["ANY_NEWER", "CALL_FEATURES", "Family", "TileRow", "register_shortage"]
+
+#: No newest GPU.
+ANY_NEWER = 10_000
+
+#: What families can have besides plain attention.
+CALL_FEATURES = (*KERNEL_NEEDS, "dsink", "head_dim_v")
+
+_MAX_REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """A default tile, and where it applies.
+
+    Attributes
+    ----------
+    head_dim : int
+        The largest (padded) head dimension.
+    tile : TileConfig
+    measured : str
+        GPU and date of the sweep behind it. Rows without one are by arithmetic (they fit, and keep their accumulators in
+        registers) and wait for a sweep: those of sm80 and simt are for GPUs with less shared memory.
+    dtypes : tuple of str or None
+        None is all of the family.
+    features : tuple of str
+        If any, the row is for calls with one of them only.
+    """
+
+    head_dim: int
+    tile: TileConfig
+    measured: str = ""
+    dtypes: tuple[str, ...] | None = None
+    features: tuple[str, ...] = ()
+
+
+class Family(ABC):
+    """A set of kernels that share their main loops: everything that depends on which family it is.
+
+    Attributes
+    ----------
+    name : str
+    folder : str
+        Folder in ``kernels/``, and namespace, of its kernels.
+    operations : tuple of str
+        What it has kernels for, besides those that all families share.
+    dtypes : tuple of str
+    min_compute_capability, max_compute_capability : int
+        Oldest and newest GPU that runs it.
+    row_alignment : int
+        Bytes on whose multiples rows must start.
+    head_dim_step : int
+        What head_dim must be a multiple of.
+    arch_suffix : str
+        What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
+    features : tuple of str
+        What its kernels have besides plain attention: of `AttentionProblem.needs` and the extras of a backward.
+    needs_positive_scale : bool
+        Its kernels may take the sign of a score for that of its product.
+    backward_owns : str
+        Whose tiles the blocks of ``backward`` own. Those of ``"queries"`` add dK and dV to the results in place; those of
+        ``"keys"`` add dQ to a float32 workspace, which ``convert_dq`` reads.
+    tiles : mapping of operation to tuple of TileRow
+        Default tiles. Of an operation's rows the first wins that applies, is legal on the device, and of which the
+        device's shared memory holds as many blocks as the tile counts on.
+    query_rows, key_rows : sequence of int
+        Values of b_r and b_c that a sweep tries.
+    """
+
+    name: str
+    operations: tuple[str, ...] = TILED
+    dtypes: tuple[str, ...]
+    min_compute_capability: int
+    max_compute_capability: int = ANY_NEWER
+    row_alignment: int
+    head_dim_step: int
+    arch_suffix: str = ""
+    features: tuple[str, ...] = CALL_FEATURES
+    needs_positive_scale: bool = False
+    backward_owns: str
+    tiles: Mapping[str, tuple[TileRow, ...]]
+    query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
+    key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
+
+    @property
+    def folder(self) -> str:
+        """The family's name, unless it runs another one's kernels."""
+        return self.name
+
+    # What the family takes.
+
+    def supports(self, operation: str, dtype: str, device: DeviceInfo, needs: tuple[str, ...] = ()) -> bool:
+        """Whether the family has a kernel for the operation and dtype, with the features it needs, on the device."""
+        return (
+            (operation in self.operations or operation_named(operation).is_common)
+            and set(needs) <= set(self.features)
+            and dtype in self.dtypes
+            and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
+        )
+
+    def why_not_here(self) -> str | None:
+        """What this machine lacks for the family's calls, or None if it lacks nothing."""
+        return None
+
+    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
+        """The reason why a kernel cannot take a problem and its arrays, or None if it can."""
+        return None
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs that run it, in words."""
+        newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
+        return f"compute capability {self.min_compute_capability / 10}{newer}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
+
+    # What its kernels are.
+
+    @abstractmethod
+    def record(self, operation: str) -> Record:
+        """The parameter record of a kernel, but for what features add."""
+
+    def owns(self, operation: str) -> str | None:
+        """Whose tiles the blocks of a kernel own: ``"queries"``, ``"keys"``, or None if it has no tiles of scores."""
+        return self.backward_owns if operation == "backward" else operation_named(operation).owns
+
+    def kernel_features(self, operation: str, used: Mapping[str, object]) -> tuple[str, ...]:
+        """Of the features that a call uses, those that the kernel must have, in the order of `KERNEL_NEEDS`."""
+        concerned = set(operation_named(operation).features)
+        if self.owns(operation) == "keys":
+            concerned.discard("dbias")  # which kernels that own queries sum
+        return tuple(name for name in KERNEL_NEEDS if name in used and name in concerned)
+
+    @abstractmethod
+    def default_method(self, problem: AttentionProblem) -> str:
+        """The faster method of the backward."""
+
+    def method_with_dbias(self, method: str) -> str:
+        """The method of a backward that gives dbias: its kernels must own queries."""
+        return method if self.backward_owns == "queries" else "two_pass"
+
+    # What a tile costs.
+
+    @abstractmethod
+    def padded_head_dim(self, head_dim: int) -> int:
+        """Columns that a row occupies on chip."""
+
+    @abstractmethod
+    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+        """Dynamic shared memory of a block; the kernels assert the same number."""
+
+    @abstractmethod
+    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+        """The reason why a kernel's code cannot have this tile, or None if it can. `head_dim` is padded."""
+
+    def why_illegal(
+        self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo
+    ) -> str | None:
+        """The reason why a kernel cannot have this tile on this device, or None if it can."""
+        reason = self.why_not_shape(operation, dtype, self.padded_head_dim(head_dim), tile)
+        if reason:
+            return reason
+        if tile.num_threads > 1024:
+            return f"num_warps={tile.num_warps} is more than the 32 of a block"
+        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile)
+        if needed > device.shared_memory_per_block:
+            return f"it needs {needed} bytes of shared memory, {device.name} has {device.shared_memory_per_block} for a block"
+        return None
+
+    def fits_blocks(self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo) -> bool:
+        """Whether the device's shared memory holds as many blocks as the tile counts on."""
+        needed = self.shared_memory_bytes(operation, dtype, head_dim, tile) + device.reserved_shared_memory
+        return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
+
+    def default_tile(self, operation: str, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+        """The first row of `tiles` that applies.
+
+        Raises
+        ------
+        UnsupportedProblemError
+            None does.
+        """
+        kernel = (operation, problem.dtype, problem.head_dim)
+        for row in self.tiles[operation]:
+            if (
+                self.padded_head_dim(problem.head_dim) <= row.head_dim
+                and (row.dtypes is None or problem.dtype in row.dtypes)
+                and (not row.features or not set(row.features).isdisjoint(problem.needs))
+                and self.why_illegal(*kernel, row.tile, device) is None
+                and self.fits_blocks(*kernel, row.tile, device)
+            ):
+                return row.tile
+        raise UnsupportedProblemError(
+            f"no default tile of {operation} ({self.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
+            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= takes "
+            "any of fa2cupy.legal_configs"
+        )
+
+    def candidate_tiles(self) -> Iterator[TileConfig]:
+        """The tiles that a sweep tries, legal or not."""
+        warps, stages, blocks_per_sm = (2, 4, 8, 12, 16), (1, 2, 3, 4), (1, 2, 3, 4)
+        return itertools.starmap(TileConfig, itertools.product(self.query_rows, self.key_rows, warps, stages, blocks_per_sm))
+
+
+def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:
+    """Why a thread's registers do not suffice, or None: what the tile itself occupies, and room for operands and addresses.
+
+    Beyond it the compiler spills.
+    """
+    available = min(_MAX_REGISTERS, 65536 // (tile.num_threads * tile.blocks_per_sm))
+    if accumulators + operands > available:
+        return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
+    return None

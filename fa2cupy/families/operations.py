@@ -1,0 +1,123 @@
+"""The kernels that there are: one row for each entry file in ``kernels/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .records import Record
+
+__all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a kernel computes, in whichever family.
+
+    Attributes
+    ----------
+    name : str
+        The entry file without its suffix.
+    features : tuple of str
+        Rows of `fa2cupy.problem.features` that concern it. One with ``"cu_seqlens"`` knows packed sequences.
+    owns : str or None
+        Whose tiles the blocks of a tiled operation own: ``"queries"`` or ``"keys"``; None where that is the family's choice.
+    num_warps : int or None
+        Warps of a block; None for a tiled operation, whose tile is a choice.
+    is_common : bool
+        Its body is in ``kernels/common``, the same for all families.
+    record : Record or None
+        None where each family has its own.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    owns: str | None = None
+    num_warps: int | None = None
+    is_common: bool = False
+    record: Record | None = None
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether its tile is a choice."""
+        return self.num_warps is None
+
+
+#: What changes the scores, or which of them there are.
+_OF_SCORES = (
+    "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "dropout_p", "cu_seqlens",
+)  # fmt: skip
+
+#: All operations by name. ``backward`` is the one tiled kernel of ``single_pass``, the next two those of ``two_pass``.
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
+        Operation("backward", (*_OF_SCORES, "dbias")),
+        Operation("backward_dq", (*_OF_SCORES, "dbias"), owns="queries"),
+        Operation("backward_dkdv", _OF_SCORES, owns="keys"),
+        Operation(
+            "delta",
+            ("dlse",),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")
+            ),
+        ),
+        # The gradient of the sinks.
+        Operation(
+            "dsink",
+            ("sink",),
+            num_warps=8,
+            is_common=True,
+            record=Record(
+                "lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")
+            ),
+        ),
+        # dQ from the workspace in which a family that owns keys sums it.
+        Operation(
+            "convert_dq",
+            ("cu_seqlens",),
+            num_warps=8,
+            record=Record(
+                "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")
+            ),
+        ),
+        # Results of rows outside all packed sequences.
+        Operation(
+            "clear_forward",
+            ("cu_seqlens",),
+            num_warps=4,
+            is_common=True,
+            record=Record("o:output lse:output_accum", ("o",), (), ("num_heads",)),
+        ),
+        Operation(
+            "clear_backward",
+            ("cu_seqlens",),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "dq:output dk:output dv:output", ("dq", "dk", "dv"), (), ("num_heads", "heads_per_group")
+            ),
+        ),
+    )
+}
+
+#: Those whose tile is a choice: the keys of ``config=``.
+TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled)
+
+#: The tiled operations of each method of the backward.
+METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}
+
+
+def operation_named(name: str) -> Operation:
+    """The row of an operation.
+
+    Raises
+    ------
+    ValueError
+        There is none of that name.
+    """
+    if name not in OPERATIONS:
+        raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {name!r}")
+    return OPERATIONS[name]

@@ -1,0 +1,162 @@
+"""The sm80 family: tensor cores by ``mma.sync``, on Ampere and newer."""
+
+from __future__ import annotations
+
+from ..problem.attention import AttentionProblem
+from .family import Family, TileRow, register_shortage
+from .records import POINTER_RECORDS, Record
+from .tile import TileConfig
+
+__all__ = ["SM80", "Sm80"]
+
+_H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
+_WIDE = 128  # above it, two warps share the rows of the forward
+
+
+class Sm80(Family):
+    """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
+
+    name = "sm80"
+    dtypes = ("float16", "bfloat16")
+    min_compute_capability = 80
+    row_alignment = 16
+    head_dim_step = 8
+    backward_owns = "keys"
+    tiles = {
+        "forward": (
+            TileRow(32, TileConfig(128, 64, 4, 2, 3), _H100),
+            TileRow(64, TileConfig(128, 128, 4, 2, 2), _H100),
+            TileRow(64, TileConfig(128, 64, 4, 2, 2)),
+            TileRow(96, TileConfig(128, 80, 4, 2, 2), _H100),
+            TileRow(128, TileConfig(128, 64, 4, 2, 2), _H100),
+            TileRow(128, TileConfig(128, 32, 4, 2, 2)),
+            TileRow(128, TileConfig(128, 32, 4, 1, 2)),
+            TileRow(192, TileConfig(128, 96, 8, 2), _H100),
+            TileRow(256, TileConfig(128, 64, 8, 2), _H100),
+            TileRow(256, TileConfig(128, 64, 8)),
+            TileRow(256, TileConfig(64, 32, 4)),
+        ),
+        "backward": (
+            TileRow(32, TileConfig(64, 128, 8, 2, 2), _H100),
+            TileRow(64, TileConfig(64, 64, 4, 2, 3), _H100),
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(128, TileConfig(64, 128, 8, 2), _H100),
+            TileRow(128, TileConfig(64, 128, 8)),
+            TileRow(128, TileConfig(32, 64, 4, 2)),
+            TileRow(160, TileConfig(32, 64, 4, 2, 2), _H100),
+            TileRow(256, TileConfig(64, 64, 8, 2), _H100),
+            TileRow(256, TileConfig(32, 64, 8, 2)),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(16, 32, 4)),
+        ),
+        "backward_dq": (
+            TileRow(32, TileConfig(128, 32, 4, 2, 2), _H100),
+            TileRow(64, TileConfig(128, 64, 4, 2, 2), _H100),
+            TileRow(128, TileConfig(128, 32, 4, 2, 2), _H100),
+            TileRow(128, TileConfig(64, 64, 4, 1, 2)),
+            TileRow(128, TileConfig(64, 32, 4, 1, 2)),
+            TileRow(192, TileConfig(64, 64, 4, 1, 2), _H100),
+            TileRow(256, TileConfig(64, 32, 4, 1, 2), _H100),
+            TileRow(256, TileConfig(32, 32, 2, 1, 2)),
+            TileRow(256, TileConfig(32, 32, 2)),
+        ),
+        "backward_dkdv": (
+            TileRow(32, TileConfig(64, 64, 4, 2, 4), _H100),
+            TileRow(64, TileConfig(64, 64, 4, 2, 3), _H100),
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(96, TileConfig(64, 64, 4, 2, 2), _H100),
+            TileRow(128, TileConfig(64, 128, 8, 2), _H100),
+            TileRow(128, TileConfig(32, 64, 4, 2)),
+            TileRow(160, TileConfig(32, 64, 4, 2, 2), _H100),
+            TileRow(256, TileConfig(64, 64, 8, 2), _H100),
+            TileRow(256, TileConfig(32, 64, 8)),
+            TileRow(256, TileConfig(32, 32, 4)),
+        ),
+    }
+
+    def record(self, operation: str) -> Record:
+        return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]
+
+    def default_method(self, problem: AttentionProblem) -> str:
+        return "single_pass"
+
+    def padded_head_dim(self, head_dim: int) -> int:
+        step = 32 if head_dim > _WIDE else 16  # whole k-steps, and pairs of them where two warps share a row's columns
+        return -(-head_dim // step) * step
+
+    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+        row, b_r, b_c = 2 * self.padded_head_dim(head_dim), tile.b_r, tile.b_c
+        scores = 2 * b_r * b_c
+        if operation == "forward":
+            exchange = scores + 8 * b_r if head_dim > _WIDE else 0
+            return b_r * row + tile.num_stages * 2 * b_c * row + exchange
+        if operation == "backward_dq":
+            return 2 * b_r * row + tile.num_stages * 2 * b_c * row
+        by_keys = 2 * b_c * row + tile.num_stages * 2 * b_r * row + scores + 4 * b_r * 4
+        return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
+
+    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+        if operation == "forward":
+            return _why_no_forward(tile, head_dim)
+        if operation == "backward_dq":
+            return _why_no_query_rows(tile, head_dim, 2)
+        return {"backward": _why_no_backward, "backward_dkdv": _why_no_key_rows}[operation](tile, head_dim)
+
+
+def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
+    if head_dim <= _WIDE:
+        return _why_no_query_rows(tile, head_dim, 1)
+    pairs = tile.num_warps // 2
+    if tile.b_c % 32:
+        return f"b_c={tile.b_c} is not a multiple of 32"
+    if tile.num_warps % 2 or pairs > 15 or tile.b_r % (16 * pairs) or tile.b_r // pairs not in (16, 32):
+        return f"b_r={tile.b_r} does not give each pair of {tile.num_warps} warps 16 or 32 rows"
+    if tile.num_stages > 4:
+        return f"num_stages={tile.num_stages} is more than 4"
+    return register_shortage(tile.b_r // pairs // 16 * (head_dim + tile.b_c) // 4, 40, tile)
+
+
+def _why_no_query_rows(tile: TileConfig, head_dim: int, score_fragments: int) -> str | None:
+    """Of kernels whose warps own rows of queries."""
+    if tile.b_c % 16:
+        return f"b_c={tile.b_c} is not a multiple of 16"
+    if tile.b_r % (16 * tile.num_warps) or tile.b_r // tile.num_warps not in (16, 32, 64):
+        return f"b_r={tile.b_r} does not give each of {tile.num_warps} warps 16, 32 or 64 rows"
+    if tile.num_stages > 4:
+        return f"num_stages={tile.num_stages} is more than 4"
+    fragments = tile.b_r // tile.num_warps // 16
+    return register_shortage(fragments * (head_dim + score_fragments * tile.b_c) // 2, 32, tile)
+
+
+def _why_no_key_rows(tile: TileConfig, head_dim: int, *, with_dq: bool = False) -> str | None:
+    """Of kernels whose pairs of warps own rows of keys."""
+    pairs = tile.num_warps // 2
+    if tile.num_warps % 2 or pairs > 15:
+        return f"num_warps={tile.num_warps} is not an even number up to 30"
+    if tile.b_c % (16 * pairs) or tile.b_c // pairs not in (16, 32, 64):
+        return f"b_c={tile.b_c} does not give each of {pairs} pairs of warps 16, 32 or 64 keys"
+    if tile.b_r % 16 or 2 * tile.b_r > tile.num_threads:
+        return f"b_r={tile.b_r} is not a multiple of 16 with two threads a row"
+    if tile.num_stages > 2:
+        return f"num_stages={tile.num_stages} is more than 2"
+    if with_dq and not _dq_divides(tile, head_dim):
+        return f"dQ of {tile.b_r} x {head_dim} does not divide among {tile.num_warps} warps"
+    fragments = tile.b_c // pairs // 16
+    return register_shortage(fragments * (head_dim + tile.b_r) // 2, 32, tile)
+
+
+def _why_no_backward(tile: TileConfig, head_dim: int) -> str | None:
+    return _why_no_key_rows(tile, head_dim, with_dq=True)
+
+
+def _dq_divides(tile: TileConfig, head_dim: int) -> bool:
+    """Whether dQ can be split 32 rows a warp (then columns must divide evenly), or 16."""
+    bands = tile.b_r // 32
+    if tile.b_r % 32 == 0 and tile.num_warps % bands == 0 and (head_dim // 16) % (tile.num_warps // bands) == 0:
+        return True
+    return tile.num_warps % (tile.b_r // 16) == 0
+
+
+SM80 = Sm80()

@@ -1,0 +1,272 @@
+"""The sm90 family: Hopper's wgmma and TMA, with producer and consumer warp groups."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+
+from ..errors import INSTALL_CUDA
+from ..problem.attention import AttentionProblem
+from ..problem.features import features_in_registers
+from ..problem.strides import AnyStrides
+from .family import Family, TileRow
+from .records import LENGTHS, SCALES, SCHEDULE, Record
+from .tile import TileConfig
+
+__all__ = ["SM90", "Sm90"]
+
+_H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
+#: Features that take registers where the backward has none to spare: with more queries at a time it would spill. (With a
+#: window it would not, but compute more scores that are outside.)
+_IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
+
+_SHARED_BYTES = 227 * 1024
+_WIDE = 128  # above it, a warp group's registers hold one of dK and dV
+_MAX_STRIDE = 2**40  # bytes, of a tensor map
+
+_GRADIENT_MAPS = "q:input_map k:input_map v:input_map dout:input_map"
+_STATISTICS = "lse:input_accum delta:input_accum"
+_RECORDS = {
+    "forward": Record(
+        "q:input_map k:input_map v:input_map o:output_map lse:output_accum tile_counter:counter",
+        (),
+        ("scale_log2",),
+        LENGTHS + SCHEDULE,
+    ),
+    "backward": Record(
+        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS} dq_accum:output_accum", (), SCALES, LENGTHS + SCHEDULE
+    ),
+    "backward_dq": Record(
+        f"{_GRADIENT_MAPS} dq:output_map {_STATISTICS} tile_counter:counter", (), SCALES, LENGTHS + SCHEDULE
+    ),
+    "backward_dkdv": Record(
+        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
+    ),
+}
+#: What each kernel has tensor maps of.
+_MAPPED = {
+    operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
+    for operation, record in _RECORDS.items()
+}
+
+#: Up to a head_dim, the fewest query rows for which one pass is faster: without and with a causal mask. Measured by
+#: scripts/methods.py; the number of heads does not matter.
+_ONE_PASS_FROM = {64: (1024, 1024), 128: (1024, 2048)}
+#: For windows narrower than this, two passes are faster at any length: the atomics of one pass cost the same for a row
+#: however few keys it sees.
+_ONE_PASS_FROM_WINDOW = 256
+
+
+class Sm90(Family):
+    """Kernels for sm_90a alone, whose blocks own key tiles in ``backward``; the others are persistent."""
+
+    name = "sm90"
+    dtypes = ("float16", "bfloat16")
+    min_compute_capability = max_compute_capability = 90
+    row_alignment = 16
+    head_dim_step = 8
+    arch_suffix = "a"
+    needs_positive_scale = True
+    backward_owns = "keys"
+    query_rows = tuple(range(16, 257, 16))
+    key_rows = tuple(range(48, 257, 16))
+    # b_r is 64 rows for each multiplying warp group of a kernel that owns queries; four more warps load.
+    tiles = {
+        "forward": (
+            TileRow(32, TileConfig(192, 96, 16, 2)),
+            TileRow(64, TileConfig(192, 128, 16, 3), _H100),
+            TileRow(128, TileConfig(128, 128, 12, 2), _H100),
+            TileRow(256, TileConfig(128, 64, 12, 2), _H100),
+        ),
+        "backward": (
+            TileRow(64, TileConfig(128, 128, 12, 2), _H100),
+            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window")),
+            TileRow(96, TileConfig(96, 128, 12, 2), _H100),
+            TileRow(128, TileConfig(80, 128, 12, 2), _H100),
+            TileRow(256, TileConfig(64, 64, 12, 2), _H100),
+        ),
+        "backward_dq": (
+            TileRow(64, TileConfig(64, 64, 8, 2, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
+            TileRow(128, TileConfig(128, 64, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
+            TileRow(256, TileConfig(128, 32, 12, 2), _H100_LATER, features=_IN_MANY_REGISTERS),
+            TileRow(64, TileConfig(64, 128, 8, 2, 2), _H100),
+            TileRow(96, TileConfig(128, 96, 12, 3), _H100),
+            TileRow(128, TileConfig(128, 128, 12, 2), _H100),
+            TileRow(192, TileConfig(128, 64, 12, 3), _H100),
+            TileRow(256, TileConfig(128, 64, 12, 2), _H100),
+        ),
+        "backward_dkdv": (
+            TileRow(64, TileConfig(128, 128, 12, 2), _H100),
+            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
+            TileRow(112, TileConfig(96, 128, 12, 2), _H100),
+            TileRow(128, TileConfig(80, 128, 12, 2), _H100),
+            TileRow(192, TileConfig(96, 64, 12, 2), _H100),
+            TileRow(256, TileConfig(64, 64, 12, 2), _H100),
+        ),
+    }
+
+    def why_not_here(self) -> str | None:
+        return None if _can_encode_maps() else f"needs cuda-bindings: {INSTALL_CUDA}"
+
+    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
+        if not problem.softmax_scale > 0:
+            return f"softmax_scale={problem.softmax_scale} is not positive"
+        if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
+            return None  # nothing will be launched
+        for name in _MAPPED[operation]:
+            reason = _why_not_mappable(problem.sizes_of(name), strides[name], problem.itemsize)
+            if reason:
+                return f"{name} is not for TMA, {reason}"
+        return None
+
+    def record(self, operation: str) -> Record:
+        return _RECORDS[operation]
+
+    def default_method(self, problem: AttentionProblem) -> str:
+        rows = next((rows for limit, rows in _ONE_PASS_FROM.items() if problem.head_dim <= limit), None)
+        left, right = problem.band
+        is_narrow = left is not None and right is not None and left + right < _ONE_PASS_FROM_WINDOW
+        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal] and not is_narrow:
+            return "single_pass"
+        return "two_pass"
+
+    def padded_head_dim(self, head_dim: int) -> int:
+        return -(-head_dim // 16) * 16  # whole k-steps; the panels in shared memory are wider
+
+    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+        if operation == "forward":
+            return _forward_bytes(head_dim, tile)
+        if operation == "backward_dq":
+            return _dq_bytes(head_dim, tile)
+        return _backward_bytes(head_dim, tile, with_dq={"backward": True, "backward_dkdv": False}[operation])
+
+    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+        if operation == "forward":
+            return _why_no_forward(tile, head_dim)
+        if operation == "backward_dq":
+            return _why_no_dq(tile, head_dim)
+        return _why_no_backward(tile, head_dim, with_dq={"backward": True, "backward_dkdv": False}[operation])
+
+
+@functools.lru_cache(maxsize=None)
+def _can_encode_maps() -> bool:
+    """Whether the driver's encoder of tensor maps can be called. Warns once, with what to install, if not."""
+    try:
+        from cuda.bindings import driver
+
+        driver.cuTensorMapEncodeTiled  # noqa: B018  (absent before CUDA 12)
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"cuda-bindings cannot be used ({error}), so that calls run on the kernels for older GPUs, at about half "
+            f"the speed: {INSTALL_CUDA}",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
+    """The reason why TMA cannot take an array, or None if it can: sizes and element strides of batch, row and head."""
+    if 0 in sizes:
+        return "it is empty"
+    for size, stride in zip(sizes, strides, strict=True):
+        nbytes = stride * itemsize
+        if size > 1 and (nbytes <= 0 or nbytes % 16 or nbytes >= _MAX_STRIDE):
+            return f"a stride of {nbytes} bytes is not a positive multiple of 16 below 2**40"
+    return None
+
+
+# Tiles of the kernels that own queries.
+
+
+def _forward_bytes(head_dim: int, tile: TileConfig) -> int:
+    """Dynamic shared memory of the forward."""
+    # As kernels/sm90/forward_shape.cuh has it: panels of 64 columns; O gets a buffer if one fits, and Q a second.
+    row = -(-head_dim // 64) * 128
+    queries = tile.b_r * row
+    barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
+    fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
+    return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SHARED_BYTES), fixed + queries)
+
+
+def _dq_bytes(head_dim: int, tile: TileConfig) -> int:
+    """Dynamic shared memory of the dQ kernel."""
+    # As kernels/sm90/backward_dq_shape.cuh has it: dQ gets a buffer if one fits, and Q and dO a second each.
+    row = -(-head_dim // 64) * 128
+    queries, keys = tile.b_r * row, tile.b_c * row
+    fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32
+    most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
+    two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= most
+    ring = fixed + (4 if two_and_two else 2 * tile.num_stages - 1) * keys
+    return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= most), ring + 2 * queries)
+
+
+def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
+    """The reason why the forward cannot have this tile, or None if it can."""
+    return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c // 2 + tile.b_c // 4, 25)
+
+
+def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
+    """The reason why the dQ kernel cannot have this tile, or None if it can."""
+    # dQ, S and dP, besides which dS has no room of its own where registers are scarce.
+    return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c, 32)
+
+
+def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, operands: int) -> str | None:
+    groups = tile.b_r // 64
+    if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
+        return (
+            f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of 4 warps, "
+            "and one more that loads"
+        )
+    if tile.b_c % 16 or tile.b_c > 256:
+        return f"b_c={tile.b_c} is not a multiple of 16 up to 256"
+    if not 2 <= tile.num_stages <= 4:
+        return f"num_stages={tile.num_stages} is not from 2 to 4"
+    if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
+        return f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, or 1 of more"
+    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]  # the second is what setmaxnreg leaves them
+    if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
+        return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
+    if accumulators + operands > available:
+        return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
+    return None
+
+
+# Tiles of the kernels that own keys.
+
+
+def _backward_bytes(head_dim: int, tile: TileConfig, *, with_dq: bool) -> int:
+    """Dynamic shared memory of the kernels by key tiles."""
+    # As kernels/sm90/backward_shape.cuh has it. Where a key tile is divided into dK and dV, P crosses.
+    row, scores = -(-head_dim // 64) * 128, 2 * 2 * tile.b_r * tile.b_c
+    as_step = head_dim <= (_WIDE if with_dq else 64)  # statistics, with a tile of ones
+    queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
+    exchanged = with_dq + (head_dim > _WIDE)
+    return 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 10)
+
+
+def _why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str | None:
+    """The reason why the kernels by key tiles cannot have this tile, or None if they can."""
+    keys, groups = (64, "dV and one for dK") if head_dim > _WIDE else (128, "each 64 keys")
+    if tile.b_c != keys or tile.num_warps != 12 or tile.blocks_per_sm != 1:
+        return (
+            f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of {keys} keys, "
+            f"a warp group of 4 warps for {groups}, and one more that loads"
+        )
+    if tile.b_r % 16 or tile.b_r > 128:
+        return f"b_r={tile.b_r} is not a multiple of 16 up to 128"
+    if with_dq and (head_dim <= 64 and tile.b_r != 128 or head_dim > _WIDE and tile.b_r != 64):
+        return f"dQ of b_r={tile.b_r} rows does not divide between two warp groups"
+    if with_dq and tile.b_r % 64 == 0 and 64 < head_dim <= _WIDE and tile.b_r != 64:
+        return f"dQ of b_r={tile.b_r} rows by 64 columns is more than a warp group multiplies"
+    if not 2 <= tile.num_stages <= 4:
+        return f"num_stages={tile.num_stages} is not from 2 to 4"
+    accumulators = tile.b_r + head_dim if head_dim <= _WIDE else tile.b_r + head_dim // 2
+    if accumulators > 208:
+        return f"its accumulators take {accumulators} of the 208 registers that a thread has for them"
+    return None
+
+
+SM90 = Sm90()

@@ -1,0 +1,73 @@
+"""The tile type: what a kernel is specialised by besides the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .operations import TILED
+
+__all__ = ["TileConfig", "requested_tile"]
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """The tile of one kernel: the template parameters that a sweep varies.
+
+    Parameters
+    ----------
+    b_r : int
+        Rows of a query tile (B_r of the FlashAttention-2 paper).
+    b_c : int
+        Rows of a key tile (B_c).
+    num_warps : int
+        Warps in a thread block.
+    num_stages : int, optional
+        Tiles of the inner loop that are in shared memory at a time: with 2, one is copied while another is used.
+    blocks_per_sm : int, optional
+        Thread blocks that the compiler leaves registers for on one multiprocessor.
+
+    Examples
+    --------
+    >>> TileConfig(128, 64, num_warps=4, num_stages=2)
+    TileConfig(b_r=128, b_c=64, num_warps=4, num_stages=2, blocks_per_sm=1)
+    """
+
+    b_r: int
+    b_c: int
+    num_warps: int
+    num_stages: int = 1
+    blocks_per_sm: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a positive int, got {value!r}")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads in a block."""
+        return 32 * self.num_warps
+
+    def __str__(self) -> str:
+        blocks = f", {self.blocks_per_sm} blocks/SM" if self.blocks_per_sm > 1 else ""
+        return f"{self.b_r}x{self.b_c}, {self.num_warps} warps, {self.num_stages} stages{blocks}"
+
+
+def requested_tile(operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig | None:
+    """The caller's tile for one kernel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `config` is not a TileConfig or a mapping from operations to them.
+    """
+    if isinstance(config, Mapping):
+        unknown = [name for name in config if name not in TILED]
+        if unknown:
+            raise ValueError(f"config: {unknown} are no operations; those are {list(TILED)}")
+        config = config.get(operation)
+    if not isinstance(config, TileConfig | None):
+        raise TypeError(f"config: expected a TileConfig or a dict of them by operation, got {type(config).__name__}")
+    return config

@@ -1,0 +1,187 @@
+"""From a call to what runs it: checks, the choice of kernels, their plan, and the copies that they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import cupy
+import numpy as np
+
+from ..errors import UnsupportedProblemError
+from ..families.choice import choose, choose_family
+from ..families.device import DeviceInfo
+from ..families.family import Family
+from ..plan.calls import plan_backward, plan_delta, plan_forward
+from ..plan.stages import Plan
+from ..problem.arguments import check_outputs
+from ..problem.attention import ROWS_OF, AttentionProblem
+from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
+from ..problem.features import ARRAY_FEATURES, OFFSETS
+from ..problem.options import CallOptions
+from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides
+from .arguments import KERNEL_NAMES, Arguments
+from .copies import CopyingCall
+from .prepared import KernelCall, overlap_check
+
+__all__ = ["prepare"]
+
+_CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
+
+
+def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, settings: tuple) -> Callable:
+    """What runs calls of one signature, given their arrays and addresses.
+
+    Parameters
+    ----------
+    arguments : Arguments
+        Which arrays these are.
+    arrays : tuple of (cupy.ndarray or None)
+        Only their layouts matter.
+    options : CallOptions
+    settings : tuple of (name, value)
+        Keywords of features that are no arrays.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError
+        As for `fa2cupy.forward`.
+    """
+    arguments.check_backend(arrays)
+    named = arguments.named(arrays)
+    problem, results = _check(arguments.call, named, options, dict(settings) | _feature_arrays(named))
+    ordinal, device = _device(arguments, named)
+    check_outputs(results, tuple(named[name] for name in arguments.results))
+    extras = tuple(
+        name for name in ("dlse", "dbias", "dsink") if named.get(name) is not None or name in arguments.results
+    )
+    if "dbias" in extras and options.deterministic:
+        _check_deterministic_dbias(problem, named["bias"])
+    family = choose_family(arguments.call, problem.dtype, device, options.family, (*problem.needs, *extras))
+    kernels = _Kernels(arguments, named, options, device, extras)
+    check_overlap = overlap_check(arguments, arrays)
+    copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
+    if not copied and "dbias" not in extras:
+        given = [name for name in arguments.results if named[name] is not None]
+        plan = kernels.plan(problem, in_place=named)
+        return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
+    padded = _padded(problem, family)
+    in_place = {name: named[name] for name in arguments.inputs if name not in copied}
+    inner = KernelCall(kernels.plan(padded, in_place), ordinal, arguments, _padded_results(padded, results))
+    return CopyingCall(inner, arguments, results, copied, padded.head_dim, check_overlap)
+
+
+class _Kernels:
+    """The kernels of a call, for its problem or for a padded one."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        named: Mapping[str, object],
+        options: CallOptions,
+        device: DeviceInfo,
+        extras: tuple[str, ...],
+    ):
+        self._call = arguments.call
+        self._tensors = [name for name in arguments.names if _is_tensor(name)]
+        self._features = _feature_arrays(named)
+        self._with_delta = named.get("delta") is None
+        self._options, self._device, self._extras = options, device, extras
+
+    def plan(self, problem: AttentionProblem, in_place: Mapping[str, object]) -> Plan:
+        """Chooses kernels and plans them. Tensors that are not `in_place` lie in C order, in the problem's shapes."""
+        strides = self._strides(problem, in_place)
+        device, extras = self._device, self._extras
+        choice = choose(self._call, problem, device, strides, self._options, extras=extras)
+        if self._call == "forward":
+            return plan_forward(problem, device, strides, choice)
+        if self._call == "delta":
+            return plan_delta(problem, device, strides, choice)
+        return plan_backward(problem, device, strides, choice, extras=extras, with_delta=self._with_delta)
+
+    def _strides(self, problem: AttentionProblem, in_place: Mapping[str, object]) -> dict[str, AnyStrides]:
+        strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
+        for name in self._tensors:
+            kernel_name, array = KERNEL_NAMES.get(name, name), in_place.get(name)
+            layout = (problem.shape_of(kernel_name),) if array is None else (array.shape, array.strides)
+            strides[kernel_name] = problem.kernel_strides(*layout)
+        if "dbias" in self._extras:
+            strides[KERNEL_NAMES["dbias"]] = contiguous_score_strides(self._features["bias"].shape)
+        return strides
+
+
+def _check(
+    call: str, named: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]
+) -> Request:
+    if call == "delta":
+        return check_delta(named, options)
+    return (check_forward if call == "forward" else check_backward)(named, options, keywords)
+
+
+def _check_deterministic_dbias(problem: AttentionProblem, bias) -> None:
+    if bias.size < math.prod(problem.score_shape):
+        raise UnsupportedProblemError(
+            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
+        )
+
+
+def _feature_arrays(named: Mapping[str, object]) -> dict[str, object]:
+    return {name: named[name] for name in ARRAY_FEATURES if named.get(name) is not None}
+
+
+def _device(arguments: Arguments, named: Mapping[str, object]) -> tuple[int, DeviceInfo]:
+    """The device of all arrays."""
+    first_name = arguments.inputs[0]
+    first = named[first_name].data.device_id
+    for name, array in named.items():
+        if array is not None and array.data.device_id != first:
+            like = f"device {first} like {first_name}"
+            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {array.data.device_id}")
+    with cupy.cuda.Device(first):
+        return first, DeviceInfo.current()
+
+
+def _is_tensor(name: str) -> bool:
+    """Whether an array has head_dim columns."""
+    return ROWS_OF.get(KERNEL_NAMES.get(name, name)) in ("queries", "keys")
+
+
+def _must_be_copied(name: str, array, problem: AttentionProblem, family: Family) -> bool:
+    """Whether kernels cannot take an array as it is. None stands for a result that will be allocated."""
+    if _is_tensor(name) and (problem.head_dim_v is not None or problem.head_dim % family.head_dim_step):
+        return True
+    if array is None or array.size == 0:
+        return False
+    if _is_tensor(name):
+        return not _takes_rows(family, array)
+    return name in _CONTIGUOUS and not array.flags.c_contiguous
+
+
+def _takes_rows(family: Family, array) -> bool:
+    """Whether the family's kernels take the rows of an array where they lie."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return False
+    step = family.row_alignment
+    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
+    return array.data.ptr % step == 0 and all(s % step == 0 for s in starts)
+
+
+def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
+    """The problem with one head_dim for all tensors, which the family takes: zeros in further columns change no product."""
+    widest = max(problem.head_dim, problem.head_dim_v or 0)
+    padded = -(-widest // family.head_dim_step) * family.head_dim_step
+    return dataclasses.replace(problem, head_dim=padded, head_dim_v=None)
+
+
+def _padded_results(padded: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
+    """What the kernels of a padded problem write. dbias is summed in the accumulators' dtype, and rounded afterwards."""
+
+    def of(result: Result) -> Result:
+        if _is_tensor(result.name):
+            return result._replace(shape=padded.shape_of(KERNEL_NAMES.get(result.name, result.name)))
+        if result.name == "dbias":
+            return result._replace(dtype=np.dtype(padded.accumulator_dtype))
+        return result
+
+    return tuple(map(of, results))

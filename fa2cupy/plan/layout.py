@@ -1,0 +1,118 @@
+"""One stage of a plan: its grid, its record and its tensor maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..families.device import DeviceInfo
+from ..families.family import Family
+from ..families.operations import operation_named
+from ..families.tile import TileConfig
+from ..jit.params import TILE_COUNTER, param_layout
+from ..jit.spec import KernelSpec
+from ..problem.attention import AttentionProblem
+from ..problem.strides import AnyStrides
+from .schedule import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
+from .stages import Stage
+from .tensor_maps import TensorLayout, packed_layout, tensor_layout
+
+__all__ = ["StageLayout"]
+
+_LOG2_E = math.log2(math.e)
+
+
+class StageLayout:
+    """Lays out the stages of one call.
+
+    Parameters
+    ----------
+    problem, device
+    family : Family
+        Of the kernels that families have of their own.
+    strides : mapping
+        Of the tensors and of the features' arrays, by the kernels' names.
+    extras : tuple of str
+        What a backward has besides: ``"dlse"``, ``"dbias"``, ``"dsink"``.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device: DeviceInfo,
+        family: Family,
+        strides: Mapping[str, AnyStrides],
+        extras: tuple[str, ...] = (),
+    ):
+        self.problem = problem
+        self.device = device
+        self.family = family
+        self.strides = strides
+        self.used_features = dict.fromkeys((*problem.needs, *extras))
+
+    def num_tiles(self, side: str, rows: int) -> int:
+        """Tiles of a head along the queries or keys; of packed sequences, each starts with a tile of its own."""
+        problem, axis = self.problem, {"queries": 2, "keys": 3}[side]
+        if not problem.is_packed:
+            return -(-problem.score_shape[axis] // rows)
+        total = problem.seqlen_q if side == "queries" else problem.seqlen_k
+        sequences = problem.score_shape[0]
+        return total // rows + sequences if total and sequences else 0
+
+    def tiled(self, operation: str, tile: TileConfig) -> Stage:
+        """A kernel whose blocks own tiles of queries or keys.
+
+        All query tiles of a head read that head's K and V. All key tiles read the group's Q and dO, and some add to its dQ.
+        """
+        problem, side = self.problem, self.family.owns(operation)
+        if side == "queries":
+            heads, rows, columns = problem.num_heads, tile.b_r, COLUMNS_BY_QUERIES
+        else:
+            heads, rows = problem.num_heads_kv, tile.b_c
+            columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
+        section = groups_per_section(problem, self.device, columns)
+        section *= problem.heads_per_group if side == "queries" else 1
+        num_tiles = self.num_tiles(side, rows)
+        record = param_layout(operation, self.family.name, problem.dtype)
+        blocks = num_tiles * heads * problem.batch
+        if TILE_COUNTER in record.pointers:  # as many as can run at a time, which stay and share the tiles out
+            blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
+        maps = tuple(self._map(name, tile) for name in record.maps)
+        return self.stage(
+            operation, tile, blocks, maps, num_tiles=num_tiles, scheduled_heads=heads, heads_per_section=max(1, section)
+        )
+
+    def stage(
+        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[TensorLayout, ...] = (), **values: object
+    ) -> Stage:
+        """A kernel with its grid; `values` are the numbers of its record that depend on the grid."""
+        problem, row = self.problem, operation_named(operation)
+        features = self.family.kernel_features(operation, self.used_features)
+        causal = problem.causal and row.is_tiled and "window" not in features  # whose right limit then is the diagonal
+        family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
+        arch = self.device.arch + suffix
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
+        available = {
+            **{f"{name}_strides": strides for name, strides in self.strides.items()},
+            "scale_log2": problem.softmax_scale * _LOG2_E,
+            "softmax_scale": problem.softmax_scale,
+            "num_heads": problem.num_heads,
+            "heads_per_group": problem.heads_per_group,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "batch": problem.batch,
+            **problem.feature_values,
+            **values,
+        }
+        constants = spec.params.pack_constants(
+            {f.name: available[f.name] for f in spec.params.fields if f.name not in spec.params.pointers}
+        )
+        return Stage(spec, blocks, constants, maps)
+
+    def _map(self, name: str, tile: TileConfig) -> TensorLayout:
+        problem = self.problem
+        # Results are stored by each warp.
+        box_rows = {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
+        layout = packed_layout if problem.is_packed else tensor_layout
+        sizes, strides = problem.sizes_of(name), self.strides[name]
+        return layout(problem.dtype, sizes, strides, problem.head_dim, problem.itemsize, box_rows)

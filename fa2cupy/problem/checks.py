@@ -1,0 +1,148 @@
+"""From the arrays and options of a call to its problem and its results, with every check between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import UnsupportedProblemError
+from .arguments import array_backend, check_array, check_bool
+from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
+from .dtypes import DTYPES
+from .feature_checks import check_features, extra_gradients, finite_number
+from .keywords import check_keywords
+from .options import CallOptions
+
+__all__ = [
+    "Request", "Result", "check_backward", "check_delta", "check_forward", "problem_from_arrays", "problem_from_outputs",
+]  # fmt: skip
+
+
+class Result(NamedTuple):
+    """An array that a call returns."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Request(NamedTuple):
+    """A call that has been checked: its problem, and what it returns."""
+
+    problem: AttentionProblem
+    results: tuple[Result, ...]
+
+
+def check_forward(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> Request:
+    """Checks a call of `fa2cupy.forward`: q, k and v by name, its options, and the keywords of features."""
+    problem = _problem(arrays, options, features)
+    statistic = np.dtype(problem.accumulator_dtype)
+    return Request(problem, (Result("o", problem.o_shape, arrays["q"].dtype), Result("lse", problem.lse_shape, statistic)))
+
+
+def check_delta(arrays: Mapping[str, object], options: CallOptions) -> Request:
+    """Checks a call of `fa2cupy.delta`: o and do by name."""
+    problem = problem_from_outputs(arrays["o"], arrays["do"], layout=options.layout)
+    return Request(problem, (Result("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),))
+
+
+def check_backward(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> Request:
+    """Checks a call of `fa2cupy.backward`: its arrays by name, of which delta and dlse may be None or left out."""
+    problem = _problem(arrays, options, features)
+    like = "q and v" if problem.head_dim_v else "q"
+    check_array("o", arrays["o"], problem.o_shape, problem.dtype, like)
+    check_array("lse", arrays["lse"], problem.lse_shape, problem.accumulator_dtype, "q")
+    check_array("do", arrays["do"], problem.o_shape, problem.dtype, like)
+    for name in ("delta", "dlse"):
+        if arrays.get(name) is not None:
+            check_array(name, arrays[name], problem.lse_shape, problem.accumulator_dtype, "q")
+    dtype = arrays["q"].dtype
+    gradients = (("dq", problem.q_shape), ("dk", problem.k_shape), ("dv", problem.v_shape))
+    extra = extra_gradients(features, options.return_dbias, options.return_dsink)
+    return Request(
+        problem,
+        (
+            *(Result(name, shape, dtype) for name, shape in gradients),
+            *(Result(name, array.shape, array.dtype) for name, array in extra.items()),
+        ),
+    )
+
+
+def _problem(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> AttentionProblem:
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    return problem_from_arrays(
+        q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **features
+    )
+
+
+def problem_from_arrays(
+    q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **features: object
+) -> AttentionProblem:
+    """The problem of q, k, v, options and features (see `FeatureOptions`), checked against each other."""
+    check_keywords(problem_from_arrays, features)
+    check_bool("causal", causal)
+    array_backend({"q": q, "k": k, "v": v})
+    batch, seqlen_q, num_heads, head_dim = _sizes("q", q, layout)
+    _, seqlen_k, num_heads_kv, _ = _sizes_like_q("k", k, q, layout)
+    *_, head_dim_v = _sizes_like_q("v", v, q, layout)
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v: expected shape {(*k.shape[:-1], head_dim_v)} to match k, got {v.shape}")
+    if num_heads and not num_heads_kv:
+        raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
+    if num_heads_kv and num_heads % num_heads_kv:
+        raise ValueError(
+            f"k: the number of heads of q ({num_heads}) must be a multiple of that of k and v, got {num_heads_kv}"
+        )
+    for name, length in (("q", seqlen_q), ("k", seqlen_k)):
+        if length > MAX_SEQLEN:
+            raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
+    scale = head_dim**-0.5 if softmax_scale is None else finite_number("softmax_scale", softmax_scale)
+    sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
+    own_v = None if head_dim_v == head_dim else head_dim_v
+    problem = AttentionProblem(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
+    return problem.with_features(check_features(problem, q, features)) if features else problem
+
+
+def problem_from_outputs(o, do, *, layout="bshd") -> AttentionProblem:
+    """The query side of a problem alone, which is all that delta needs."""
+    array_backend({"o": o, "do": do})
+    batch, seqlen_q, num_heads, head_dim = _sizes("o", o, layout)
+    sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
+    problem = AttentionProblem(o.dtype.name, *sizes, False, 1.0, layout, o.ndim)
+    check_array("do", do, problem.q_shape, o.dtype, "o")
+    return problem
+
+
+def _sizes_like_q(name: str, array, q, layout: str) -> tuple[int, int, int, int]:
+    """The sizes of k or v, whose axes, dtype and batch are q's, and k's columns, too."""
+    if array.ndim != q.ndim:
+        raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
+    if array.dtype != q.dtype:
+        raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}")
+    batch_q, _, _, head_dim_q = _sizes("q", q, layout)
+    batch, seqlen, heads, head_dim = _sizes(name, array, layout)
+    if name == "k" and (batch, head_dim) != (batch_q, head_dim_q):
+        wanted = array_shape(layout, q.ndim, batch_q, "seqlen_k", "num_heads_kv", head_dim_q)
+        raise ValueError(f"k: expected shape ({', '.join(map(str, wanted))}) to match q {q.shape}, got {array.shape}")
+    return batch, seqlen, heads, head_dim
+
+
+def _sizes(name: str, array, layout: str) -> tuple[int, int, int, int]:
+    """Of the batch, row, head and column axes."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    if array.ndim not in (2, 3, 4):
+        wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
+        raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")
+    if array.dtype.name not in DTYPES:
+        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {array.dtype}")
+    batch, seqlen, heads, head_dim = (
+        1 if axis is None else array.shape[axis] for axis in SOURCE_AXES[layout, array.ndim]
+    )
+    if head_dim == 0:
+        raise ValueError(f"{name}: head_dim must be at least 1, got shape {array.shape}")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {array.shape}")
+    return batch, seqlen, heads, head_dim

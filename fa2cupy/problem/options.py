@@ -1,0 +1,24 @@
+"""What a call asks for besides its arrays and features."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["CallOptions"]
+
+
+class CallOptions(NamedTuple):
+    """The options of `fa2cupy.forward`, `delta` and `backward`, whose docstrings describe them.
+
+    A tuple, because calls are looked up by their options and a tuple's hash is the cheapest.
+    """
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    layout: str = "bshd"
+    config: object = None
+    family: str | None = None
+    method: str | None = None
+    deterministic: bool = False
+    return_dbias: bool = False
+    return_dsink: bool = False
