@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
+from support.feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
@@ -87,7 +87,7 @@ def launched_by(
 ) -> set[KernelSpec]:
     """The kernels that calls with these features launch: with both masks, all methods, and a bias of either dtype."""
     pytest.importorskip("cupy", exc_type=ImportError)
-    import fake_gpu
+    from support import fake_gpu
 
     from fa2cupy import tma
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
-from simulator import simulated_gpu  # noqa: E402
+from support.fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
+from support.simulator import simulated_gpu  # noqa: E402
 
 from fa2cupy import TileConfig, gpu, plan, reference  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402

@@ -6,7 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
-from feature_cases import inputs_of
+from support.feature_cases import inputs_of
 
 import fa2cupy
 from fa2cupy import keywords, reference, testing

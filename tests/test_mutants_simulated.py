@@ -18,9 +18,9 @@ import pytest
 pytest.importorskip("cupy")
 
 import ptxsim  # noqa: E402
-from fake_gpu import backward, forward, gapped, packed, place  # noqa: E402
-from feature_cases import options_of  # noqa: E402
-from simulator import simulated_gpu  # noqa: E402
+from support.fake_gpu import backward, forward, gapped, packed, place  # noqa: E402
+from support.feature_cases import options_of  # noqa: E402
+from support.simulator import simulated_gpu  # noqa: E402
 from test_kernels_simulated import (  # noqa: E402
     FEW_MULTIPROCESSORS,
     HOPPER,

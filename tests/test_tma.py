@@ -10,7 +10,7 @@ import types
 import warnings
 
 import pytest
-from fake_gpu import fake_gpu, place
+from support.fake_gpu import fake_gpu, place
 
 from fa2cupy import counters, gpu, launch, tma
 from fa2cupy.device import DeviceInfo

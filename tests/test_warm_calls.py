@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-import fake_gpu  # noqa: E402
-from fake_gpu import FakeArray, Launch, gapped, place, shifted  # noqa: E402
-from feature_cases import booleans, numbers  # noqa: E402
+from support import fake_gpu  # noqa: E402
+from support.fake_gpu import FakeArray, Launch, gapped, place, shifted  # noqa: E402
+from support.feature_cases import booleans, numbers  # noqa: E402
 
 import fa2cupy  # noqa: E402
 from fa2cupy import TileConfig, signatures  # noqa: E402

@@ -9,9 +9,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from _measure import Candidate, Gpu, Problem, Tensors, rotating
-
 import fa2cupy
+from common.measure import Candidate, Gpu, Problem, Tensors, rotating
 from fa2cupy.inspection import default_specs
 
 __all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "TorchPeer", "available_peers"]

@@ -23,7 +23,6 @@ from fa2cupy.plan import Plan, Stage
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout, encode_arguments
 
-
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 
 

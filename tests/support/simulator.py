@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import ptxsim
-from fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 from ptxsim.tensor_map import driver_tensor_map
@@ -27,6 +26,7 @@ from fa2cupy.plan import Stage
 from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout, encode_arguments
+from support.fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 
 __all__ = ["compiled_module", "simulated_gpu"]
 
