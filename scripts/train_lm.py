@@ -40,11 +40,11 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
-import numpy as np  # noqa: E402
-from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays  # noqa: E402  (after the environment)
-from language_model.data import Corpus, load_corpus, zlib_bits_per_byte  # noqa: E402
-from language_model.report import Result, plot_curves, report_lines  # noqa: E402
-from language_model.training import LOG_EVERY, Settings, Training  # noqa: E402
+import numpy as np
+from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
+from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
+from language_model.report import Result, plot_curves, report_lines
+from language_model.training import LOG_EVERY, Settings, Training
 
 from fa2cupy.cli import run_command  # noqa: E402
 

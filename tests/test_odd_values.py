@@ -48,7 +48,7 @@ def family(request, monkeypatch):
 def on_device(family: str, array):
     if family.startswith("numpy") or not isinstance(array, np.ndarray):
         return array
-    from support.fake_gpu import place
+    from support.fake_cupy import place
 
     return place(array)
 

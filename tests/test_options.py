@@ -133,7 +133,8 @@ def launched(monkeypatch):
 
 
 def gradients(dtype: str, shape: tuple[int, ...], sizes: dict = SIZES, **options) -> tuple:
-    from support.fake_gpu import backward, place
+    from support.fake_cupy import place
+    from support.fake_gpu import backward
 
     q, k, v, do = (place(x) for x in make_inputs(dtype, **sizes))
     lse = place(np.zeros((sizes["batch"], sizes["num_heads"], sizes["seqlen_q"]), "float32"))

@@ -19,7 +19,7 @@ import methods
 import numpy as np
 import pytest
 import sweep
-from common import check, feature_cases, flex, measure, peers, plots, startup, tables
+from common import ROOT, check, feature_cases, flex, measure, peers, plots, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 
@@ -390,6 +390,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
 def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
     """What is compiled ahead and checked is what calls take, at their own choice of method."""
     from support import fake_gpu
+    from support.fake_cupy import place
 
     device = DeviceInfo.named("sm_90")
     for case in feature_cases.all_cases(feature_cases.FEATURES, (128,), (2048,)):
@@ -400,9 +401,9 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
         if case.feature == "packed":
             case = case.shrunk()
         with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
-            q, k, v, do = map(fake_gpu.place, case.inputs(np))
+            q, k, v, do = map(place, case.inputs(np))
             options = {
-                name: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
+                name: place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
             }
             o, lse = fake_gpu.forward(q, k, v, family=family, **options)
             if operation == "backward":
@@ -482,9 +483,9 @@ def test_a_sweep_that_cannot_save_its_winner_says_why(tuning_folder, capsys):
 
 
 def test_the_table_of_the_readme_is_the_one_of_its_csv():
-    text = (measure.ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = re.search(r"are in \[benchmark\.csv\]\((\S+)\)", text)[1]
-    table = tables.speed_table(measure.read_csv(measure.ROOT / named), "float16", "torch cudnn")
+    table = tables.speed_table(measure.read_csv(ROOT / named), "float16", "torch cudnn")
     assert len(table) == 2 + 3 * len(benchmark.HEAD_DIMS)
     assert "\n".join(table) in text
 

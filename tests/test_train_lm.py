@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_lm
+from common import SCRIPTS
 from language_model.arrays import CupyArrays, NumpyArrays, SetupError
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention
@@ -22,7 +23,6 @@ from language_model.training import LOG_EVERY, Curve, Settings, Training
 
 import fa2cupy
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SMALL = Settings(
     layers=2, heads=2, width=32, context=48, batch=4, steps=10, learning_rate=3e-3, warmup=3, evaluate_every=5,
     evaluate_windows=3, final_windows=5,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-import fa2cupy
 from common.measure import Problem, Tensors
+
+import fa2cupy
 from fa2cupy import TileConfig, reference
 from fa2cupy.problem import AttentionProblem
 from fa2cupy.testing import Expectation, assert_within_baseline

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
 from common.measure import Problem, Tensors, flops
+
 from fa2cupy.device import DeviceInfo
 from fa2cupy.families import choose_family, choose_method, method_of_dbias
 from fa2cupy.plan import plan_backward, plan_forward

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-
 from common import SCRIPTS
+
 from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402

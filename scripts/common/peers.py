@@ -9,8 +9,9 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import fa2cupy
 from common.measure import Candidate, Gpu, Problem, Tensors, rotating
+
+import fa2cupy
 from fa2cupy.inspection import default_specs
 
 __all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "TorchPeer", "available_peers"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 from language_model.arrays import SetupError
 
 __all__ = ["Corpus", "load_corpus", "training_windows", "zlib_bits_per_byte"]

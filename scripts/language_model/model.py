@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from language_model.arrays import Arrays, SetupError
 
 __all__ = ["Adam", "ModelConfig", "Parameters", "Transformer", "cross_entropy", "unfused_attention"]

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
-import fa2cupy
 from language_model.arrays import Arrays, SetupError
 from language_model.data import Corpus, training_windows
 from language_model.model import Adam, ModelConfig, Parameters, Transformer, cross_entropy, unfused_attention
+
+import fa2cupy
 
 __all__ = ["LOG_EVERY", "Curve", "Settings", "Training"]
 

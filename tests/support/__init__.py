@@ -1,1 +1,9 @@
-"""What several test modules share. Nothing here is a test, and no test module is imported here."""
+"""What several test modules share. No test module is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["CHECKOUT"]
+
+CHECKOUT = Path(__file__).resolve().parent.parent.parent

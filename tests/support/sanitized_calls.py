@@ -12,10 +12,10 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a pa
 
 import cupy  # noqa: E402  (after the path is complete)
 import numpy as np  # noqa: E402
+from support.feature_cases import extras, options_of  # noqa: E402
 
 import fa2cupy  # noqa: E402
 from fa2cupy.testing import make_inputs  # noqa: E402
-from support.feature_cases import extras, options_of  # noqa: E402
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.
 KINDS = (

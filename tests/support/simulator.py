@@ -19,6 +19,8 @@ import ptxsim
 from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 from ptxsim.tensor_map import driver_tensor_map
+from support.fake_gpu import fake_gpu
+from support.launch_record import TILE_COUNTER, Launch, memory_at
 
 from fa2cupy.compiler import compile_options
 from fa2cupy.device import DeviceInfo
@@ -26,7 +28,6 @@ from fa2cupy.plan import Stage
 from fa2cupy.source import render_kernel
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tma import TensorLayout, encode_arguments
-from support.fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 
 __all__ = ["compiled_module", "simulated_gpu"]
 
