@@ -9,17 +9,21 @@ import importlib.util
 import os
 import random
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import benchmark
 import features
 import gpu_check
+import jinja2
 import methods
+import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, check, feature_cases, flex, measure, peers, plots, startup, tables
+from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, plots, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 
@@ -582,6 +586,32 @@ def test_gpu_check_verifies_receipts_only(content, tmp_path, capsys):
     path.write_text('{"digest": "0"}')
     assert gpu_check.main(["--verify", str(path)]) == 1
     assert "is about other code" in capsys.readouterr().out
+
+
+# --- a checkout that is not installed ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packages_without_fa2cupy(tmp_path_factory) -> Path:
+    """Everything that is installed beside NumPy and Jinja, but fa2cupy, in a folder for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("packages")
+    for installed in {Path(module.__file__).parent.parent for module in (np, jinja2, ml_dtypes)}:
+        for path in installed.iterdir():
+            if "fa2cupy" not in path.name and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, packages_without_fa2cupy, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(packages_without_fa2cupy)}
+    command = [sys.executable, "-S"]  # without site-packages, where fa2cupy may be installed
+    alone = [*command, "-c", "import numpy, fa2cupy"]
+    run = subprocess.run(alone, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "No module named 'fa2cupy'" in run.stderr
+    run = subprocess.run([*command, script, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"usage: {script.name}")
 
 
 # --- sweep ------------------------------------------------------------------------------------------------------------
