@@ -38,8 +38,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from _check import HeadCheck, check_equal
-from _measure import (
+from common.check import HeadCheck, check_equal
+from common.measure import (
     Candidate,
     Gpu,
     Problem,
@@ -56,11 +56,11 @@ from _measure import (
     time_in_rounds,
     write_csv,
 )
-from _peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
-from _plots import bar_panels, can_plot
-from _startup import COLUMNS as STARTUP_COLUMNS
-from _startup import measure_startup
-from _tables import speed_table
+from common.peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
+from common.plots import bar_panels, can_plot
+from common.startup import COLUMNS as STARTUP_COLUMNS
+from common.startup import measure_startup
+from common.tables import speed_table
 
 from fa2cupy.cli import run_command
 

@@ -37,10 +37,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from _check import FeatureCheck, check_equal, check_finite
-from _feature_cases import FEATURES, HEAD_DIMS, SEQLENS, TOKENS, Case, Kernels, all_cases
-from _flex import FlexAttention
-from _measure import (
+from common.check import FeatureCheck, check_equal, check_finite
+from common.feature_cases import FEATURES, HEAD_DIMS, SEQLENS, TOKENS, Case, Kernels, all_cases
+from common.flex import FlexAttention
+from common.measure import (
     Candidate,
     Gpu,
     Tensors,
@@ -55,7 +55,7 @@ from _measure import (
     time_in_rounds,
     write_csv,
 )
-from _peers import available_peers
+from common.peers import available_peers
 
 import fa2cupy
 from fa2cupy.cli import run_command

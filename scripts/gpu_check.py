@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from _measure import ROOT, Gpu, find_gpu, positive_int, results_folder
+from common import ROOT, SCRIPTS
+from common.measure import Gpu, find_gpu, positive_int, results_folder
 
 from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
@@ -50,7 +51,7 @@ TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_A
 # Those of the tests, which are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SECONDS_FOR_A_TOOL = 120
-SANITIZED = ROOT / "tests" / "sanitized_calls.py"
+SANITIZED = ROOT / "tests" / "support" / "sanitized_calls.py"
 _CLEAN = re.compile(r"0 (errors|hazards)|not run")
 
 
@@ -198,7 +199,7 @@ def _sanitize(sanitizer: str, tool: str) -> str:
 
 
 def _run_benchmark(folder: Path) -> str:
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--out", str(folder)]
+    command = [sys.executable, str(SCRIPTS / "benchmark.py"), "--out", str(folder)]
     return "passed" if subprocess.run(command).returncode == 0 else "failed"
 
 

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from _check import HeadCheck, check_equal
-from _measure import (
+from common.check import HeadCheck, check_equal
+from common.measure import (
     Gpu,
     Problem,
     find_gpu,
@@ -37,8 +37,8 @@ from _measure import (
     time_in_rounds,
     write_csv,
 )
-from _peers import Fa2cupy
-from _plots import can_plot, line_panels
+from common.peers import Fa2cupy
+from common.plots import can_plot, line_panels
 
 from fa2cupy.cli import run_command
 from fa2cupy.families import choose_family, choose_method

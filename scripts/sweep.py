@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _check import HeadCheck
-from _compile_pool import Report, compile_all
-from _measure import (
+from common.check import HeadCheck
+from common.compile_pool import Report, compile_all
+from common.measure import (
     Candidate,
     Gpu,
     Problem,
@@ -42,7 +42,7 @@ from _measure import (
     time_in_rounds,
     write_csv,
 )
-from _plots import can_plot, heat_map
+from common.plots import can_plot, heat_map
 
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, legal_configs

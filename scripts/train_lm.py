@@ -5,7 +5,7 @@
     python scripts/train_lm.py --attention both             fused and unfused, one after the other
     python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
 
-Model, gradients and optimizer are in ``_lm_model.py`` and use the array module alone, with ``fa2cupy.attention`` for
+Model, gradients and optimizer are in ``language_model/model.py`` and use the array module alone, with ``fa2cupy.attention`` for
 attention. With ``--attention unfused`` the same training, from the same weights on the same bytes, goes through a
 written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
 
@@ -40,16 +40,11 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
-import numpy as np  # noqa: E402
-
-ROOT = Path(__file__).resolve().parent.parent
-if importlib.util.find_spec("fa2cupy") is None:  # a bare checkout
-    sys.path.insert(0, str(ROOT))
-
-from _lm_arrays import Arrays, NumpyArrays, SetupError, select_arrays  # noqa: E402  (after the path is complete)
-from _lm_data import Corpus, load_corpus, zlib_bits_per_byte  # noqa: E402
-from _lm_report import Result, plot_curves, report_lines  # noqa: E402
-from _lm_training import LOG_EVERY, Settings, Training  # noqa: E402
+import numpy as np
+from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
+from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
+from language_model.report import Result, plot_curves, report_lines
+from language_model.training import LOG_EVERY, Settings, Training
 
 from fa2cupy.cli import run_command  # noqa: E402
 

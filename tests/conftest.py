@@ -71,7 +71,7 @@ def _is_sampled(item: pytest.Item, values: dict[str, Container]) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _isolated_arrays(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--isolate") and _why_no_gpu() is None:
-        import isolated_memory
+        from support import isolated_memory
 
         isolated_memory.install()
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
+from support.feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
@@ -87,7 +87,8 @@ def launched_by(
 ) -> set[KernelSpec]:
     """The kernels that calls with these features launch: with both masks, all methods, and a bias of either dtype."""
     pytest.importorskip("cupy", exc_type=ImportError)
-    import fake_gpu
+    from support import fake_gpu
+    from support.fake_cupy import place
 
     from fa2cupy import tma
 
@@ -97,10 +98,10 @@ def launched_by(
     inputs = inputs_of(dtype, **FIXED, head_dim=head_dim, head_dim_v=head_dim_v)
     if "cu_seqlens" in names:
         inputs = tuple(array[0] for array in inputs)
-    q, k, v, do = map(fake_gpu.place, inputs)
+    q, k, v, do = map(place, inputs)
     for bias_dtype, causal in itertools.product({dtype, accumulator(dtype)}, (False, True)):
         forward, backward = (
-            {key: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+            {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
             for options in call_options(names, dtype, bias_dtype)
         )
         with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:

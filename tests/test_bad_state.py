@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support import CHECKOUT
 
 import fa2cupy
 from fa2cupy import TileConfig, entries, launch
@@ -16,7 +17,6 @@ from fa2cupy.errors import KernelCompileError, KernelLaunchError
 from fa2cupy.source import kernel_directory, render_kernel
 from fa2cupy.spec import KernelSpec
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
 # Puts a stand-in before the real CuPy: none at all, or one that does not import.

@@ -11,11 +11,11 @@ import os
 import re
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.recorded_warnings import warnings_of
 
 import fa2cupy
 from fa2cupy import TileConfig, cache, entries, folders, launch
@@ -54,13 +54,6 @@ def forget_memory() -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def warnings_of(function) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [str(warning.message) for warning in caught]
 
 
 # ---------------------------------------------------------------------------------------------------------- hit and miss

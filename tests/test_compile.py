@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from support import CHECKOUT
 
 from fa2cupy import TileConfig, legal_configs, source
 from fa2cupy.cache import cached_kernel, entry_path
@@ -34,7 +35,6 @@ from fa2cupy.tiles import OPERATIONS
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 
 H100 = DeviceInfo.named("sm_90")
-CHECKOUT = Path(__file__).resolve().parent.parent
 METHODS = (None, "single_pass", "two_pass")
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 160, 192, 256)
 

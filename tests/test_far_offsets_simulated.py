@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import stage_values  # noqa: E402
-from feature_cases import accumulator, numbers  # noqa: E402
 from ptxsim.tensor_map import driver_tensor_map  # noqa: E402
-from simulator import compiled_module  # noqa: E402
+from support.feature_cases import accumulator, numbers  # noqa: E402
+from support.launch_record import stage_values  # noqa: E402
+from support.simulator import compiled_module  # noqa: E402
 
 from fa2cupy import TileConfig, reference  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402

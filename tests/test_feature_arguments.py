@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from feature_cases import SIZES, inputs_of, numbers, options_of, run
+from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, families, score_strides
@@ -371,7 +371,7 @@ def test_a_bias_is_read_in_its_own_dtype(dtype, bias_dtype, kind):
 @pytest.fixture
 def launched(monkeypatch):
     pytest.importorskip("cupy")
-    from fake_gpu import fake_gpu
+    from support.fake_gpu import fake_gpu
 
     with fake_gpu(monkeypatch) as stages:
         yield stages
@@ -389,7 +389,7 @@ def without_features(monkeypatch):
 
 @pytest.mark.parametrize("name", GPU_FEATURES)
 def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_features, name):
-    from fake_gpu import place
+    from support.fake_cupy import place
 
     from fa2cupy import gpu
 
@@ -414,7 +414,8 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_featur
 
 
 def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_features, monkeypatch):
-    from fake_gpu import gapped, place
+    from support.fake_cupy import place
+    from support.strided_arrays import gapped
 
     from fa2cupy import gpu
 
@@ -433,7 +434,7 @@ def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_fea
 
 
 def test_gpu_calls_check_before_they_refuse(launched):
-    from fake_gpu import place
+    from support.fake_cupy import place
 
     from fa2cupy import gpu
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from feature_cases import ROWS, extras, keyword, numbers, options_of
+from support.feature_cases import ROWS, extras, keyword, numbers, options_of
 
 from fa2cupy import philox, reference
 from fa2cupy.testing import make_inputs

@@ -6,7 +6,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from feature_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.feature_cases import (
     METHODS,
     ROWS,
     SIZES,
@@ -21,8 +23,6 @@ from feature_cases import (
     options_of,
     run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fa2cupy
 from fa2cupy import TileConfig, cpu_tiles

@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import backward, forward, gapped, place, reversed_columns, shifted  # noqa: E402
-from feature_cases import accumulator, numbers, options_of  # noqa: E402
-from simulator import simulated_gpu  # noqa: E402
+from support.fake_cupy import place  # noqa: E402
+from support.fake_gpu import backward, forward  # noqa: E402
+from support.feature_cases import accumulator, numbers, options_of  # noqa: E402
+from support.simulator import simulated_gpu  # noqa: E402
+from support.strided_arrays import gapped, reversed_columns, shifted  # noqa: E402
 
 from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox, signatures, softcap  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402

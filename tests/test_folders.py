@@ -11,11 +11,11 @@ import logging
 import os
 import re
 import stat
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.recorded_warnings import warnings_of
 
 import fa2cupy
 from fa2cupy import TileConfig, cache, folders
@@ -29,13 +29,6 @@ SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(1
 OTHER = dataclasses.replace(SPEC, head_dim=32)
 ME, OTHER_USER = 1000, 1001
 FOLDER = Path("/some/folder")
-
-
-def warnings_of(function) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [str(warning.message) for warning in caught]
 
 
 def mode_of(path: Path) -> int:

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import FakeArray, backward, current_device, fake_gpu, forward, gapped, packed, place, shifted  # noqa: E402
+from support.fake_cupy import FakeArray, current_device, place  # noqa: E402
+from support.fake_gpu import backward, fake_gpu, forward  # noqa: E402
+from support.strided_arrays import gapped, packed, shifted  # noqa: E402
 
 from fa2cupy import TileConfig, families, gpu, prepared, signatures  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from support.feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 
 import fa2cupy
 from fa2cupy import philox

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from feature_cases import numbers, options_of
+from support.feature_cases import numbers, options_of
 
 import fa2cupy
 from fa2cupy import tma

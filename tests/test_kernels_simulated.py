@@ -10,18 +10,33 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from fake_gpu import backward, forward, gapped, packed, place, shifted, stage_values  # noqa: E402
-from simulator import simulated_gpu  # noqa: E402
+from support.fake_cupy import place  # noqa: E402
+from support.fake_gpu import backward, forward  # noqa: E402
+from support.launch_record import stage_values  # noqa: E402
+from support.simulated_problems import (  # noqa: E402
+    FEW_MULTIPROCESSORS,
+    HALF,
+    HOPPER,
+    at_level,
+    check_dq,
+    dq_on_hopper,
+    draw,
+    family_of,
+    growing,
+    jumping,
+    small_tiles,
+)
+from support.simulator import simulated_gpu  # noqa: E402
+from support.strided_arrays import gapped, packed, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, plan, reference  # noqa: E402
+from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.device import DeviceInfo  # noqa: E402
-from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
+from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 from fa2cupy.tile_table import TILE_TABLE  # noqa: E402
 from fa2cupy.tiles import why_illegal  # noqa: E402
 
 pytestmark = pytest.mark.simulated
 
-HALF = ("float16", "bfloat16")
 METHODS = ("single_pass", "two_pass")
 STAGES = {
     ("sm80", "single_pass"): ["delta", "backward", "convert_dq"],
@@ -31,32 +46,10 @@ STAGES = {
 }
 
 
-def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
-    """Tiles of 32 rows (sm80) or 8 (simt; wide rows: 16 in the inner loop): a few dozen rows are several."""
-    if dtype in HALF:
-        by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
-        return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
-    by_rows, by_keys = (TileConfig(8, 8, 2),) * 2 if head_dim <= 128 else (TileConfig(8, 16, 4), TileConfig(16, 8, 4))
-    return {"forward": by_rows, "backward": by_rows, "backward_dq": by_rows, "backward_dkdv": by_keys}
-
-
 def lengths_around(n: int) -> tuple[tuple[int, int], ...]:
     """(seqlen_q, seqlen_k) for tiles of n rows: less than one, one, ragged ones, several with more keys, and so many
     more queries that under the causal mask whole tiles see no key."""
     return ((1, 1), (n, n), (n + 1, n - 1), (2 * n + 5, 3 * n + 3), (3 * n - 2, n + 5))
-
-
-def family_of(dtype: str) -> str:
-    """The family that has every operation; that of Hopper has tests of its own below."""
-    return "sm80" if dtype in HALF else "simt"
-
-
-def draw(
-    dtype: str, lengths: tuple[int, int], head_dim: int, heads: tuple[int, int] = (2, 1), view=place, **options
-) -> tuple:
-    """q, k, v and do on the simulated device."""
-    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
-    return tuple(view(x) for x in make_inputs(dtype, head_dim=head_dim, **sizes, **options))
 
 
 def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options) -> None:
@@ -297,17 +290,6 @@ def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype
         expected.check(dq=dq, dk=dk, dv=dv)
 
 
-def growing(inputs: tuple, rows: slice) -> tuple:
-    """The same with scores of some rows that grow towards the middle: whichever end a kernel starts from, the softmax's
-    reference becomes too small for them, by more than any 16-bit type could hold."""
-    q, k, v, do = inputs
-    direction = np.sign(np.asarray(q[0, 0, 0], np.float32))
-    position = np.arange(k.shape[1]) / k.shape[1]
-    k[...] = (6 * (1 - abs(position - 0.4))[None, :, None, None] * direction).astype(k.dtype)
-    q[:, rows] = (2 * direction).astype(q.dtype)
-    return q, k, v, do
-
-
 @pytest.mark.parametrize("rows", (slice(0, 1), slice(None)), ids=("one row", "all rows"))
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("bfloat16", 128), ("float16", 192), ("float64", 64)))
 def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, head_dim, rows):
@@ -316,10 +298,6 @@ def test_scores_that_grow_take_the_slow_path_of_the_softmax(launched, dtype, hea
     for causal in (False, True):
         o, lse = forward(q, k, v, causal=causal, config=small_tiles(dtype, head_dim), family=family_of(dtype))
         Expectation(q, k, v, causal=causal).check(o=o, lse=lse)
-
-
-# Sections have few heads.
-FEW_MULTIPROCESSORS = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=4)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -361,7 +339,6 @@ def test_delta_of_its_own(launched, dtype, head_dim):
 
 # -------------------------------------------------------------------------------------------------------- Hopper's forward
 
-HOPPER = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)  # few, so that blocks take several tiles
 #: Of one warp group that multiplies, and of two and three, whose last key tiles the first groups pass over.
 GROUPS = (TileConfig(64, 48, 8, 2, 2), TileConfig(128, 64, 12, 2), TileConfig(192, 64, 16, 3))
 
@@ -446,25 +423,6 @@ def test_heads_in_several_sections_on_hopper(monkeypatch):
 def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
     with simulated_gpu(monkeypatch, HOPPER, with_counter=False) as launched:
         check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])
-
-
-def at_level(inputs: tuple, score: float) -> tuple:
-    """The same with so much more in every score."""
-    q, k, v, do = inputs
-    q[..., 0], k[..., 0] = 4, score * q.shape[3] ** 0.5 / 4
-    return q, k, v, do
-
-
-def jumping(inputs: tuple, most: float) -> tuple:
-    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large an
-    exponential as the others, by rows from 2**0 on."""
-    q, k, v, do = inputs
-    q *= q.dtype.type(0.25)
-    k[..., 0], k[:, k.shape[1] // 2] = 0, 0
-    k[:, k.shape[1] // 2, :, 0] = 16
-    steps = np.linspace(0, most, q.shape[1])
-    q[..., 0] = (steps * np.log(2) * q.shape[3] ** 0.5 / 16)[None, :, None].astype(q.dtype)
-    return q, k, v, do
 
 
 #: (dtype, head_dim, tile of a kernel of Hopper): each way that a kernel keeps a reference for the softmax.
@@ -682,34 +640,10 @@ def test_heads_in_several_sections_in_the_hopper_backward(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ Hopper's dQ
 
 
-def dq_on_hopper(monkeypatch) -> None:
-    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
-
-    def plan_dq(problem, device, strides, method, config, family, **options):
-        whole = plan.plan_backward(problem, device, strides, method, config, None, **options)
-        return dataclasses.replace(
-            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
-        )
-
-    monkeypatch.setattr(gpu, "plan_backward", plan_dq)
-
-
 @pytest.fixture
 def dq_launched(monkeypatch, on_hopper):
     dq_on_hopper(monkeypatch)
     return on_hopper
-
-
-def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
-    """dQ from the reference's o and lse, so that no other kernel but delta's has touched what it reads."""
-    q, k, v, do = inputs
-    expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
-    o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)
-    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
-    dq, _, _ = backward(
-        q, k, v, o, lse, do, method="two_pass", config={"backward_dq": config}, out=out, scale=scale, **problem
-    )
-    expected.check(spec=config, dq=dq)
 
 
 @pytest.mark.sample(head_dim=(64, 256), dtype=("float16",), causal=(True,))

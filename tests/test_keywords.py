@@ -6,24 +6,13 @@ import inspect
 
 import numpy as np
 import pytest
-from feature_cases import inputs_of
+from support.feature_cases import inputs_of
+from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
-from fa2cupy import keywords, reference, testing
+from fa2cupy import keywords
 from fa2cupy.features import FeatureOptions
 from fa2cupy.testing import Expectation
-
-FUNCTIONS = {
-    "fa2cupy.forward": fa2cupy.forward,
-    "fa2cupy.backward": fa2cupy.backward,
-    "fa2cupy.attention": fa2cupy.attention,
-    "fa2cupy.reference.forward": reference.forward,
-    "fa2cupy.reference.backward": reference.backward,
-    "fa2cupy.reference.baseline_forward": reference.baseline_forward,
-    "fa2cupy.reference.baseline_backward": reference.baseline_backward,
-    "fa2cupy.reference.gradient_noise": reference.gradient_noise,
-    "fa2cupy.testing.Expectation": testing.Expectation,
-}
 
 
 @pytest.fixture(scope="module")

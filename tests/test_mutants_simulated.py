@@ -18,10 +18,10 @@ import pytest
 pytest.importorskip("cupy")
 
 import ptxsim  # noqa: E402
-from fake_gpu import backward, forward, gapped, packed, place  # noqa: E402
-from feature_cases import options_of  # noqa: E402
-from simulator import simulated_gpu  # noqa: E402
-from test_kernels_simulated import (  # noqa: E402
+from support.fake_cupy import place  # noqa: E402
+from support.fake_gpu import backward, forward  # noqa: E402
+from support.feature_cases import options_of  # noqa: E402
+from support.simulated_problems import (  # noqa: E402
     FEW_MULTIPROCESSORS,
     HOPPER,
     at_level,
@@ -33,6 +33,8 @@ from test_kernels_simulated import (  # noqa: E402
     jumping,
     small_tiles,
 )
+from support.simulator import simulated_gpu  # noqa: E402
+from support.strided_arrays import gapped, packed  # noqa: E402
 
 from fa2cupy import TileConfig, gpu, reference  # noqa: E402
 from fa2cupy.spec import KernelSpec  # noqa: E402

@@ -7,7 +7,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, accumulator, booleans, numbers
+from support.feature_cases import METHODS, accumulator, booleans, numbers
 
 import fa2cupy
 from fa2cupy import TileConfig, api
@@ -36,7 +36,7 @@ def family(request, monkeypatch):
     with contextlib.ExitStack() as stack:
         if not request.param.startswith("numpy"):
             pytest.importorskip("cupy")
-            from simulator import simulated_gpu
+            from support.simulator import simulated_gpu
 
             from fa2cupy import gpu
 
@@ -48,7 +48,7 @@ def family(request, monkeypatch):
 def on_device(family: str, array):
     if family.startswith("numpy") or not isinstance(array, np.ndarray):
         return array
-    from fake_gpu import place
+    from support.fake_cupy import place
 
     return place(array)
 

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, inputs_of, numbers, run
+from support.feature_cases import METHODS, inputs_of, numbers, run
 
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, api, closure, cpu
@@ -126,14 +126,15 @@ BROADCAST = [
 def launched(monkeypatch):
     """Kernels that are launched and do nothing."""
     pytest.importorskip("cupy")
-    from fake_gpu import fake_gpu
+    from support.fake_gpu import fake_gpu
 
     with fake_gpu(monkeypatch, run=lambda launch: None) as stages:
         yield stages
 
 
 def gradients(dtype: str, shape: tuple[int, ...], sizes: dict = SIZES, **options) -> tuple:
-    from fake_gpu import backward, place
+    from support.fake_cupy import place
+    from support.fake_gpu import backward
 
     q, k, v, do = (place(x) for x in make_inputs(dtype, **sizes))
     lse = place(np.zeros((sizes["batch"], sizes["num_heads"], sizes["seqlen_q"]), "float32"))

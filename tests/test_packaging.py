@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 KERNELS = CHECKOUT / "kernels"
 FOLDERS = ("fa2cupy", "kernels", "scripts", "tests")
 

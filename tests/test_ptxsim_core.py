@@ -11,7 +11,7 @@ from ptxsim import Memory, Module
 from ptxsim.compile import compile_ptx
 from ptxsim.scalars import bf16_to_f32, f32_to_bf16
 from ptxsim.text import parse_constant
-from ptxsim_kernels import cuda_module
+from support.ptxsim_kernels import cuda_module
 
 pytestmark = pytest.mark.simulated
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ptxsim import Memory, PtxError, tensor_map
-from ptxsim_kernels import cuda_module, report_of
+from support.ptxsim_kernels import cuda_module, report_of
 
 pytestmark = pytest.mark.simulated
 

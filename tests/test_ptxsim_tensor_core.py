@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptxsim import Memory, Module
 from ptxsim.scalars import bf16_to_f32, f32_to_bf16
-from ptxsim_kernels import cuda_module
+from support.ptxsim_kernels import cuda_module
 
 pytestmark = pytest.mark.simulated
 

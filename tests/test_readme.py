@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_keywords import FUNCTIONS
+from support import CHECKOUT
+from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
 from fa2cupy import ahead, cli
 from fa2cupy.compiler import CompiledKernel
 from fa2cupy.features import FeatureOptions
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 README = CHECKOUT / "README.md"
 
 pytestmark = pytest.mark.skipif(not README.is_file(), reason="not in a checkout")

@@ -9,35 +9,28 @@ import importlib.util
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import benchmark
+import features
+import gpu_check
+import jinja2
+import methods
+import ml_dtypes
 import numpy as np
 import pytest
+import sweep
+from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, plots, startup, tables
+from common.compile_pool import Report, compile_all
+from common.measure import Candidate, Problem
 
 from fa2cupy import legal_configs, tuning
 from fa2cupy.device import DeviceInfo
 from fa2cupy.spec import KernelSpec
 from fa2cupy.tiles import TileConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-import _check
-import _feature_cases
-import _flex
-import _measure
-import _peers
-import _plots
-import _startup
-import _tables
-import benchmark
-import features
-import gpu_check
-import methods
-import sweep
-from _compile_pool import Report, compile_all
-from _measure import Candidate, Problem
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="compiling needs CuPy")
@@ -51,7 +44,7 @@ class FakeGpu:
 
     def tensors(self, problem, seed):
         rng = np.random.default_rng(seed)
-        return _measure.Tensors(*[rng.standard_normal(problem.shape).astype(problem.numpy_dtype) for _ in range(4)])
+        return measure.Tensors(*[rng.standard_normal(problem.shape).astype(problem.numpy_dtype) for _ in range(4)])
 
     def address(self, array):
         return array.ctypes.data
@@ -97,10 +90,10 @@ def test_sizes_of_the_speed_section():
 
 
 def test_inputs_rotate_beyond_twice_the_cache():
-    assert _measure.sets_beyond_cache(100, 1000) * 100 > 2000
-    assert _measure.sets_beyond_cache(10**9, 1000) == 2
+    assert measure.sets_beyond_cache(100, 1000) * 100 > 2000
+    assert measure.sets_beyond_cache(10**9, 1000) == 2
     taken = []
-    call = _measure.rotating(taken.append, [(1,), (2,), (3,)])
+    call = measure.rotating(taken.append, [(1,), (2,), (3,)])
     for _ in range(5):
         call()
     assert taken == [1, 2, 3, 1, 2]
@@ -109,7 +102,7 @@ def test_inputs_rotate_beyond_twice_the_cache():
 def test_candidates_take_turns_in_every_round():
     order = []
     candidates = [Candidate(name, lambda name=name: order.append(name)) for name in "abc"]
-    times = _measure.time_in_rounds(FakeGpu(), candidates, 4, 10.0, random.Random(0))
+    times = measure.time_in_rounds(FakeGpu(), candidates, 4, 10.0, random.Random(0))
     assert times == {name: [2.0] * 4 for name in "abc"}
     per_measurement = 3  # one call to find the repeats, one block to settle, one to measure
     rounds = [order[i : i + 3 * per_measurement] for i in range(0, len(order), 3 * per_measurement)]
@@ -118,7 +111,7 @@ def test_candidates_take_turns_in_every_round():
 
 
 def test_host_time_is_that_of_one_call():
-    microseconds = _measure.host_microseconds(
+    microseconds = measure.host_microseconds(
         FakeGpu(), Candidate("sleep", lambda: time.sleep(1e-3)), calls=2, batches=3
     )
     assert 1000 <= microseconds < 5000
@@ -129,43 +122,43 @@ def test_host_time_is_that_of_one_call():
     [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("sm_80", "sm-80")],
 )
 def test_device_names_become_folder_names(name, expected):
-    assert _measure.slug(name) == expected
+    assert measure.slug(name) == expected
 
 
 def test_bytes_are_printed_with_units():
-    assert [_measure.format_bytes(n) for n in (100, 1536, 3 << 20, 5 << 30)] == ["100 B", "1.5 KiB", "3 MiB", "5 GiB"]
+    assert [measure.format_bytes(n) for n in (100, 1536, 3 << 20, 5 << 30)] == ["100 B", "1.5 KiB", "3 MiB", "5 GiB"]
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("operation", _peers.OPERATIONS)
+@pytest.mark.parametrize("operation", peers.OPERATIONS)
 def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, monkeypatch):
     # Blocks of rows smaller than the problem, so that the reference is put together from several.
-    monkeypatch.setattr(_check, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(check, "BLOCK_ELEMENTS", 1000)
     problem = Problem("float16", 32, 77, 2, 3, causal)
-    check = _check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
-    check.verify(operation)
+    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    head_check.verify(operation)
     name = "forward" if operation == "forward" else "backward"
-    right = getattr(_check.fa2cupy, name)
+    right = getattr(check.fa2cupy, name)
 
     def wrong(*arguments, out, **options):
         results = right(*arguments, out=out, **options)
         out[-1][(-1,) * out[-1].ndim] += 1
         return results
 
-    monkeypatch.setattr(_check.fa2cupy, name, wrong)
+    monkeypatch.setattr(check.fa2cupy, name, wrong)
     with pytest.raises(AssertionError):
-        check.verify(operation)
+        head_check.verify(operation)
 
 
 def test_check_refuses_unwritten_results(monkeypatch):
     problem = Problem("float32", 32, 40, 1, 1, False)
-    check = _check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
-    monkeypatch.setattr(_check.fa2cupy, "forward", lambda *arguments, out, **options: out)
+    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    monkeypatch.setattr(check.fa2cupy, "forward", lambda *arguments, out, **options: out)
     with pytest.raises(AssertionError, match="1280 NaN"):
-        check.verify("forward")
+        head_check.verify("forward")
 
 
 # --- benchmark --------------------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ def small_benchmark(monkeypatch):
     monkeypatch.setattr(benchmark, "MODEL_DIM", 64)
     monkeypatch.setattr(benchmark, "MEMORY_PROBLEM", Problem("float16", 32, 100, 1, 1, False))
     monkeypatch.setattr(benchmark, "TRAINING_PROBLEMS", [Problem("bfloat16", 64, 40, 1, 1, True)])
-    monkeypatch.setattr(_measure.host_microseconds, "__defaults__", (2, 2))
+    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2))
 
 
 def small_options(*extra):
@@ -215,16 +208,16 @@ def test_benchmark_aborts_rows_with_wrong_results(small_benchmark, tmp_path, mon
         if operation == "single_pass":
             raise AssertionError("dq is off by a mile")
 
-    monkeypatch.setattr(_check.HeadCheck, "verify", verify)
-    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
+    monkeypatch.setattr(check.HeadCheck, "verify", verify)
+    monkeypatch.setattr(measure, "Gpu", FakeGpu)
     arguments = "--dtypes float16 --head-dims 64 --seqlens 64 --rounds 1 --sections speed --peers".split()
     assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 1
     assert "WRONG: float16 d=64 seqlen=64" in capsys.readouterr().err
-    assert {row["operation"] for row in _measure.read_csv(tmp_path / "benchmark.csv")} == {"forward", "two_pass"}
+    assert {row["operation"] for row in measure.read_csv(tmp_path / "benchmark.csv")} == {"forward", "two_pass"}
 
 
 def test_benchmark_leaves_out_a_peer_that_is_wrong(small_benchmark, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_peers.CupyUnfused, "forward", lambda self, causal, q, k, v: (v * 2, None))
+    monkeypatch.setattr(peers.CupyUnfused, "forward", lambda self, causal, q, k, v: (v * 2, None))
     options = small_options("--operations", "forward", "--sections", "speed")
     run = benchmark.run(options, FakeGpu(), tmp_path)
     assert {row["provider"] for row in run.rows} == {"fa2cupy"}
@@ -236,7 +229,7 @@ def test_benchmark_goes_on_without_a_peer_that_refuses(small_benchmark, tmp_path
     def refuse(self, causal, q, k, v):
         raise NotImplementedError("not on Sundays")
 
-    monkeypatch.setattr(_peers.CupyUnfused, "forward", refuse)
+    monkeypatch.setattr(peers.CupyUnfused, "forward", refuse)
     run = benchmark.run(small_options("--operations", "forward", "--sections", "speed"), FakeGpu(), tmp_path)
     assert {row["provider"] for row in run.rows} == {"fa2cupy"} and not run.failures
     assert capsys.readouterr().out.count("without cupy unfused: not on Sundays") == 2  # once for each dtype
@@ -245,7 +238,7 @@ def test_benchmark_goes_on_without_a_peer_that_refuses(small_benchmark, tmp_path
 def test_training_steps_are_checked_and_timed_with_both_parts(small_benchmark, tmp_path):
     run = benchmark.run(small_options("--sections", "training"), FakeGpu(), tmp_path)
     assert not run.failures
-    ours, theirs = _measure.read_csv(tmp_path / "benchmark.csv")
+    ours, theirs = measure.read_csv(tmp_path / "benchmark.csv")
     assert (ours["provider"], theirs["provider"], theirs["ratio"]) == ("fa2cupy", "cupy unfused", "1")
     assert ours["operation"] == theirs["operation"] == "training"
     assert float(ours["tflops"]) == pytest.approx(7 * 2 * 40**2 * 64 / 2 / 2e-3 / 1e12, rel=1e-4)
@@ -260,10 +253,10 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
         caches.append(cache)
         return next(answers)
 
-    monkeypatch.setattr(_startup, "_first_calls", first_calls)
+    monkeypatch.setattr(startup, "_first_calls", first_calls)
     run = benchmark.run(small_options("--sections", "startup"), FakeGpu(), tmp_path)
     assert not run.failures and len(set(caches)) == 1
-    (row,) = _measure.read_csv(tmp_path / "startup.csv")
+    (row,) = measure.read_csv(tmp_path / "startup.csv")
     assert (row["first_call_ms_fresh"], row["first_call_ms_cached"], row["compile_s_longest"]) == ("1600", "50", "1.5")
     assert "50 ms from the disk cache" in capsys.readouterr().out
 
@@ -275,12 +268,12 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
 def small_methods(monkeypatch):
     for name, value in {"TOKENS": (32, 64), "SEQLENS": (32, 64), "MODEL_DIM": 128, "ROUNDS": 1}.items():
         monkeypatch.setattr(methods, name, value)
-    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
+    monkeypatch.setattr(measure, "Gpu", FakeGpu)
 
 
 def test_methods_from_checks_to_files(small_methods, tmp_path):
     assert methods.main(["--head-dims", "64", "--tokens", "32", "64", "--out", str(tmp_path)]) == 0
-    rows = _measure.read_csv(tmp_path / "methods.csv")
+    rows = measure.read_csv(tmp_path / "methods.csv")
     assert [(row["tokens"], row["seqlen"], row["batch"]) for row in rows[::2]] == [
         ("32", "32", "1"), ("64", "32", "2"), ("64", "64", "1"),
     ]  # fmt: skip
@@ -296,10 +289,10 @@ def test_methods_leave_out_what_is_wrong(small_methods, tmp_path, monkeypatch, c
         if self._problem.causal:
             raise AssertionError("dq is off by a mile")
 
-    monkeypatch.setattr(_check.HeadCheck, "verify", verify)
+    monkeypatch.setattr(check.HeadCheck, "verify", verify)
     assert methods.main(["--head-dims", "64", "--tokens", "32", "--out", str(tmp_path)]) == 1
     assert "WRONG: bfloat16 d=64 seqlen=32" in capsys.readouterr().out
-    assert [row["causal"] for row in _measure.read_csv(tmp_path / "methods.csv")] == ["0"]
+    assert [row["causal"] for row in measure.read_csv(tmp_path / "methods.csv")] == ["0"]
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
@@ -308,7 +301,7 @@ def test_methods_leave_out_what_is_wrong(small_methods, tmp_path, monkeypatch, c
 @pytest.fixture
 def small_features(monkeypatch):
     for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "LONGEST_SCORES": 128, "SMALL_TOKENS": 64}.items():
-        monkeypatch.setattr(_feature_cases, name, value)
+        monkeypatch.setattr(feature_cases, name, value)
     monkeypatch.setattr(features, "TOKENS", 256)
 
 
@@ -319,8 +312,8 @@ def feature_options(*extra):
 class FakeFlex:
     """Ours once more, through what a peer has."""
 
-    name, features = "torch flex", _flex.FlexAttention.features
-    supports = _flex.FlexAttention.supports
+    name, features = "torch flex", flex.FlexAttention.features
+    supports = flex.FlexAttention.supports
     release = staticmethod(lambda: None)
     factor = 1
 
@@ -342,7 +335,7 @@ def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, ca
     monkeypatch.setattr(features, "FlexAttention", FakeFlex)
     run = features.run(feature_options("--families", "default", "sm80"), FakeGpu(), tmp_path)
     assert not run.failures
-    rows = _measure.read_csv(tmp_path / "features.csv")
+    rows = measure.read_csv(tmp_path / "features.csv")
     assert tuple(rows[0]) == features.COLUMNS
     ours = [row for row in rows if row["provider"] == "fa2cupy"]
     everywhere = {"plain", "softcap", "alibi", "padding", "sink", "dropout"}
@@ -368,14 +361,14 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
         return right(*arguments, **options)
 
     monkeypatch.setattr(features.fa2cupy, "forward", forward)
-    monkeypatch.setattr(_measure, "Gpu", FakeGpu)
+    monkeypatch.setattr(measure, "Gpu", FakeGpu)
     monkeypatch.setattr(features, "FlexAttention", FakeFlex)
     monkeypatch.setattr(FakeFlex, "factor", 2)
     arguments = "--features softcap alibi --head-dims 32 --seqlens 256 --rounds 1".split()
     assert features.main([*arguments, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert "WRONG: softcap bfloat16 d=32 seqlen=256" in told and "torch flex: result 0 differs" in told
-    rows = _measure.read_csv(tmp_path / "features.csv")
+    rows = measure.read_csv(tmp_path / "features.csv")
     assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
         ("alibi", "forward", "fa2cupy"), ("alibi", "backward", "fa2cupy"), ("alibi", "backward", "torch flex"),
     }  # fmt: skip
@@ -387,7 +380,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
     def no_room(xp, problem, seed):
         raise MemoryError("too large")
 
-    monkeypatch.setitem(features.FEATURES, "sink", _feature_cases.Feature(no_room))
+    monkeypatch.setitem(features.FEATURES, "sink", feature_cases.Feature(no_room))
     monkeypatch.setattr(features.FeatureBenchmark, "compile", lambda self, cases: None)
     run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
     assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
@@ -400,10 +393,11 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
 @pytest.mark.parametrize("operation", ("forward", "backward"))
 def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
     """What is compiled ahead and checked is what calls take, at their own choice of method."""
-    import fake_gpu
+    from support import fake_gpu
+    from support.fake_cupy import place
 
     device = DeviceInfo.named("sm_90")
-    for case in _feature_cases.all_cases(_feature_cases.FEATURES, (128,), (2048,)):
+    for case in feature_cases.all_cases(feature_cases.FEATURES, (128,), (2048,)):
         if operation not in case.operations:
             continue
         # A call of the real length, of few heads and without its work.
@@ -411,9 +405,9 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
         if case.feature == "packed":
             case = case.shrunk()
         with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
-            q, k, v, do = map(fake_gpu.place, case.inputs(np))
+            q, k, v, do = map(place, case.inputs(np))
             options = {
-                name: fake_gpu.place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
+                name: place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
             }
             o, lse = fake_gpu.forward(q, k, v, family=family, **options)
             if operation == "backward":
@@ -426,17 +420,17 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
 def test_work_of_features_is_that_of_visible_pairs():
     problem = Problem("bfloat16", 64, 1024, 16, 32, True)
     pairs = sum(min(i, 127) + 1 for i in range(1024))
-    assert _feature_cases.Case("window127", problem).flops("forward") == 4 * 16 * 32 * pairs * 64
-    packed = _feature_cases.Case("packed", problem)
-    assert packed.flops("forward") == 2 * 32 * sum(n * n for n in _feature_cases.PACKED) * 64
-    assert sum(_feature_cases.PACKED) == _feature_cases.TOKENS
+    assert feature_cases.Case("window127", problem).flops("forward") == 4 * 16 * 32 * pairs * 64
+    packed = feature_cases.Case("packed", problem)
+    assert packed.flops("forward") == 2 * 32 * sum(n * n for n in feature_cases.PACKED) * 64
+    assert sum(feature_cases.PACKED) == feature_cases.TOKENS
     assert packed.arrays(FakeGpu().tensors(problem, 0))[0].shape == (16384, 32, 64)
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    peers = _peers.available_peers(FakeGpu(), list(_peers.PEERS))
-    assert [peer.name for peer in peers] == ["cupy unfused"]
+    available = peers.available_peers(FakeGpu(), list(peers.PEERS))
+    assert [peer.name for peer in available] == ["cupy unfused"]
     assert capsys.readouterr().out.startswith("without flash, cudnn, efficient: ")
 
 
@@ -444,14 +438,14 @@ def test_benchmark_without_gpu_says_so(monkeypatch, capsys):
     def no_gpu():
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(_measure, "Gpu", no_gpu)
+    monkeypatch.setattr(measure, "Gpu", no_gpu)
     assert benchmark.main([]) == 2
     assert "needs a CUDA GPU and CuPy: no driver" in capsys.readouterr().err
 
 
 def made_up_rows():
     for problem in benchmark.speed_problems(["float16", "float32"], [64, 128], [2048, 4096]):
-        for operation in _peers.OPERATIONS:
+        for operation in peers.OPERATIONS:
             for speed, provider in enumerate(("torch flash", "torch cudnn", "fa2cupy"), start=2):
                 row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
                 row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
@@ -461,8 +455,8 @@ def made_up_rows():
 def test_csv_round_trip_and_summary(tmp_path):
     rows = list(made_up_rows())
     path = tmp_path / "benchmark.csv"
-    _measure.write_csv(path, benchmark.COLUMNS, rows)
-    assert benchmark.summary(_measure.read_csv(path)) == benchmark.summary(rows)
+    measure.write_csv(path, benchmark.COLUMNS, rows)
+    assert benchmark.summary(measure.read_csv(path)) == benchmark.summary(rows)
     assert (
         benchmark.summary(rows)[0].split()
         == "torch flash forward float16 d=64 worst 2.00 median 2.00 (4 sizes)".split()
@@ -474,7 +468,7 @@ def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
     for row in rows:
         if (row["provider"], row["operation"]) == ("torch cudnn", "two_pass"):
             row["ratio"] = 0.96
-    table = _tables.speed_table(rows, "float16", "torch cudnn")
+    table = tables.speed_table(rows, "float16", "torch cudnn")
     assert table[:2] == ["| | head_dim | seqlen 2048 | seqlen 4096 |", "|---|---|---|---|"]
     assert table[2] == "| forward | 64 | 400 (1.33) / 400 (1.33) | 400 (1.33) / 400 (1.33) |"
     assert table[6] == "| backward, `two_pass` | 64 | 400 (0.96) / 400 (0.96) | 400 (0.96) / 400 (0.96) |"
@@ -493,23 +487,23 @@ def test_a_sweep_that_cannot_save_its_winner_says_why(tuning_folder, capsys):
 
 
 def test_the_table_of_the_readme_is_the_one_of_its_csv():
-    text = (_measure.ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = re.search(r"are in \[benchmark\.csv\]\((\S+)\)", text)[1]
-    table = _tables.speed_table(_measure.read_csv(_measure.ROOT / named), "float16", "torch cudnn")
+    table = tables.speed_table(measure.read_csv(ROOT / named), "float16", "torch cudnn")
     assert len(table) == 2 + 3 * len(benchmark.HEAD_DIMS)
     assert "\n".join(table) in text
 
 
 def test_cudnn_is_timed_beside_two_pass_in_its_ordinary_mode():
     problem = Problem("float16", 64, 2048, 8, 32, True)
-    peer = object.__new__(_peers.TorchCudnn)
-    assert all(peer.supports(problem, operation) for operation in _peers.OPERATIONS)
+    peer = object.__new__(peers.TorchCudnn)
+    assert all(peer.supports(problem, operation) for operation in peers.OPERATIONS)
     assert isinstance(peer.deterministic(), contextlib.nullcontext)
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_plot_only(tmp_path, capsys):
-    _measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, made_up_rows())
+    measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, made_up_rows())
     assert benchmark.main(["--plot-only", str(tmp_path / "benchmark.csv"), "--out", str(tmp_path / "plots")]) == 0
     for name in ("forward.png", "backward.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
@@ -519,8 +513,8 @@ def test_plot_only(tmp_path, capsys):
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypatch):
     figures = []
-    new_figure = _plots._new_figure
-    monkeypatch.setattr(_plots, "_new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    new_figure = plots._new_figure
+    monkeypatch.setattr(plots, "_new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
     head_dims = (32, 64, 128, 256, 96)  # as a file may have them, of which only some are there of float32
     rows = [
         {
@@ -566,7 +560,7 @@ def test_plot_only_of_something_else_is_a_sentence(script, content, reason, tmp_
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="plots need matplotlib")
 def test_plot_only_of_a_row_that_is_broken_is_a_sentence(tmp_path, capsys):
-    _measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, [{**row, "batch": "x"} for row in made_up_rows()])
+    measure.write_csv(tmp_path / "benchmark.csv", benchmark.COLUMNS, [{**row, "batch": "x"} for row in made_up_rows()])
     assert benchmark.main(["--plot-only", str(tmp_path / "benchmark.csv")]) == 2
     assert "invalid literal for int() with base 10: 'x'" in capsys.readouterr().err
 
@@ -575,7 +569,7 @@ def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
     def no_gpu():
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(_measure, "Gpu", no_gpu)
+    monkeypatch.setattr(measure, "Gpu", no_gpu)
     assert gpu_check.main(["--out", str(tmp_path / "results")]) == 2
     assert capsys.readouterr().err == "this needs a CUDA GPU and CuPy: no driver\n"
     assert not list(tmp_path.iterdir())
@@ -594,6 +588,32 @@ def test_gpu_check_verifies_receipts_only(content, tmp_path, capsys):
     assert "is about other code" in capsys.readouterr().out
 
 
+# --- a checkout that is not installed ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packages_without_fa2cupy(tmp_path_factory) -> Path:
+    """Everything that is installed beside NumPy and Jinja, but fa2cupy, in a folder for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("packages")
+    for installed in {Path(module.__file__).parent.parent for module in (np, jinja2, ml_dtypes)}:
+        for path in installed.iterdir():
+            if "fa2cupy" not in path.name and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, packages_without_fa2cupy, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(packages_without_fa2cupy)}
+    command = [sys.executable, "-S"]  # without site-packages, where fa2cupy may be installed
+    alone = [*command, "-c", "import numpy, fa2cupy"]
+    run = subprocess.run(alone, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "No module named 'fa2cupy'" in run.stderr
+    run = subprocess.run([*command, script, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"usage: {script.name}")
+
+
 # --- sweep ------------------------------------------------------------------------------------------------------------
 
 
@@ -603,7 +623,7 @@ def test_sweep_for_a_named_architecture(tmp_path, capsys):
         "--arch sm_80 --operation forward --head-dim 64 --b-r 64 --b-c 64 --warps 4 --stages 1 2 --blocks 1".split()
     )
     assert sweep.main([*arguments, "--jobs", "2", "--out", str(tmp_path)]) == 0
-    rows = _measure.read_csv(tmp_path / "sweep-forward-float16-d64-s4096.csv")
+    rows = measure.read_csv(tmp_path / "sweep-forward-float16-d64-s4096.csv")
     assert [(row["b_r"], row["b_c"], row["num_warps"], row["num_stages"]) for row in rows] == [
         ("64", "64", "4", "1"),
         ("64", "64", "4", "2"),
@@ -617,7 +637,7 @@ def test_sweep_for_a_named_architecture(tmp_path, capsys):
         assert float(row["occupancy"]) == pytest.approx(blocks * 128 / 2048, rel=1e-4)
     assert (tmp_path / "sweep-forward-float16-d64-s4096.png").exists() == HAS_MATPLOTLIB
     output = capsys.readouterr().out
-    assert "shared memory" in output and _measure.format_bytes(int(rows[0]["shared_bytes"])) in output
+    assert "shared memory" in output and measure.format_bytes(int(rows[0]["shared_bytes"])) in output
 
 
 def compile_or_die(spec):
@@ -721,7 +741,7 @@ def test_numbers_that_cannot_be_are_refused_by_name(script, arguments, text, cap
 def test_sweep_for_turing(tmp_path, capsys):
     arguments = "--arch sm_75 --operation forward --dtype float32 --head-dim 32 --b-r 32 --b-c 32 --warps 8 --blocks 1"
     assert sweep.main([*arguments.split(), "--jobs", "1", "--out", str(tmp_path)]) == 0
-    (row,) = _measure.read_csv(tmp_path / "sweep-forward-float32-d32-s4096.csv")
+    (row,) = measure.read_csv(tmp_path / "sweep-forward-float32-d32-s4096.csv")
     assert (row["arch"], row["family"], row["status"]) == ("sm_75", "simt", "compiled")
     assert "on T4 (sm_75)" in capsys.readouterr().out
 
@@ -762,7 +782,7 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     warps = "2" if operation in ("forward", "backward_dq") else "4"
     assert sweep.main(["--operation", operation, "--family", "sm80", *filters, warps, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.csv")
-    rows = {(row["b_r"], row["b_c"]): row for row in _measure.read_csv(path)}
+    rows = {(row["b_r"], row["b_c"]): row for row in measure.read_csv(path)}
     assert {key: row["status"] for key, row in rows.items()} == {
         ("32", "32"): "launch failed", ("64", "32"): "launch failed", ("32", "64"): "ok", ("64", "64"): "ok",
     }  # fmt: skip

@@ -14,17 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import train_lm
+from common import SCRIPTS
+from language_model.arrays import CupyArrays, NumpyArrays, SetupError
+from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
+from language_model.model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention
+from language_model.training import LOG_EVERY, Curve, Settings, Training
 
 import fa2cupy
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import train_lm  # noqa: E402
-from _lm_arrays import CupyArrays, NumpyArrays, SetupError  # noqa: E402
-from _lm_data import Corpus, load_corpus, zlib_bits_per_byte  # noqa: E402
-from _lm_model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention  # noqa: E402
-from _lm_training import LOG_EVERY, Curve, Settings, Training  # noqa: E402
 
 SMALL = Settings(
     layers=2, heads=2, width=32, context=48, batch=4, steps=10, learning_rate=3e-3, warmup=3, evaluate_every=5,
@@ -283,7 +280,8 @@ def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
 def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
     """Numbers that NumPy's BLAS reads when it is loaded, and that a test can only see from within the process."""
     spy = "import os, sys, numpy; print(os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
-    (tmp_path / "_lm_arrays.py").write_text(f"{spy}\nraise SystemExit(0)\n")
+    (tmp_path / "language_model").mkdir()
+    (tmp_path / "language_model" / "__init__.py").write_text(f"{spy}\nraise SystemExit(0)\n")
     (tmp_path / "train_lm.py").write_text((SCRIPTS / "train_lm.py").read_text())
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     script, imported = [str(tmp_path / "train_lm.py")], ["-c", "import train_lm"]

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from feature_cases import METHODS, assert_bits_equal, assert_close, booleans, check, inputs_of, numbers, run
+from support.feature_cases import METHODS, assert_bits_equal, assert_close, booleans, check, inputs_of, numbers, run
 
 import fa2cupy
 from fa2cupy import TileConfig

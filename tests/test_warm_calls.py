@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("cupy")
 
-import fake_gpu  # noqa: E402
-from fake_gpu import FakeArray, Launch, gapped, place, shifted  # noqa: E402
-from feature_cases import booleans, numbers  # noqa: E402
+from support.fake_cupy import FakeArray, current_device, place  # noqa: E402
+from support.fake_gpu import backward, fake_gpu, forward  # noqa: E402
+from support.feature_cases import booleans, numbers  # noqa: E402
+from support.launch_record import Launch  # noqa: E402
+from support.strided_arrays import gapped, shifted  # noqa: E402
 
 import fa2cupy  # noqa: E402
 from fa2cupy import TileConfig, signatures  # noqa: E402
@@ -29,7 +31,7 @@ class Calls:
     def __init__(self, monkeypatch, device: str | tuple = "sm_90"):
         self._seen: list[tuple] = []
         self._callers: set[int] = set()
-        self.context = fake_gpu.fake_gpu(monkeypatch, device, self._launch)
+        self.context = fake_gpu(monkeypatch, device, self._launch)
 
     def _launch(self, launch: Launch) -> None:
         taken = {name for name, address in launch.pointers.items() if address in self._callers}
@@ -40,8 +42,10 @@ class Calls:
         self._seen.clear()
         given = [x for x in (*arrays.values(), *options.values(), *(options.get("out") or ())) if isinstance(x, FakeArray)]
         self._callers = {x.ctypes.data for x in given}
-        order = ("q", "k", "v") if operation == "forward" else ("q", "k", "v", "o", "lse", "do")
-        results = getattr(fake_gpu, operation)(*(arrays[name] for name in order), **options)
+        if operation == "forward":
+            results = forward(*(arrays[name] for name in ("q", "k", "v")), **options)
+        else:
+            results = backward(*(arrays[name] for name in ("q", "k", "v", "o", "lse", "do")), **options)
         return [*self._seen, [(x.shape, x.strides, x.dtype, x.device_id) for x in results]]
 
 
@@ -294,7 +298,7 @@ def test_arrays_of_another_device_have_a_plan_of_their_own(monkeypatch, operatio
     calls = Calls(monkeypatch, ("sm_90", "sm_80"))
     with calls.context:
         arrays = arrays_of()
-        with fake_gpu.current_device(1):
+        with current_device(1):
             others = arrays_of()
         check_each_is_itself(calls, operation, [(arrays, {}), (others, {})])
 

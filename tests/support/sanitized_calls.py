@@ -7,11 +7,12 @@ import itertools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a package that is installed
 
 import cupy  # noqa: E402  (after the path is complete)
 import numpy as np  # noqa: E402
-from feature_cases import extras, options_of  # noqa: E402
+from support.feature_cases import extras, options_of  # noqa: E402
 
 import fa2cupy  # noqa: E402
 from fa2cupy.testing import make_inputs  # noqa: E402

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from _lm_arrays import Arrays, SetupError
+from language_model.arrays import Arrays, SetupError
 
 __all__ = ["Adam", "ModelConfig", "Parameters", "Transformer", "cross_entropy", "unfused_attention"]
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import _measure  # noqa: F401  (a child of a bare checkout finds fa2cupy through it)
-
 from fa2cupy.cache import cached_kernel
 from fa2cupy.spec import KernelSpec
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _lm_arrays import SetupError
+from language_model.arrays import SetupError
 
 __all__ = ["Corpus", "load_corpus", "training_windows", "zlib_bits_per_byte"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from _measure import Problem, Tensors
+from common.measure import Problem, Tensors
 
 import fa2cupy
 from fa2cupy import TileConfig, reference

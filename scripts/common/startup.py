@@ -1,4 +1,4 @@
-"""First calls: what compilation, the disk cache and loading cost. As a script it is the process that is measured."""
+"""First calls: what compilation, the disk cache and loading cost. Run as a module it is the process that is measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from _measure import Gpu, Problem
+from common import SCRIPTS
+from common.measure import Gpu, Problem
 
 __all__ = ["COLUMNS", "measure_startup"]
 
@@ -33,9 +33,9 @@ def measure_startup(problem: Problem) -> list[dict[str, object]]:
 
 def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
     arguments = [problem.dtype, str(problem.head_dim), str(int(problem.causal))]
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    command = [sys.executable, "-m", "common.startup", *arguments]
     environment = {**os.environ, "FA2CUPY_CACHE_DIR": cache}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, cwd=SCRIPTS, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"the process that times first calls failed:\n{run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import ptxsim
-from fake_gpu import TILE_COUNTER, Launch, fake_gpu, memory_at
 from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 from ptxsim.tensor_map import driver_tensor_map
+from support.fake_gpu import fake_gpu
+from support.launch_record import TILE_COUNTER, Launch, memory_at
 
 from fa2cupy.compiler import compile_options
 from fa2cupy.device import DeviceInfo

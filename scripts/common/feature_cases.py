@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from _measure import Problem, Tensors, flops
+from common.measure import Problem, Tensors, flops
 
 from fa2cupy.device import DeviceInfo
 from fa2cupy.families import choose_family, choose_method, method_of_dbias

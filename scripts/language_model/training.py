@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _lm_arrays import Arrays, SetupError
-from _lm_data import Corpus, training_windows
-from _lm_model import Adam, ModelConfig, Parameters, Transformer, cross_entropy, unfused_attention
+from language_model.arrays import Arrays, SetupError
+from language_model.data import Corpus, training_windows
+from language_model.model import Adam, ModelConfig, Parameters, Transformer, cross_entropy, unfused_attention
 
 import fa2cupy
 

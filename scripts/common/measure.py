@@ -1,7 +1,4 @@
-"""What the scripts share: problems, timing, memory, progress and result files.
-
-Importing this module makes ``fa2cupy`` importable in a bare checkout.
-"""
+"""What is measured, and how: problems, the GPU, timing, memory, and result files."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import csv
 import datetime
 import functools
 import gc
-import importlib.util
 import itertools
 import os
 import random
@@ -25,12 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if importlib.util.find_spec("fa2cupy") is None:
-    sys.path.insert(0, str(ROOT))
-
-import ml_dtypes  # noqa: E402  (after the path is complete)
-import numpy as np  # noqa: E402
+import ml_dtypes
+import numpy as np
+from common import SCRIPTS
 
 from fa2cupy import precompile  # noqa: E402
 from fa2cupy.cache import cached_kernel  # noqa: E402
@@ -299,7 +292,7 @@ def slug(device_name: str) -> str:
 
 def results_folder(device_name: str, chosen: str | None = None) -> Path:
     """The folder for a device's results, created: the user's choice, else ``scripts/results/<device>``."""
-    folder = Path(chosen) if chosen else ROOT / "scripts" / "results" / slug(device_name)
+    folder = Path(chosen) if chosen else SCRIPTS / "results" / slug(device_name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _lm_training import LOG_EVERY, Curve, Settings
+from language_model.training import LOG_EVERY, Curve, Settings
 
 __all__ = ["Result", "curve_difference", "plot_curves", "report_lines"]
 

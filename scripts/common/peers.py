@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from _measure import Candidate, Gpu, Problem, Tensors, rotating
+from common.measure import Candidate, Gpu, Problem, Tensors, rotating
 
 import fa2cupy
 from fa2cupy.inspection import default_specs

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from _feature_cases import Case
-from _measure import Candidate, Gpu, Tensors, taking_turns
-from _peers import TorchPeer
+from common.feature_cases import Case
+from common.measure import Candidate, Gpu, Tensors, taking_turns
+from common.peers import TorchPeer
 
 __all__ = ["FlexAttention"]
 

@@ -1,0 +1,136 @@
+"""CuPy on host memory, as much of it as gpu.py, prepared.py and device_memory.py call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Iterator
+
+import numpy as np
+
+#: Whose memory new arrays get: the pool's, or in a context the graph's.
+_allocators = ["pool"]
+#: The current device.
+_devices = [0]
+
+
+def current_ordinal() -> int:
+    """Of the device that calls go to."""
+    return _devices[-1]
+
+
+class FakeMemory:
+    """What ``cupy.cuda.MemoryPointer`` is to the package."""
+
+    def __init__(self, address: int, owner: object, device_id: int = 0):
+        self.ptr, self.device_id, self._owner = address, device_id, owner
+
+    def memset_async(self, value: int, nbytes: int) -> None:
+        ctypes.memset(self.ptr, value, nbytes)
+
+
+class FakeArray(np.ndarray):
+    """What ``cupy.ndarray`` is to the package."""
+
+    device_id = 0
+    allocator = "view"
+
+    def __array_finalize__(self, source) -> None:
+        if isinstance(source, FakeArray):
+            self.device_id = source.device_id
+
+    def __new__(cls, shape, dtype):
+        """As CuPy allocates."""
+        return _aligned(shape, dtype)
+
+    def copy(self, order: str = "C"):
+        """As CuPy copies: into memory of the current allocator."""
+        assert order == "C"
+        return place(self)
+
+    @property
+    def data(self) -> FakeMemory:
+        return FakeMemory(self.ctypes.data, self, self.device_id)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
+    # CuPy's allocations start on 512 bytes, NumPy's only on 16.
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN in every dtype, so that an unwritten element shows
+    start = -raw.ctypes.data % 512
+    array = raw[start : start + nbytes].view(dtype).reshape(shape).view(FakeArray)
+    array.allocator, array.device_id = _allocators[-1], _devices[-1]
+    return array
+
+
+@contextlib.contextmanager
+def current_device(ordinal: int) -> Iterator[None]:
+    """What ``cupy.cuda.Device`` is to the package, as a context."""
+    _devices.append(ordinal)
+    try:
+        yield
+    finally:
+        _devices.pop()
+
+
+@contextlib.contextmanager
+def _using_allocator(name: str) -> Iterator[None]:
+    _allocators.append(name)
+    try:
+        yield
+    finally:
+        _allocators.pop()
+
+
+class FakeCupy(types.SimpleNamespace):
+    """The functions of CuPy that gpu.py, prepared.py and device_memory.py call.
+
+    Attributes
+    ----------
+    stream : int
+        Address of the current stream of device 0; one more for each device behind it.
+    capturing : set of int
+        Streams whose work goes into a graph.
+    workspaces : list of (allocator, bytes, device)
+        What has been allocated besides arrays.
+    launches : list of (device, stream)
+        Where kernels were launched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ndarray=FakeArray, stream=0, capturing=set(), workspaces=[], launches=[])
+        self.cuda = types.SimpleNamespace(
+            Device=current_device,
+            get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream + _devices[-1]),
+            alloc=lambda nbytes: self._alloc(nbytes, _allocators[-1]),
+            malloc_async=lambda nbytes: self._alloc(nbytes, "graph"),
+            using_allocator=lambda allocator: _using_allocator("graph" if allocator == self.cuda.malloc_async else "pool"),
+        )
+
+    def is_capturing(self, stream: int) -> bool:
+        assert stream not in (0, 1), "the runtime must not be asked about these"
+        return stream in self.capturing
+
+    def empty(self, shape, dtype):
+        return _aligned(shape, dtype)
+
+    def zeros(self, shape, dtype):
+        array = _aligned(shape, dtype)
+        array[...] = 0
+        return array
+
+    def ascontiguousarray(self, array):
+        return array if array.flags.c_contiguous else place(array)
+
+    def _alloc(self, nbytes: int, allocator: str) -> FakeMemory:
+        self.workspaces.append((allocator, nbytes, _devices[-1]))
+        buffer = _aligned((nbytes,), np.uint8)
+        return FakeMemory(buffer.ctypes.data, buffer, _devices[-1])
+
+
+def place(array: np.ndarray) -> FakeArray:
+    """A copy where CuPy's allocator would put it."""
+    placed = _aligned(array.shape, array.dtype)
+    placed[...] = array
+    return placed

@@ -1,0 +1,74 @@
+"""What kernels compute, by the formulas, on the arrays of a launch's record."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.launch_record import Launch
+
+from fa2cupy import reference
+
+
+def run_formulas(launch: Launch) -> None:
+    """Does what the kernel would, by the formulas."""
+    _Formulas(launch).run()
+
+
+class _Formulas:
+    """Kernels by their formulas."""
+
+    def __init__(self, launch: Launch):
+        self.launch, self.spec, self.values = launch, launch.spec, launch.values
+
+    def run(self) -> None:
+        getattr(self, f"_{self.spec.operation}")()
+
+    def _forward(self) -> None:
+        q, k, v = self.launch.array("q"), self.launch.array("k"), self.launch.array("v")
+        scale = self.values["scale_log2"] / np.log2(np.e)
+        o, lse = reference.forward(q, k, v, causal=self.spec.causal, softmax_scale=scale)
+        self.launch.array("o")[...] = o
+        self.launch.array("lse")[...] = lse
+
+    def _delta(self) -> None:
+        self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
+
+    def _backward(self) -> None:
+        gradients = self._gradients()
+        if "dq" in self.launch.pointers:  # simt: dq is written, dk and dv are added to
+            self.launch.array("dq")[...] = gradients[0]
+            self.launch.array("dk")[...] += gradients[1]
+            self.launch.array("dv")[...] += gradients[2]
+        else:
+            self._workspace()[...] += gradients[0]
+            self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients[1:]
+
+    def _backward_dq(self) -> None:
+        self.launch.array("dq")[...] = self._gradients()[0]
+
+    def _backward_dkdv(self) -> None:
+        self.launch.array("dk")[...], self.launch.array("dv")[...] = self._gradients()[1:]
+
+    def _convert_dq(self) -> None:
+        self.launch.array("dq")[...] = self._workspace()
+
+    def _gradients(self) -> tuple:
+        """From lse and delta as they lie in memory, like the kernels."""
+        q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
+        lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self.values["softmax_scale"]
+        group = self.values["heads_per_group"]
+        q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
+        k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+        scores = scale * q @ k.swapaxes(2, 3)
+        if self.spec.causal:
+            rows, columns = scores.shape[2:]
+            scores[..., np.arange(columns) > np.arange(rows)[:, None] + columns - rows] = -np.inf
+        p = np.exp(scores - np.where(np.isinf(lse), np.inf, lse)[..., None])
+        ds = p * (do @ v.swapaxes(2, 3) - delta[..., None])
+        dk, dv = scale * ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
+        dk, dv = (x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:]).sum(2) for x in (dk, dv))
+        return tuple(x.transpose(0, 2, 1, 3) for x in (scale * ds @ k, dk, dv))
+
+    def _workspace(self) -> np.ndarray:
+        """dq_accum in plain order: the kernels' order is their own affair."""
+        shape = (self.launch.batch, self.values["seqlen_q"], self.values["num_heads"], self.spec.head_dim)
+        return self.launch.array("dq_accum")[: np.prod(shape)].reshape(shape)

@@ -1,0 +1,151 @@
+"""A launch read back from its record: what a kernel is given, as arrays and numbers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+from ptxsim.tensor_map import TensorMap, driver_tensor_map
+
+from fa2cupy.features import ARRAY_FEATURES, OFFSETS
+from fa2cupy.plan import Plan, Stage
+from fa2cupy.spec import KernelSpec
+from fa2cupy.tma import TensorLayout, encode_arguments
+
+TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
+
+
+class Launch:
+    """One launch: the record unpacked, and the arrays that it names as views of their memory.
+
+    Attributes
+    ----------
+    stage : Stage
+    pointers : dict
+        Addresses by the record's names, of what its tensor maps describe, too.
+    maps : dict
+        Layouts of the tensor maps by name.
+    values : dict
+        The record's other members, and the strides of what the maps describe.
+    cleared : tuple of str
+        What the plan has set to zero before its first stage.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
+        self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        layout = self.spec.params
+        self._kinds = kinds = {field.name: field.kind for field in layout.fields}
+        self.pointers = {
+            name: addresses[name] for name in layout.pointers if kinds[name] not in ("counter", "per_call")
+        }
+        self._per_call = {name: addresses[name] for name in layout.pointers if kinds[name] == "per_call"}
+        self.maps = dict(zip(layout.maps, stage.maps, strict=True))
+        self.values = stage_values(stage)
+        for name, tensor in self.maps.items():
+            row, head, batch = (stride // 2 for stride in tensor.strides[:3])
+            self.values[f"{name}_strides"] = (batch, row, head)
+        per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
+        self.packed = "cu_seqlens" in self.spec.features
+        self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
+        assert len(self.record(addresses)) == layout.nbytes
+        self._wide = np.dtype("float64" if self.spec.dtype == "float64" else "float32")
+        self._workspaces = {workspace.name: workspace.nbytes for workspace in plan.workspaces}
+        for name, tensor in self.maps.items():
+            check_map(tensor, self.array(name))
+
+    def record(
+        self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
+    ) -> bytes:
+        """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
+        front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
+        front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
+        return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
+
+    def _rows(self, side: str) -> int:
+        return self.values[f"total_{side}" if self.packed else f"seqlen_{side}"]
+
+    def array(self, name: str) -> np.ndarray:
+        """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
+        if name == "dq_accum":
+            return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
+        heads, rows = self.values["num_heads"], self._rows("q")
+        if name in OFFSETS:
+            return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
+        if name == "dsink":
+            return memory_at(self.pointers[name], (heads,), None, self._wide)
+        if name in ("lse", "delta", "dlse"):
+            return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
+        if name in ("k", "v", "dk", "dv"):
+            heads, rows = heads // self.values["heads_per_group"], self._rows("k")
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
+        if name in (*ARRAY_FEATURES, "dbias_accum"):
+            dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
+            strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
+            sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
+            if self.packed:
+                sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
+            shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
+            return memory_at(self.pointers[name], shape, strides, dtype)
+        if dtype.itemsize == 2:
+            assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
+        batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
+        shape = (self.batch, rows, heads, self.spec.head_dim)
+        return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+
+def check_map(layout: TensorLayout, array: np.ndarray) -> None:
+    """Holds a tensor map of a (batch, row, head, column) array against what driver and hardware require of it.
+
+    The driver takes it; it begins at the array's first element, because a load of a box without an element of the tensor
+    touches the map's address; and what is inside of its axes, as far as kernels ask for it, is the array and nothing else.
+    """
+    address = array.ctypes.data
+    tensor = TensorMap(bytes(driver_tensor_map(*encode_arguments(layout, address))))
+    assert tensor.address == address and tensor.box == (64, layout.box_rows, *[1] * (tensor.rank - 2))
+    batch, rows, heads, columns = array.shape
+    if tensor.rank == 4:
+        assert tensor.dims == (columns, rows, heads, batch)
+        places = [((0, r, h, b), (b, r, h)) for b in (0, batch - 1) for r in (0, rows - 1) for h in (0, heads - 1)]
+    else:
+        # A sequence of n rows that ends before row `end` ends with the row axis; see kernels/sm90/map_place.cuh.
+        far = 2**30
+        assert tensor.dims == (columns, far, heads, rows + 1, far + 1)
+        sequences = [(n, end) for end in (1, (rows + 1) // 2, rows) for n in (1, end)]
+        places = [
+            ((0, far - n + i, h, end, far), (0, end - n + i, h))
+            for n, end in sequences for i in (0, n - 1) for h in (0, heads - 1)
+        ]  # fmt: skip
+    for coordinates, index in places:
+        offset = sum(c * s for c, s in zip(coordinates, tensor.strides, strict=True)) % 2**64
+        assert offset == (array[index].ctypes.data - address) % 2**64, (layout, coordinates)
+
+
+def stage_values(stage: Stage) -> dict[str, object]:
+    """The members of a stage's record that are no pointers."""
+    return dict(_unpack(stage.spec, stage.constants))
+
+
+def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
+    real = "d" if spec.dtype == "float64" else "f"
+    offset = 0
+    for field in spec.params.fields[len(spec.params.pointers) :]:
+        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i", "word": "I"}[field.kind]
+        values = struct.unpack_from(f"={code}", data, offset)
+        offset += struct.calcsize(f"={code}")
+        yield field.name, values if field.kind.endswith("strides") else values[0]
+
+
+class _Memory:
+    def __init__(self, address: int, shape: tuple, strides: tuple | None, dtype: np.dtype):
+        typestr = dtype.str if dtype.kind != "V" and dtype.num < 256 else "<u2"
+        self.__array_interface__ = {
+            "version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": typestr,
+        }
+
+
+def memory_at(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray:
+    """An array of what lies at an address; nothing keeps it there."""
+    array = np.asarray(_Memory(address, shape, strides, dtype))
+    return array if array.dtype == dtype else array.view(dtype)

@@ -1,0 +1,96 @@
+"""Problems of the simulated tests: small tiles, inputs whose scores reach the branches of the softmax, devices with few
+multiprocessors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from support.fake_cupy import place
+from support.fake_gpu import backward
+
+from fa2cupy import TileConfig, gpu, plan, reference
+from fa2cupy.device import DeviceInfo
+from fa2cupy.testing import Expectation, make_inputs
+
+HALF = ("float16", "bfloat16")
+#: Whose sections have few heads.
+FEW_MULTIPROCESSORS = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=4)
+#: Whose blocks take several tiles.
+HOPPER = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
+
+
+def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
+    """Tiles of 32 rows (sm80) or 8 (simt; wide rows: 16 in the inner loop): a few dozen rows are several."""
+    if dtype in HALF:
+        by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
+        return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
+    by_rows, by_keys = (TileConfig(8, 8, 2),) * 2 if head_dim <= 128 else (TileConfig(8, 16, 4), TileConfig(16, 8, 4))
+    return {"forward": by_rows, "backward": by_rows, "backward_dq": by_rows, "backward_dkdv": by_keys}
+
+
+def family_of(dtype: str) -> str:
+    """The family that has every operation; that of Hopper has tests of its own."""
+    return "sm80" if dtype in HALF else "simt"
+
+
+def draw(
+    dtype: str, lengths: tuple[int, int], head_dim: int, heads: tuple[int, int] = (2, 1), view=place, **options
+) -> tuple:
+    """q, k, v and do on the simulated device."""
+    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
+    return tuple(view(x) for x in make_inputs(dtype, head_dim=head_dim, **sizes, **options))
+
+
+def growing(inputs: tuple, rows: slice) -> tuple:
+    """The same with scores of some rows that grow towards the middle: whichever end a kernel starts from, the softmax's
+    reference becomes too small for them, by more than any 16-bit type could hold."""
+    q, k, v, do = inputs
+    direction = np.sign(np.asarray(q[0, 0, 0], np.float32))
+    position = np.arange(k.shape[1]) / k.shape[1]
+    k[...] = (6 * (1 - abs(position - 0.4))[None, :, None, None] * direction).astype(k.dtype)
+    q[:, rows] = (2 * direction).astype(q.dtype)
+    return q, k, v, do
+
+
+def at_level(inputs: tuple, score: float) -> tuple:
+    """The same with so much more in every score."""
+    q, k, v, do = inputs
+    q[..., 0], k[..., 0] = 4, score * q.shape[3] ** 0.5 / 4
+    return q, k, v, do
+
+
+def jumping(inputs: tuple, most: float) -> tuple:
+    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large an
+    exponential as the others, by rows from 2**0 on."""
+    q, k, v, do = inputs
+    q *= q.dtype.type(0.25)
+    k[..., 0], k[:, k.shape[1] // 2] = 0, 0
+    k[:, k.shape[1] // 2, :, 0] = 16
+    steps = np.linspace(0, most, q.shape[1])
+    q[..., 0] = (steps * np.log(2) * q.shape[3] ** 0.5 / 16)[None, :, None].astype(q.dtype)
+    return q, k, v, do
+
+
+def dq_on_hopper(monkeypatch) -> None:
+    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+
+    def plan_dq(problem, device, strides, method, config, family, **options):
+        whole = plan.plan_backward(problem, device, strides, method, config, None, **options)
+        return dataclasses.replace(
+            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
+        )
+
+    monkeypatch.setattr(gpu, "plan_backward", plan_dq)
+
+
+def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
+    """dQ from the reference's o and lse, so that no other kernel but delta's has touched what it reads."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
+    o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    dq, _, _ = backward(
+        q, k, v, o, lse, do, method="two_pass", config={"backward_dq": config}, out=out, scale=scale, **problem
+    )
+    expected.check(spec=config, dq=dq)

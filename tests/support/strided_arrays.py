@@ -1,0 +1,33 @@
+"""The same numbers in memory of other strides."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.fake_cupy import FakeArray, place
+
+
+def shifted(x: np.ndarray) -> FakeArray:
+    """The same numbers two or four bytes off the alignment."""
+    wide = place(np.empty(x.size + 1, x.dtype))
+    view = wide[1:].reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def gapped(x: np.ndarray) -> FakeArray:
+    """A last axis that is not contiguous."""
+    wide = place(np.empty((*x.shape, 2), x.dtype))
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def reversed_columns(x: np.ndarray) -> FakeArray:
+    """A last axis that lies last to first."""
+    return place(x[..., ::-1])[..., ::-1]
+
+
+def packed(x: np.ndarray) -> FakeArray:
+    """Every second head of a wider array: strides that the kernels take."""
+    wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
+    wide[:, :, ::2] = x
+    return wide[:, :, ::2]
