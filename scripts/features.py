@@ -60,7 +60,7 @@ from common.peers import available_peers
 import fa2cupy
 from fa2cupy.cli import run_command
 from fa2cupy.errors import UnsupportedProblemError
-from fa2cupy.families import FAMILIES
+from fa2cupy.families.choice import FAMILIES
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "feature", "operation",

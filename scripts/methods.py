@@ -41,8 +41,8 @@ from common.peers import Fa2cupy
 from common.plots import can_plot, line_panels
 
 from fa2cupy.cli import run_command
-from fa2cupy.families import choose_family, choose_method
-from fa2cupy.problem import AttentionProblem
+from fa2cupy.families.choice import choose_family
+from fa2cupy.problem.checks import problem_from_arrays
 
 METHODS = ("single_pass", "two_pass")
 COLUMNS = (
@@ -89,8 +89,8 @@ def measure(gpu: Gpu, problem: Problem, rng: random.Random) -> dict[str, object]
         row[f"{method}_ms"] = statistics.median(times[method])
         row[f"{method}_tflops"] = problem.tflops(method, row[f"{method}_ms"])
     row["ratio"] = statistics.median(b / a for a, b in zip(times["single_pass"], times["two_pass"], strict=True))
-    family = choose_family("backward", problem.dtype, gpu.info).name
-    row["default"] = choose_method(family, AttentionProblem.from_arrays(q, k, v, causal=problem.causal), None, False)
+    family = choose_family("backward", problem.dtype, gpu.info)
+    row["default"] = family.default_method(problem_from_arrays(q, k, v, causal=problem.causal))
     return row
 
 

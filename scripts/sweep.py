@@ -47,14 +47,17 @@ from common.plots import can_plot, heat_map
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.cli import run_command
-from fa2cupy.device import DeviceInfo
-from fa2cupy.families import choose_family
-from fa2cupy.launch import bind_plan
-from fa2cupy.plan import Plan, plan_backward, plan_forward
-from fa2cupy.problem import AttentionProblem
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tiles import OPERATIONS, TileConfig, fits_blocks
-from fa2cupy.tuning import save_tuned_tile
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.choice import choose, choose_family, family_named
+from fa2cupy.gpu.launch import bind_plan
+from fa2cupy.plan.calls import plan_backward, plan_forward
+from fa2cupy.plan.stages import Plan
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.options import CallOptions
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.families.operations import TILED
+from fa2cupy.families.tile import TileConfig
+from fa2cupy.families.tuning import save_tuned_tile
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
 MODEL_DIM = 2048
@@ -92,7 +95,8 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
     warps = (
         device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
     )
-    return warps >= 4 and fits_blocks(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.tile, device)
+    fits = family_named(spec.family).fits_blocks(spec.operation, spec.dtype, spec.head_dim, spec.tile, device)
+    return warps >= 4 and fits
 
 
 def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
@@ -144,7 +148,7 @@ class KernelRunner:
         for arrays in self._arrays:
             arrays.update(outputs)
         first = self._arrays[0]
-        self._problem = AttentionProblem.from_arrays(first["q"], first["k"], first["v"], causal=problem.causal)
+        self._problem = problem_from_arrays(first["q"], first["k"], first["v"], causal=problem.causal)
         self._strides = {
             name: self._problem.kernel_strides(first[name].shape, first[name].strides)
             for name in ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
@@ -153,15 +157,16 @@ class KernelRunner:
     def candidate(self, tile: TileConfig) -> Candidate:
         """The kernel with a tile. Repeated calls add to the same workspace, which changes values and not the time."""
         arguments = (self._problem, self.gpu.info, self._strides)
-        config = {self.operation: tile}
+        options = CallOptions(config={self.operation: tile}, family=self.family)
         if self.operation == "forward":
-            plan = plan_forward(*arguments, config, self.family)
+            plan = plan_forward(*arguments, choose("forward", *arguments, options))
         else:
-            plan = plan_backward(*arguments, METHODS[self.operation], config, self.family, with_delta=False)
+            options = options._replace(method=METHODS[self.operation])
+            plan = plan_backward(*arguments, choose("backward", *arguments, options), with_delta=False)
         stage = next(stage for stage in plan.stages if stage.spec.operation == self.operation)
         workspaces = {w.name: self.gpu.xp.zeros(w.nbytes, "uint8") for w in plan.workspaces}
-        buffers = (*self._arrays[0], *workspaces)
-        (kernel,) = bind_plan(Plan((stage,)), buffers)
+        positions = {name: position for position, name in enumerate((*self._arrays[0], *workspaces))}
+        (kernel,) = bind_plan(Plan((stage,)), positions)
         address = self.gpu.address
         own = [address(workspace) for workspace in workspaces.values()]
         tables = [([address(array) for array in arrays.values()] + own,) for arrays in self._arrays]
@@ -272,7 +277,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--operation", choices=OPERATIONS, required=True)
+    add("--operation", choices=TILED, required=True)
     add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16")
     add("--head-dim", type=supported_head_dim, default=128, metavar="N")
     add("--seqlen", type=positive_int, default=4096, metavar="N")

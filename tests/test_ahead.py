@@ -16,11 +16,11 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
-from fa2cupy import progress as progress_module
-from fa2cupy.choices import CALL_FEATURES
-from fa2cupy.compiler import CompiledKernel
-from fa2cupy.features import FeatureOptions
-from fa2cupy.spec import KernelSpec
+from fa2cupy.system import progress as progress_module
+from fa2cupy.problem.choices import CALL_FEATURES
+from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.problem.features import FeatureOptions
+from fa2cupy.jit.spec import KernelSpec
 
 FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2}
 
@@ -90,10 +90,10 @@ def launched_by(
     from support import fake_gpu
     from support.fake_cupy import place
 
-    from fa2cupy import tma
+    from fa2cupy.families import sm90
 
     arch, dtype, family = kind
-    monkeypatch.setattr(tma, "is_available", lambda: True)
+    monkeypatch.setattr(sm90, "_can_encode_maps", lambda: True)
     specs = set()
     inputs = inputs_of(dtype, **FIXED, head_dim=head_dim, head_dim_v=head_dim_v)
     if "cu_seqlens" in names:

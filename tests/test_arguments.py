@@ -9,7 +9,8 @@ import pytest
 
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, reference
-from fa2cupy.problem import AttentionProblem
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 6, "seqlen_k": 9, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8}
@@ -116,7 +117,7 @@ def test_lengths_that_tiles_cannot_count_are_not_supported(side):
     def problem(rows: int) -> AttentionProblem:
         sizes = {"q": 1, "k": 1, side: rows}
         q, k = (np.broadcast_to(zeros(1, 1, 1, 16), (1, n, 1, 16)) for n in sizes.values())
-        return AttentionProblem.from_arrays(q, k, k)
+        return problem_from_arrays(q, k, k)
 
     longest = 2**31 - 2**16
     assert getattr(problem(longest), f"seqlen_{side}") == longest

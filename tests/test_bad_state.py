@@ -11,11 +11,13 @@ import pytest
 from support import CHECKOUT
 
 import fa2cupy
-from fa2cupy import TileConfig, entries, launch
-from fa2cupy.compiler import compile_source, nvrtc_build
+from fa2cupy import TileConfig
+from fa2cupy.jit import entries
+from fa2cupy.gpu import launch
+from fa2cupy.jit.compiler import compile_source, nvrtc_build
 from fa2cupy.errors import KernelCompileError, KernelLaunchError
-from fa2cupy.source import kernel_directory, render_kernel
-from fa2cupy.spec import KernelSpec
+from fa2cupy.jit.source import kernel_directory, render_kernel
+from fa2cupy.jit.spec import KernelSpec
 
 SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
@@ -237,10 +239,12 @@ for name in ("fork", "geteuid", "getuid", "register_at_fork", "O_NOFOLLOW", "O_N
 locked = []
 sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *arguments: locked.append(arguments[1:]))
 
-from fa2cupy import TileConfig, cache, clear_cache, tuning
-from fa2cupy.compiler import CompiledKernel
-from fa2cupy.device import DeviceInfo
-from fa2cupy.spec import KernelSpec
+from fa2cupy import TileConfig, clear_cache
+from fa2cupy.jit import cache
+from fa2cupy.families import tuning
+from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.jit.spec import KernelSpec
 spec = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 cache.nvrtc_build, cache.compile_options = (lambda: "build"), (lambda arch: ())
 cache.compile_source = lambda source: CompiledKernel(source.spec.symbol, b"code", 24, 0, 0, "", 0.5)
@@ -266,9 +270,9 @@ def test_without_the_templates_rendering_says_how_to_get_them(run_python, tmp_pa
     shutil.copytree(Path(fa2cupy.__file__).parent, bare / "fa2cupy", ignore=shutil.ignore_patterns("kernels"))
     result = run_python(
         """
-import fa2cupy.source
+import fa2cupy.jit.source
 try:
-    fa2cupy.source.kernel_directory()
+    fa2cupy.jit.source.kernel_directory()
 except FileNotFoundError as error:
     print(error)
 """,

@@ -18,13 +18,17 @@ import pytest
 from support.recorded_warnings import warnings_of
 
 import fa2cupy
-from fa2cupy import TileConfig, cache, entries, folders, launch
-from fa2cupy.cache import cached_kernel, entry_path
-from fa2cupy.compiler import CompiledKernel, compile_source, nvrtc_build, nvrtc_version
-from fa2cupy.entries import clear_folder
+from fa2cupy import TileConfig
+from fa2cupy.jit import cache
+from fa2cupy.jit import entries
+from fa2cupy.system import folders
+from fa2cupy.gpu import launch
+from fa2cupy.jit.cache import cached_kernel, entry_path
+from fa2cupy.jit.compiler import CompiledKernel, compile_source, nvrtc_build, nvrtc_version
+from fa2cupy.jit.entries import clear_folder
 from fa2cupy.settings import cache_dir, tuning_file
-from fa2cupy.source import KernelSource, render_kernel
-from fa2cupy.spec import KernelSpec
+from fa2cupy.jit.source import KernelSource, render_kernel
+from fa2cupy.jit.spec import KernelSpec
 
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 

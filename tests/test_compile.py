@@ -21,16 +21,17 @@ import jinja2
 import pytest
 from support import CHECKOUT
 
-from fa2cupy import TileConfig, legal_configs, source
-from fa2cupy.cache import cached_kernel, entry_path
-from fa2cupy.compiler import compile_options, compile_source
-from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy import TileConfig, legal_configs
+from fa2cupy.jit import source
+from fa2cupy.jit.cache import cached_kernel, entry_path
+from fa2cupy.jit.compiler import compile_options, compile_source
+from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError
-from fa2cupy.features import KERNEL_NEEDS
+from fa2cupy.problem.features import KERNEL_NEEDS
 from fa2cupy.inspection import default_specs
-from fa2cupy.source import kernel_directory, render_kernel
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tiles import OPERATIONS
+from fa2cupy.jit.source import kernel_directory, render_kernel
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.families.operations import TILED
 
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 
@@ -191,7 +192,7 @@ def test_no_exemption_outlives_its_spills(exemption):
 
 # Tiles that a sweep might try. One that is called legal and does not compile is a wrong rule.
 @pytest.mark.sample(head_dim=(64,), operation=("forward",))
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TILED)
 @pytest.mark.parametrize("head_dim", (64, 96, 256))
 def test_what_is_called_legal_compiles(operation, head_dim):
     legal = legal_configs(operation, dtype="float16", head_dim=head_dim, arch="sm_90", family="sm80")
@@ -218,12 +219,12 @@ def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
 @pytest.mark.parametrize("method", METHODS)
 def test_wgmma_is_not_serialised_with_a_feature(method, feature):
     for spec in default_specs(H100, "float16", 128, False, method):
-        if spec.operation in OPERATIONS:
+        if spec.operation in TILED:
             kernel = cached_kernel(dataclasses.replace(spec, features=(feature,)))
             assert not re.search(r"C75\d\d", kernel.log), kernel.log
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TILED)
 def test_smallest_legal_simt_tile_compiles(operation):
     tile = legal_configs(operation, dtype="float64", head_dim=24, arch="sm_90")[0]
     assert cached_kernel(KernelSpec(operation, "simt", "sm_90", "float64", 24, True, tile)).registers
@@ -273,10 +274,10 @@ def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
     """NVRTC 13 did not find a library of its own then."""
     script = textwrap.dedent("""
         from concurrent.futures import ThreadPoolExecutor
-        from fa2cupy.compiler import compile_source
-        from fa2cupy.source import render_kernel
-        from fa2cupy.spec import KernelSpec
-        from fa2cupy.tiles import TileConfig
+        from fa2cupy.jit.compiler import compile_source
+        from fa2cupy.jit.source import render_kernel
+        from fa2cupy.jit.spec import KernelSpec
+        from fa2cupy.families.tile import TileConfig
 
         tile = TileConfig(16, 1, 4)
         sources = [render_kernel(KernelSpec("delta", "sm80", "sm_80", "float16", d, False, tile)) for d in (32, 64, 96, 128)]

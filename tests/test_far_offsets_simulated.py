@@ -18,18 +18,19 @@ import pytest
 pytest.importorskip("cupy")
 
 from ptxsim.tensor_map import driver_tensor_map  # noqa: E402
+from support import plans  # noqa: E402
 from support.feature_cases import accumulator, numbers  # noqa: E402
 from support.launch_record import stage_values  # noqa: E402
 from support.simulator import compiled_module  # noqa: E402
 
 from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.device import DeviceInfo  # noqa: E402
-from fa2cupy.features import ARRAY_FEATURES, OFFSETS, Features  # noqa: E402
-from fa2cupy.plan import Stage, plan_backward, plan_forward  # noqa: E402
-from fa2cupy.problem import AttentionProblem  # noqa: E402
-from fa2cupy.source import render_kernel  # noqa: E402
+from fa2cupy.families.device import DeviceInfo  # noqa: E402
+from fa2cupy.problem.features import ARRAY_FEATURES, OFFSETS, Features  # noqa: E402
+from fa2cupy.plan.stages import Stage  # noqa: E402
+from fa2cupy.problem.attention import AttentionProblem  # noqa: E402
+from fa2cupy.jit.source import render_kernel  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
-from fa2cupy.tma import encode_arguments  # noqa: E402
+from fa2cupy.gpu.tensor_maps import encode_arguments  # noqa: E402
 
 pytestmark = pytest.mark.simulated
 
@@ -168,7 +169,7 @@ class Case:
         q = self.inputs[0]
         like = {"o": q, "lse": np.zeros(q.shape[:3], self.problem.accumulator_dtype)}
         self.put(results=True, **like)
-        self.run(plan_forward(self.problem, self.device, self.strides, self.config, self.family).stages)
+        self.run(plans.forward_plan(self.problem, self.device, self.strides, self.config, self.family).stages)
         self.expectation().check(**self.results(**like))
 
     def check_backward(self, method: str) -> None:
@@ -185,8 +186,8 @@ class Case:
         adds_up = self.problem.itemsize > 2 and method == "single_pass"  # dk and dv in place, else dq in a workspace
         self.put(results=True, dq=np.empty_like(q))
         self.put(results=not adds_up, dk=np.zeros_like(k), dv=np.zeros_like(v))
-        plan = plan_backward(
-            self.problem, self.device, self.strides, method, self.config, self.family, more=self.more
+        plan = plans.backward_plan(
+            self.problem, self.device, self.strides, method, self.config, self.family, extras=self.more
         )
         for workspace in plan.workspaces:
             if workspace.name == "dq_accum":

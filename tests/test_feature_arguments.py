@@ -10,11 +10,13 @@ import pytest
 from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, families, score_strides
-from fa2cupy.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
-from fa2cupy.params import param_layout
-from fa2cupy.problem import AttentionProblem
-from fa2cupy.softcap import FITS, softcap_values
+from fa2cupy import UnsupportedProblemError
+from fa2cupy.families import choice as families
+from fa2cupy.problem import score_strides
+from fa2cupy.problem.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
+from fa2cupy.jit.params import param_layout
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
 
 OFFSETS = {"cu_seqlens_q": np.array([0, 20, 37], "int32"), "cu_seqlens_k": np.array([0, 53, 53], "int32")}
@@ -245,7 +247,7 @@ def test_lower_ranks():
 
 
 def features_of(**options) -> Features:
-    return AttentionProblem.from_arrays(*inputs_of("float32")[:3], **options).features
+    return problem_from_arrays(*inputs_of("float32")[:3], **options).features
 
 
 def test_every_feature_has_its_row_and_its_numbers():
@@ -326,7 +328,7 @@ def test_lengths_are_not_part_of_what_is_compiled():
 
 
 def test_causal_is_the_right_limit_of_a_window():
-    problem = AttentionProblem.from_arrays(*inputs_of("float32")[:3], causal=True, window=(3, 9))
+    problem = problem_from_arrays(*inputs_of("float32")[:3], causal=True, window=(3, 9))
     assert problem.feature_values == {"window_left": 3, "window_right": 0}
 
 
@@ -363,7 +365,7 @@ def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted)
 )
 def test_a_bias_is_read_in_its_own_dtype(dtype, bias_dtype, kind):
     q, k, v, _ = inputs_of(dtype)
-    needs = AttentionProblem.from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).needs
+    needs = problem_from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).needs
     kinds = {field.name: field.kind for field in param_layout("forward", "sm80", dtype, needs).fields}
     assert kinds["bias"] == kind
 
@@ -384,59 +386,58 @@ GPU_FEATURES = {name: options_of(name, "float16", SIZES) for name in GPU_ROWS}
 @pytest.fixture
 def without_features(monkeypatch):
     """Families that have none."""
-    monkeypatch.setattr(families, "FAMILIES", tuple(dataclasses.replace(row, features=()) for row in families.FAMILIES))
+    for family in families.FAMILIES:
+        monkeypatch.setattr(type(family), "features", ())
 
 
 @pytest.mark.parametrize("name", GPU_FEATURES)
 def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_features, name):
     from support.fake_cupy import place
-
-    from fa2cupy import gpu
+    from support.fake_gpu import backward, forward
 
     options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in GPU_FEATURES[name].items()}
-    (need,) = AttentionProblem.from_arrays(*inputs_of("float16")[:3], **GPU_FEATURES[name]).needs
+    (need,) = problem_from_arrays(*inputs_of("float16")[:3], **GPU_FEATURES[name]).needs
     q, k, v, do = (place(array) for array in inputs_of("float16"))
-    o, lse = gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+    o, lse = forward(q, k, v)
     launched.clear()
     match = rf"^{need}: no kernel family for (forward|backward) with float16 on H100 \(sm_90\) has it; NumPy arrays"
     with pytest.raises(UnsupportedProblemError, match=match):
-        gpu.forward(q, k, v, False, None, "bshd", None, None, None, options)
-    tail = (False, None, None, None, False, "bshd", None, None, None)
+        forward(q, k, v, **options)
     with pytest.raises(UnsupportedProblemError, match=match):
-        gpu.backward(q, k, v, o, lse, do, *tail, features=options)
+        backward(q, k, v, o, lse, do, **options)
     with pytest.raises(UnsupportedProblemError, match="^dlse: no kernel family for backward"):
-        gpu.backward(q, k, v, o, lse, do, *tail, dlse=lse)
+        backward(q, k, v, o, lse, do, dlse=lse)
     with pytest.raises(ValueError, match="^return_dbias: there is no bias"):
-        gpu.backward(q, k, v, o, lse, do, *tail, return_dbias=True)
+        backward(q, k, v, o, lse, do, return_dbias=True)
     with pytest.raises(UnsupportedProblemError, match=rf"^{need}: family 'sm80' for forward"):
-        gpu.forward(q, k, v, False, None, "bshd", None, None, "sm80", options)
+        forward(q, k, v, family="sm80", **options)
     assert not launched
 
 
 def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_features, monkeypatch):
     from support.fake_cupy import place
+    from support.fake_gpu import backward, forward
     from support.strided_arrays import gapped
 
-    from fa2cupy import gpu
+    from fa2cupy.gpu import prepare
 
     q, k, v, _ = (place(array[0]) for array in inputs_of("float16", batch=1))
     offsets = {name: place(array) for name, array in OFFSETS.items()}
     with pytest.raises(UnsupportedProblemError, match="^cu_seqlens: no kernel family for forward"):
-        gpu.forward(q, k, v, False, None, "bshd", None, None, None, offsets)
-    monkeypatch.setattr(gpu, "AdaptedCall", None)  # what the kernels refuse is not copied for them first
+        forward(q, k, v, **offsets)
+    monkeypatch.setattr(prepare, "CopyingCall", None)  # what the kernels refuse is not copied for them first
     q, k, v, do = (gapped(array) for array in inputs_of("float16", head_dim_v=24))
     lse = place(zeros(2, 4, 37))
     with pytest.raises(UnsupportedProblemError, match="^head_dim_v: no kernel family for forward"):
-        gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+        forward(q, k, v)
     with pytest.raises(UnsupportedProblemError, match="^head_dim_v: no kernel family for backward"):
-        gpu.backward(q, k, v, do, lse, do, False, None, None, None, False, "bshd", None, None, None)
+        backward(q, k, v, do, lse, do)
     assert not launched
 
 
 def test_gpu_calls_check_before_they_refuse(launched):
     from support.fake_cupy import place
-
-    from fa2cupy import gpu
+    from support.fake_gpu import forward
 
     q, k, v, _ = (place(array) for array in inputs_of("float16"))
     elsewhere = place(zeros(4))
@@ -447,16 +448,19 @@ def test_gpu_calls_check_before_they_refuse(launched):
         ({"sink": elsewhere}, ValueError, "^sink: expected an array on device 0 like q, got device 1"),
     ):
         with pytest.raises(error, match=match):
-            gpu.forward(q, k, v, False, None, "bshd", None, None, None, options)
+            forward(q, k, v, **options)
     assert not launched
-    gpu.forward(q, k, v, False, None, "bshd", None, None, None, {"window": (None, None), "dropout_p": 0.0})
+    forward(q, k, v, window=(None, None), dropout_p=0.0)
     assert len(launched) == 1
 
 
 def test_a_family_with_the_feature_is_taken():
-    from fa2cupy.device import DeviceInfo
+    from fa2cupy.families.device import DeviceInfo
+    from fa2cupy.families.sm80 import Sm80
 
-    row = dataclasses.replace(families.FAMILIES[1], features=("softcap", "window"))
+    class Part(Sm80):
+        features = ("softcap", "window")
+
     device = DeviceInfo.named("sm_90")
-    assert row.supports("forward", "float16", device, ("window",))
-    assert not row.supports("forward", "float16", device, ("window", "bias"))
+    assert Part().supports("forward", "float16", device, ("window",))
+    assert not Part().supports("forward", "float16", device, ("window", "bias"))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.feature_cases import ROWS, extras, keyword, numbers, options_of
 
-from fa2cupy import philox, reference
+from fa2cupy import reference
+from fa2cupy.problem import philox
 from fa2cupy.testing import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -25,7 +25,8 @@ from support.feature_cases import (
 )
 
 import fa2cupy
-from fa2cupy import TileConfig, cpu_tiles
+from fa2cupy import TileConfig
+from fa2cupy.cpu import tiles as cpu_tiles
 from fa2cupy.testing import make_inputs
 
 # A legal input prints no warning, masked rows and infinities included.

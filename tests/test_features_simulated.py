@@ -13,13 +13,18 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place  # noqa: E402
 from support.fake_gpu import backward, forward  # noqa: E402
+from support.fake_gpu import delta as run_delta  # noqa: E402
 from support.feature_cases import accumulator, numbers, options_of  # noqa: E402
 from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, reversed_columns, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, UnsupportedProblemError, gpu, philox, signatures, softcap  # noqa: E402
+from fa2cupy import TileConfig, UnsupportedProblemError  # noqa: E402
+from fa2cupy.gpu import calls as gpu  # noqa: E402
+from fa2cupy.problem import philox  # noqa: E402
+from fa2cupy.gpu import signatures  # noqa: E402
+from fa2cupy.problem import softcap  # noqa: E402
 from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
-from fa2cupy.tiles import OPERATIONS  # noqa: E402
+from fa2cupy.families.operations import TILED  # noqa: E402
 
 pytestmark = pytest.mark.simulated
 
@@ -86,7 +91,7 @@ def check(
     expected = Expectation(*inputs, dlse=dlse, **options)
     for method, results in results_by_method(name, inputs, methods, dlse=dlse, **options):
         expected.check(spec=method, **results)
-    specs = [stage.spec for stage in launched if stage.spec.operation in OPERATIONS]
+    specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
     assert {spec.family for spec in specs} == {name.split()[0]}
     assert used is None or all(used in spec.features for spec in specs)
 
@@ -566,7 +571,7 @@ class TestStridedArrays:
             q, k, v, do = draw("simt", (21, 30))
             own = {"method": "two_pass", "config": config_of("simt")}
             o, lse = forward(q, k, v, config=config_of("simt"))
-            dlse, delta = dlse_like((q,)), gpu.delta(o, do, "bshd", None)
+            dlse, delta = dlse_like((q,)), run_delta(o, do)
             cases = ({"lse": view(lse)}, {"dlse": view(dlse)}, {"delta": view(delta)}, {"delta": view(delta), "dlse": view(dlse)})
             for given in cases:
                 expected = Expectation(q, k, v, do, dlse=given.get("dlse"))
@@ -696,7 +701,7 @@ class TestGradients:
             own = {"config": TileConfig(8, 8, 2), "causal": True}
             o, lse = forward(q, k, v, **own)
             dlse = place(numbers((1, 2, 20), "float32"))
-            delta = gpu.delta(o, do, "bshd", None)
+            delta = run_delta(o, do)
             launched.clear()
             gradients = backward(q, k, v, o, lse, do, delta=delta, dlse=dlse, **own)
             assert "delta" not in [stage.spec.operation for stage in launched]

@@ -1,4 +1,4 @@
-"""gpu.py without a GPU: which arrays are copied, what the launch records say, what is reused and what is refused."""
+"""Calls on CuPy arrays without a GPU: which arrays are copied, what the launch records say, what is reused and what is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import FakeArray, current_device, place  # noqa: E402
 from support.fake_gpu import backward, fake_gpu, forward  # noqa: E402
+from support.fake_gpu import delta as run_delta  # noqa: E402
 from support.strided_arrays import gapped, packed, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, families, gpu, prepared, signatures  # noqa: E402
+from fa2cupy import TileConfig  # noqa: E402
+from fa2cupy.families import sm90  # noqa: E402
+from fa2cupy.families.sm80 import SM80  # noqa: E402
+from fa2cupy.gpu import prepare, prepared, signatures  # noqa: E402
+from fa2cupy.problem.attention import AttentionProblem  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
 
 METHODS = ("single_pass", "two_pass")
@@ -39,7 +44,7 @@ def test_any_strides_and_head_dims_reach_the_kernels_right(launched, dtype, head
     expected = Expectation(q, k, v, do, causal=True)
     o, lse = forward(q, k, v, causal=True)
     expected.check(o=o, lse=lse)
-    delta = gpu.delta(o, do, "bshd", None)
+    delta = run_delta(o, do)
     check_delta(o, do, delta)
     for method in METHODS:
         for given in (None, delta):
@@ -68,10 +73,10 @@ def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch,
 )  # fmt: skip
 def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, strides, taken):
     """Strides of axes of length 1 mean nothing."""
-    (sm80,) = (row for row in families.FAMILIES if row.name == "sm80")
     memory = place(np.zeros(200, np.float16))
     array = np.lib.stride_tricks.as_strided(memory, shape, strides, subok=True)
-    assert prepared.takes_rows(sm80, array) == taken
+    problem = AttentionProblem("float16", 1, 1, 1, 1, 1, 8, False, 1.0, "bshd", 4)
+    assert prepare._must_be_copied("q", array, problem, SM80) != taken
 
 
 @pytest.mark.parametrize("head_dims", ((24, 40), (40, 24), (64, 59), (59, 64)), ids=str)
@@ -137,8 +142,8 @@ def test_what_lies_between_the_rows_of_a_result_is_not_cleared(launched):
 
 def test_a_signature_is_prepared_once(launched, monkeypatch):
     prepared = []
-    original = gpu._prepare_forward
-    monkeypatch.setattr(gpu, "_prepare_forward", lambda *a: prepared.append(a) or original(*a))
+    original = signatures.prepare
+    monkeypatch.setattr(signatures, "prepare", lambda *a: prepared.append(a) or original(*a))
     q, k, v, _ = inputs_of()
     for _ in range(3):
         forward(q, k, v, causal=True)
@@ -171,7 +176,7 @@ def test_methods_choose_their_stages(launched):
     assert stages(method="single_pass") == ["delta", "backward", "convert_dq"]
     assert stages(deterministic=True) == stages(method="two_pass") == ["delta", "backward_dq", "backward_dkdv"]
     assert stages() == stages(method="two_pass")  # these are short
-    assert stages(delta=gpu.delta(o, do, "bshd", None), method="two_pass")[-2:] == ["backward_dq", "backward_dkdv"]
+    assert stages(delta=run_delta(o, do), method="two_pass")[-2:] == ["backward_dq", "backward_dkdv"]
     with pytest.raises(ValueError, match="deterministic"):
         stages(method="single_pass", deterministic=True)
 
@@ -238,7 +243,7 @@ def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
 
 def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set, **options) -> tuple[set, set]:
     """Whose memory the workspaces and copies, and the results of forward and backward are."""
-    cupy = gpu.cupy
+    cupy = prepare.cupy
     monkeypatch.setattr(cupy, "stream", stream)
     monkeypatch.setattr(cupy, "capturing", capturing)
     held = []
@@ -271,7 +276,7 @@ def test_what_a_captured_call_needs_is_the_graphs_and_its_results_are_the_caller
 def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, monkeypatch):
     arrays = tuple(inputs_of())
     o, lse = forward(*arrays[:3])
-    delta = gpu.delta(o, arrays[3], "bshd", None)
+    delta = run_delta(o, arrays[3])
     subtracted = []
     monkeypatch.setattr(
         FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
@@ -320,8 +325,8 @@ def test_a_deterministic_flag_of_another_type_is_refused_after_an_equal_call(lau
 )
 def test_options_that_cannot_be_hashed_are_planned_once(launched, monkeypatch, options):
     prepared = []
-    original = gpu._prepare_forward
-    monkeypatch.setattr(gpu, "_prepare_forward", lambda *a: prepared.append(a) or original(*a))
+    original = signatures.prepare
+    monkeypatch.setattr(signatures, "prepare", lambda *a: prepared.append(a) or original(*a))
     q, k, v, _ = inputs_of()
     for _ in range(3):
         forward(q, k, v, **{name: type(x)(x) for name, x in options.items()})
@@ -355,7 +360,7 @@ def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_ba
         ("sm80", "backward_dq"), ("sm80", "backward_dkdv"),
     ]  # fmt: skip
     signatures._prepared.clear()
-    monkeypatch.setattr(gpu.tma, "is_available", lambda: False)
+    monkeypatch.setattr(sm90, "_can_encode_maps", lambda: False)
     assert kernels_of_backward(launched, arrays) == before
 
 
@@ -380,14 +385,14 @@ def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current
     original = prepared.KernelCall._run
     monkeypatch.setattr(prepared.KernelCall, "_run", lambda self, arrays, at: held.append(arrays) or original(self, arrays, at))
     with fake_gpu(monkeypatch, archs) as launched:
-        cupy = gpu.cupy
+        cupy = prepare.cupy
         monkeypatch.setattr(cupy, "stream", 70)
         with current_device(device):
             q, k, v, do = (view(x) for x in inputs_of(dtype))
         with current_device(current):
             for _ in range(2):  # prepared, and found prepared
                 o, lse = forward(q, k, v)
-                delta = gpu.delta(o, do, "bshd", None)
+                delta = run_delta(o, do)
                 gradients = backward(q, k, v, o, lse, do, method=method)
                 results = (o, lse, delta, *gradients)
                 assert {x.device_id for x in results} == {device}

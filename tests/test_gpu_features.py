@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 
 import fa2cupy
-from fa2cupy import philox
-from fa2cupy.device import DeviceInfo
-from fa2cupy.families import FAMILIES
+from fa2cupy.problem import philox
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.choice import FAMILIES
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -137,7 +137,7 @@ def test_dropout_is_the_definition_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_new_seed_is_no_new_kernel(method):
-    from fa2cupy import signatures
+    from fa2cupy.gpu import signatures
 
     inputs = draw("float16", (128, 128), 64)
     q, k, v, do = inputs

@@ -10,11 +10,11 @@ import pytest
 from support.feature_cases import numbers, options_of
 
 import fa2cupy
-from fa2cupy import tma
+from fa2cupy.gpu import tensor_maps as tma
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
-from fa2cupy import signatures  # noqa: E402  (which imports CuPy)
+from fa2cupy.gpu import signatures  # noqa: E402  (which imports CuPy)
 
 pytestmark = pytest.mark.gpu
 

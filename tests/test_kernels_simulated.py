@@ -12,6 +12,7 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place  # noqa: E402
 from support.fake_gpu import backward, forward  # noqa: E402
+from support.fake_gpu import delta as run_delta  # noqa: E402
 from support.launch_record import stage_values  # noqa: E402
 from support.simulated_problems import (  # noqa: E402
     FEW_MULTIPROCESSORS,
@@ -29,11 +30,11 @@ from support.simulated_problems import (  # noqa: E402
 from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, packed, shifted  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, reference  # noqa: E402
-from fa2cupy.device import DeviceInfo  # noqa: E402
+from fa2cupy import TileConfig, reference  # noqa: E402
+from fa2cupy.gpu import calls as gpu  # noqa: E402
+from fa2cupy.families.device import DeviceInfo  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
-from fa2cupy.tile_table import TILE_TABLE  # noqa: E402
-from fa2cupy.tiles import why_illegal  # noqa: E402
+from fa2cupy.families.choice import FAMILIES  # noqa: E402
 
 pytestmark = pytest.mark.simulated
 
@@ -59,7 +60,7 @@ def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options)
     expected = Expectation(q, k, v, do, **problem)
     o, lse = forward(q, k, v, family=family_of(q.dtype.name), **options)
     expected.check(o=o, lse=lse)
-    delta = gpu.delta(o, do, options.get("layout", "bshd"), None)
+    delta = run_delta(o, do, layout=options.get("layout", "bshd"))
     check_delta(o, do, delta, layout=options.get("layout", "bshd"))
     for method in methods:
         launched.clear()
@@ -103,15 +104,16 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
 def rows_of_the_table() -> list:
     """(operation, family, dtype, head_dim, tile) of each row, without repetitions."""
     cases = {}
-    for row in TILE_TABLE:
+    every_row = ((family, operation, row) for family in FAMILIES for operation, rows in family.tiles.items() for row in rows)
+    for family, operation, row in every_row:
         dtype = row.dtypes[0] if row.dtypes else "float16"
         # It limits registers, which the interpreter does not.
-        tile = row.tile if row.family == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
+        tile = row.tile if family.name == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
-        while why_illegal(row.operation, row.family, dtype, head_dim, tile, device):
+        while family.why_illegal(operation, dtype, head_dim, tile, device):
             head_dim -= 32  # the row serves smaller ones only
-        name = f"{row.operation}-{row.family}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
-        cases[name] = pytest.param(row.operation, row.family, dtype, head_dim, tile, id=name)
+        name = f"{operation}-{family.name}-{dtype}-{head_dim}-{str(tile).replace(', ', '-').replace(' ', '')}"
+        cases[name] = pytest.param(operation, family.name, dtype, head_dim, tile, id=name)
     return list(cases.values())
 
 
@@ -334,7 +336,7 @@ def test_lengths_of_zero(launched, dtype, head_dim, empty, method):
 def test_delta_of_its_own(launched, dtype, head_dim):
     _, _, _, do = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=packed)
     o = draw(dtype, (37, 1), head_dim, (3, 3), batch=2, view=joined, seed=1)[0]
-    check_delta(o, do, gpu.delta(o, do, "bshd", None))
+    check_delta(o, do, run_delta(o, do))
 
 
 # -------------------------------------------------------------------------------------------------------- Hopper's forward
@@ -624,9 +626,9 @@ def test_a_delta_of_the_callers_in_the_hopper_backward(on_hopper, method, head_d
     q, k, v, do = draw("float16", (140, 150), head_dim)
     o, lse = forward(q, k, v, causal=True)
     options = {"causal": True, "method": method, "config": by_keys(head_dim)}
-    given, own = (backward(q, k, v, o, lse, do, delta=x, **options) for x in (gpu.delta(o, do, "bshd", None), None))
+    given, own = (backward(q, k, v, o, lse, do, delta=x, **options) for x in (run_delta(o, do), None))
     assert np.array_equal(given[1], own[1]) and np.array_equal(given[2], own[2])
-    other = backward(q, k, v, o, lse, do, delta=gpu.delta(o, do, "bshd", None) + np.float32(0.5), **options)
+    other = backward(q, k, v, o, lse, do, delta=run_delta(o, do) + np.float32(0.5), **options)
     assert not np.array_equal(other[1], own[1]) and np.array_equal(other[2], own[2])
 
 

@@ -10,8 +10,8 @@ from support.feature_cases import inputs_of
 from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
-from fa2cupy import keywords
-from fa2cupy.features import FeatureOptions
+from fa2cupy.problem import keywords
+from fa2cupy.problem.features import FeatureOptions
 from fa2cupy.testing import Expectation
 
 
@@ -120,10 +120,10 @@ def test_what_other_libraries_call_so_exists_here():
 
 
 def test_problems_of_the_packages_own_are_checked_too(arguments):
-    from fa2cupy.problem import AttentionProblem
+    from fa2cupy.problem.checks import problem_from_arrays
 
     with pytest.raises(TypeError, match="^unexpected keyword argument 'windo'; did you mean 'window'"):
-        AttentionProblem.from_arrays(arguments["q"], arguments["k"], arguments["v"], windo=(1, 1))
+        problem_from_arrays(arguments["q"], arguments["k"], arguments["v"], windo=(1, 1))
 
 
 def test_an_expectation_keeps_its_options(arguments):

@@ -8,13 +8,16 @@ import threading
 import types
 
 import pytest
+from support import plans
 
-from fa2cupy import TileConfig, counters, launch
-from fa2cupy.compiler import CompiledKernel
-from fa2cupy.device import DeviceInfo
-from fa2cupy.plan import Stage, plan_forward
-from fa2cupy.problem import AttentionProblem
-from fa2cupy.spec import KernelSpec
+from fa2cupy import TileConfig
+from fa2cupy.gpu import counters
+from fa2cupy.gpu import launch
+from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.plan.stages import Stage
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
@@ -105,14 +108,14 @@ def test_two_kernels_are_two_functions(driver):
 
 # -------------------------------------------------------------------------------------------------------------- launching
 
-BUFFERS = ("q", "k", "v", "o", "lse")
+POSITIONS = {name: position for position, name in enumerate(("q", "k", "v", "o", "lse"))}
 
 
 def stage_of(device: str, dtype: str = "float16") -> Stage:
     q, k, v, _ = make_inputs(dtype, batch=1, seqlen_q=70, num_heads=2, num_heads_kv=1)
-    problem = AttentionProblem.from_arrays(q, k, v)
+    problem = problem_from_arrays(q, k, v)
     strides = {name: problem.kernel_strides(x.shape) for name, x in {"q": q, "k": k, "v": v, "o": q}.items()}
-    (stage,) = plan_forward(problem, DeviceInfo.named(device), strides).stages
+    (stage,) = plans.forward_plan(problem, DeviceInfo.named(device), strides).stages
     return stage
 
 
@@ -126,7 +129,7 @@ def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driv
     launched = []
     driver.launch = lambda *arguments: launched.append((*arguments[:9], pointers_of(arguments), arguments[10]))
     stage = stage_of("sm_80")
-    launch.BoundStage(stage, BUFFERS)([10, 20, 30, 40, 50], 7)
+    launch.BoundStage(stage, POSITIONS)([10, 20, 30, 40, 50], 7)
     grid, block = (stage.blocks, 1, 1), (stage.spec.tile.num_threads, 1, 1)
     wanted = (1000, *grid, *block, stage.spec.shared_memory_bytes, 7, (10, 20, 30, 40, 50), 0)
     assert launched == [wanted] and stage.blocks > 1
@@ -135,7 +138,7 @@ def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driv
 def test_a_launch_takes_its_own_addresses_from_among_all(driver):
     launched = []
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
-    launch.BoundStage(stage_of("sm_80"), ("do", "lse", "v", "k", "workspace", "q", "o"))([1, 2, 3, 4, 5, 6, 7], 0)
+    launch.BoundStage(stage_of("sm_80"), {"q": 5, "k": 3, "v": 2, "o": 6, "lse": 1, "workspace": 4})([1, 2, 3, 4, 5, 6, 7], 0)
     assert launched == [(6, 4, 3, 7, 2)]
 
 
@@ -154,7 +157,7 @@ def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
         seen[arguments[8]] = pointers_of(arguments)
 
     driver.launch = read_late
-    bound = launch.BoundStage(stage_of("sm_80"), BUFFERS)
+    bound = launch.BoundStage(stage_of("sm_80"), POSITIONS)
 
     def second() -> None:
         calling.set()
@@ -170,7 +173,7 @@ def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
 
 
 def test_a_launch_that_fails_leaves_the_stage_usable(driver):
-    bound, launched = launch.BoundStage(stage_of("sm_80"), BUFFERS), []
+    bound, launched = launch.BoundStage(stage_of("sm_80"), POSITIONS), []
     driver.launch = lambda *arguments: 1 / 0
     with pytest.raises(launch.KernelLaunchError, match="forward .* could not be launched: division by zero"):
         bound([1, 2, 3, 4, 5], 0)
@@ -188,6 +191,6 @@ def test_counters_are_those_of_the_device_that_the_kernel_is_loaded_on(driver, m
 
     monkeypatch.setattr(launch, "tile_counters", tile_counters)
     for driver.device in (1, 0):
-        launch.BoundStage(stage_of("sm_90"), BUFFERS)
+        launch.BoundStage(stage_of("sm_90"), POSITIONS)
     assert asked == [1, 0]
     assert counters.tile_counters(0) is counters.tile_counters(0) is not counters.tile_counters(1)

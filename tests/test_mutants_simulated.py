@@ -20,6 +20,7 @@ pytest.importorskip("cupy")
 import ptxsim  # noqa: E402
 from support.fake_cupy import place  # noqa: E402
 from support.fake_gpu import backward, forward  # noqa: E402
+from support.fake_gpu import delta as run_delta  # noqa: E402
 from support.feature_cases import options_of  # noqa: E402
 from support.simulated_problems import (  # noqa: E402
     FEW_MULTIPROCESSORS,
@@ -36,8 +37,9 @@ from support.simulated_problems import (  # noqa: E402
 from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, packed  # noqa: E402
 
-from fa2cupy import TileConfig, gpu, reference  # noqa: E402
-from fa2cupy.spec import KernelSpec  # noqa: E402
+from fa2cupy import TileConfig, reference  # noqa: E402
+from fa2cupy.gpu import calls as gpu  # noqa: E402
+from fa2cupy.jit.spec import KernelSpec  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 
 pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
@@ -1203,7 +1205,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         if operation == "delta":
-            check_delta(o, do, gpu.delta(o, do, "bshd", None))
+            check_delta(o, do, run_delta(o, do))
             return
         method = "two_pass" if operation in ("backward_dq", "backward_dkdv") else "single_pass"
         extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}

@@ -38,7 +38,7 @@ def family(request, monkeypatch):
             pytest.importorskip("cupy")
             from support.simulator import simulated_gpu
 
-            from fa2cupy import gpu
+            from fa2cupy.gpu import calls as gpu
 
             stack.enter_context(simulated_gpu(monkeypatch))
             monkeypatch.setattr(api, "backend_of", lambda name, array: gpu)

@@ -10,8 +10,9 @@ import pytest
 from support.feature_cases import METHODS, inputs_of, numbers, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, api, closure, cpu
-from fa2cupy.features import FeatureOptions
+from fa2cupy import UnsupportedProblemError, api, closure
+from fa2cupy.cpu import calls as cpu
+from fa2cupy.problem.features import FeatureOptions
 from fa2cupy.testing import make_inputs
 
 
@@ -107,7 +108,7 @@ def test_the_backends_are_called_with_every_argument_under_its_name(operation, m
 @pytest.mark.parametrize("operation", ("forward", "delta", "backward"))
 def test_the_backends_take_the_same_arguments_in_the_same_order(operation):
     pytest.importorskip("cupy")
-    from fa2cupy import gpu
+    from fa2cupy.gpu import calls as gpu
 
     mine, other = (list(inspect.signature(getattr(module, operation)).parameters) for module in (cpu, gpu))
     assert mine == other

@@ -151,9 +151,9 @@ def test_nothing_requires_torch(requirements):
 def test_installed_wheel_renders_kernels_from_its_own_templates(run_installed):
     output = run_installed(
         """
-from fa2cupy.device import DeviceInfo
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.inspection import default_specs
-from fa2cupy.source import kernel_directory, render_kernel
+from fa2cupy.jit.source import kernel_directory, render_kernel
 from pathlib import Path
 assert kernel_directory() == Path(fa2cupy.__file__).parent / "kernels"
 for dtype in ("float16", "float32"):
@@ -188,7 +188,7 @@ def test_installed_wheel_has_its_command_line(run_installed):
 
 def test_a_bare_checkout_finds_its_templates_from_anywhere(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-c", "import fa2cupy.source; print(fa2cupy.source.kernel_directory())"],
+        [sys.executable, "-c", "import fa2cupy.jit.source; print(fa2cupy.jit.source.kernel_directory())"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fa2cupy.philox import dropout_scale, dropout_threshold, kept, philox4x32
+from fa2cupy.problem.philox import dropout_scale, dropout_threshold, kept, philox4x32
 
 # The known answers of philox4x32-10 in Random123 (kat_vectors): counter, key, result.
 KNOWN = [

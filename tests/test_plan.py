@@ -9,18 +9,20 @@ import struct
 
 import numpy as np
 import pytest
+from support import plans
 
 from fa2cupy import TileConfig
-from fa2cupy.compiler import compile_source
-from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.jit.compiler import compile_source
+from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import UnsupportedProblemError
-from fa2cupy.features import Features
+from fa2cupy.problem.features import Features
 from fa2cupy.inspection import default_specs
-from fa2cupy.params import param_layout
-from fa2cupy.plan import Plan, Stage, plan_backward, plan_delta, plan_forward
-from fa2cupy.problem import AttentionProblem
-from fa2cupy.source import KernelSource, render_kernel
-from fa2cupy.tiles import OPERATIONS
+from fa2cupy.jit.params import param_layout
+from fa2cupy.plan.stages import Plan, Stage
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.jit.source import KernelSource, render_kernel
+from fa2cupy.families.operations import TILED
 
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -49,11 +51,11 @@ def problem(**changes) -> AttentionProblem:
 def forward_plan(
     device: DeviceInfo = H100, config: TileConfig | None = None, family: str | None = None, **changes
 ) -> Plan:
-    return plan_forward(problem(**changes), device, STRIDES, config, family)
+    return plans.forward_plan(problem(**changes), device, STRIDES, config, family)
 
 
 def backward_plan(method: str, device: DeviceInfo = H100, with_delta: bool = True, **changes) -> Plan:
-    return plan_backward(problem(**changes), device, STRIDES, method, with_delta=with_delta)
+    return plans.backward_plan(problem(**changes), device, STRIDES, method, with_delta=with_delta)
 
 
 def operations(plan: Plan) -> list[str]:
@@ -103,7 +105,7 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
     assert (q.strides, v.strides) == ((2 * 800, 2 * 80, 2 * 8000), (2 * 2400, 2 * 240, 2 * 24000))
     assert [m.box_rows for m in stage.maps] == [tile.b_r, tile.b_c, tile.b_c, 16]
     # An axis of length 1 may have any stride.
-    alone = plan_forward(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
+    alone = plans.forward_plan(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
     assert alone.sizes == (64, 500, 1, 1) and alone.strides == (128, 16, 16)
 
 
@@ -152,7 +154,7 @@ def with_gradients(dtype: str, method: str) -> Plan:
     """A backward with a window, a sink, a bias and all that goes with them."""
     features = Features(window=(9, 4), arrays=("bias", "sink"))
     of_call = problem(dtype=dtype, causal=True, features=features)
-    return plan_backward(of_call, H100, WITH_SCORES, method, more=("dlse", "dbias", "dsink"))
+    return plans.backward_plan(of_call, H100, WITH_SCORES, method, extras=("dlse", "dbias", "dsink"))
 
 
 @pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
@@ -168,7 +170,7 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
     }
     plan = with_gradients(dtype, method)
     assert {stage.spec.operation: set(stage.spec.features) for stage in plan.stages} == {op: wanted[op] for op in operations(plan)}
-    forward = plan_forward(problem(features=Features(arrays=("sink",))), H100, WITH_SCORES)
+    forward = plans.forward_plan(problem(features=Features(arrays=("sink",))), H100, WITH_SCORES)
     assert [stage.spec.features for stage in forward.stages] == [("sink",)]
 
 
@@ -205,11 +207,11 @@ def packed_stages(dtype: str, method: str | None, offsets: dict[str, list[int]],
     """Of a call whose offsets are arrays; None is the forward."""
     q, k = (np.zeros((rows, 2, 64), "float16" if dtype == "float16" else dtype) for rows in TOTALS.values())
     arrays = {f"cu_seqlens_{side}": np.array(values, "int32") for side, values in offsets.items()}
-    of_call = AttentionProblem.from_arrays(q, k, k, **arrays, **longest)
+    of_call = problem_from_arrays(q, k, k, **arrays, **longest)
     strides = dict.fromkeys(TENSORS, of_call.kernel_strides(q.shape))
     if method is None:
-        return list(plan_forward(of_call, H100, strides).stages)
-    return list(plan_backward(of_call, H100, strides, method).stages)
+        return list(plans.forward_plan(of_call, H100, strides).stages)
+    return list(plans.backward_plan(of_call, H100, strides, method).stages)
 
 
 def packed_calls() -> list[tuple[str, str | None]]:
@@ -267,7 +269,7 @@ def test_there_are_tiles_for_sequences_of_any_lengths(dtype, method):
         offsets = {"q": ends, "k": [end if end < 400 else 600 for end in ends]}
         for stage in packed_stages(dtype, method, offsets):
             values = record(stage)
-            if stage.spec.operation not in OPERATIONS and stage.spec.operation != "convert_dq":
+            if stage.spec.operation not in TILED and stage.spec.operation != "convert_dq":
                 continue
             by_keys = stage.spec.operation == "backward_dkdv" or (stage.spec.operation == "backward" and dtype == "float16")
             side, rows = ("k", stage.spec.tile.b_c) if by_keys else ("q", stage.spec.tile.b_r)
@@ -281,11 +283,11 @@ ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broa
 @pytest.mark.parametrize("name", ("q", "k", "v", "o"))
 @pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
 def test_strides_that_tma_does_not_take_fall_back_to_sm80(strides, name):
-    (stage,) = plan_forward(problem(), H100, {**STRIDES, name: strides}).stages
+    (stage,) = plans.forward_plan(problem(), H100, {**STRIDES, name: strides}).stages
     assert (stage.spec.family, stage.spec.arch, stage.maps) == ("sm80", "sm_90", ())
     assert record(stage)[f"{name}_strides"] == strides
     with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
-        plan_forward(problem(), H100, {**STRIDES, name: strides}, family="sm90")
+        plans.forward_plan(problem(), H100, {**STRIDES, name: strides}, family="sm90")
 
 
 @pytest.mark.parametrize("changes", ({"seqlen_k": 0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}), ids=str)
@@ -298,7 +300,7 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
 
 def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
     """The dQ kernel of `two_pass` on Hopper."""
-    _, stage, _ = plan_backward(problem(**changes), H100, STRIDES, "two_pass", config).stages
+    _, stage, _ = plans.backward_plan(problem(**changes), H100, STRIDES, "two_pass", config).stages
     return stage
 
 
@@ -327,18 +329,20 @@ def test_the_record_of_dq_on_hopper_has_tensor_maps():
 @pytest.mark.parametrize("name", ("q", "k", "v", "dout", "dq"))
 def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
     for strides in ODD_STRIDES.values():
-        stage = plan_backward(problem(), H100, {**STRIDES, name: strides}, "two_pass").stages[1]
+        stage = plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, "two_pass").stages[1]
         assert (stage.spec.operation, stage.spec.family, stage.maps) == ("backward_dq", "sm80", ())
         assert record(stage)[f"{name}_strides"] == strides
-    assert plan_backward(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
-    # What another kernel reads or writes does not matter to it.
-    strides = {**STRIDES, "dk": (8000, -800, 80), "o": (8000, -800, 80)}
-    assert plan_backward(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
+    assert plans.backward_plan(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
+    # An array that only another kernel of the call has tensor maps of: all of them are of one family.
+    strides = {**STRIDES, "dk": (8000, -800, 80)}
+    assert {s.spec.family for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {"common", "sm80"}
+    strides = {**STRIDES, "o": (8000, -800, 80)}
+    assert plans.backward_plan(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
 
 
 def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
     for dtype, head_dim in itertools.product(DTYPES, (8, 16, 64, 104, 256)):
-        (stage,) = plan_delta(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
+        (stage,) = plans.delta_plan(problem(dtype=dtype, head_dim=head_dim), H100, STRIDES).stages
         assert (stage.spec.operation, stage.spec.family) == ("delta", "common")
         assert stage.blocks == -(-300 // stage.spec.tile.b_r) * 8 * 3
         assert stage.threads % stage.spec.tile.b_r == 0
@@ -391,18 +395,17 @@ def test_single_pass_on_hopper_has_a_block_for_each_key_tile_and_maps_of_what_it
 @pytest.mark.parametrize("strides", ODD_STRIDES.values(), ids=ODD_STRIDES)
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 def test_gradients_that_tma_does_not_take_fall_back_to_sm80(method, strides, name):
-    plan = plan_backward(problem(), H100, {**STRIDES, name: strides}, method)
+    plan = plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, method)
     by_keys = next(stage for stage in plan.stages if stage.spec.operation in ("backward", "backward_dkdv"))
     assert (by_keys.spec.family, by_keys.maps) == ("sm80", ())
-    assert "sm90" not in {stage.spec.family for stage in plan.stages if method == "single_pass"}
-    if method == "single_pass":
-        with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
-            plan_backward(problem(), H100, {**STRIDES, name: strides}, method, family="sm90")
+    assert "sm90" not in {stage.spec.family for stage in plan.stages}
+    with pytest.raises(UnsupportedProblemError, match=f"'sm90'.*{name} is not for TMA, a stride of"):
+        plans.backward_plan(problem(), H100, {**STRIDES, name: strides}, method, family="sm90")
 
 
 @pytest.mark.parametrize("name", ("o", "dq"))
 def test_what_is_read_and_written_without_tma_may_lie_as_it_likes_on_hopper(name):
-    plan = plan_backward(problem(), H100, {**STRIDES, name: ODD_STRIDES["reversed"]}, "single_pass")
+    plan = plans.backward_plan(problem(), H100, {**STRIDES, name: ODD_STRIDES["reversed"]}, "single_pass")
     assert [stage.spec.family for stage in plan.stages] == ["common", "sm90", "sm90"]
 
 
@@ -659,7 +662,7 @@ def test_the_record_says_what_the_problem_says(dtype):
 @pytest.mark.parametrize("head_dim", (40, 64, 104, 136, 256))
 def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, family):
     pytest.importorskip("cupy", exc_type=ImportError)
-    plan = plan_backward(problem(head_dim=head_dim), H100, STRIDES, "single_pass", family=family)
+    plan = plans.backward_plan(problem(head_dim=head_dim), H100, STRIDES, "single_pass", family=family)
     _, main, convert = plan.stages
     per_tile = plan.workspaces[1].nbytes // 4 // convert.blocks
     check = f"static_assert(fa2::{family}::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"

@@ -12,8 +12,8 @@ from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
 from fa2cupy import ahead, cli
-from fa2cupy.compiler import CompiledKernel
-from fa2cupy.features import FeatureOptions
+from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.problem.features import FeatureOptions
 
 README = CHECKOUT / "README.md"
 

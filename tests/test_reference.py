@@ -8,7 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from fa2cupy import arrays, reference
+from fa2cupy import reference
+from fa2cupy.numerics import arrays
 from fa2cupy.testing import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -27,10 +27,11 @@ from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, pl
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 
-from fa2cupy import legal_configs, tuning
-from fa2cupy.device import DeviceInfo
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tiles import TileConfig
+from fa2cupy import legal_configs
+from fa2cupy.families import tuning
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.families.tile import TileConfig
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="compiling needs CuPy")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy import ahead, api, closure, inspection, lengths, reference, testing, tiles
+from fa2cupy import ahead, api, closure, inspection, lengths, reference, testing
+from fa2cupy.families import tile as tiles
 from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -12,18 +12,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa2cupy import TileConfig, legal_configs, tuning
-from fa2cupy.compiler import compile_source
-from fa2cupy.device import ARCHITECTURES, DeviceInfo
+from fa2cupy import TileConfig, legal_configs
+from fa2cupy.families import tuning
+from fa2cupy.jit.compiler import compile_source
+from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
-from fa2cupy.families import FAMILIES, choose_family, choose_method, choose_tile
-from fa2cupy.features import NO_FEATURES, Features
-from fa2cupy.problem import AttentionProblem
+from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
+from fa2cupy.families.choice import choose_tile as choose_tile_of
+from fa2cupy.problem.features import NO_FEATURES, Features
+from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.settings import tuning_file
-from fa2cupy.source import render_kernel
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tile_table import TILE_TABLE
-from fa2cupy.tiles import OPERATIONS, fits_blocks, padded_head_dim, shared_memory_bytes, why_illegal
+from fa2cupy.jit.source import render_kernel
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.families.operations import TILED
+from fa2cupy.problem.options import CallOptions
 
 H100 = DeviceInfo.named("sm_90")
 # GPUs before Ampere, which the simt family serves with less shared memory.
@@ -32,12 +34,27 @@ OLDER = (P100, DeviceInfo.named("sm_70"), DeviceInfo.named("sm_75"))
 DEVICES = (*ARCHITECTURES.values(), P100)
 
 
+#: Every default, with its family and operation.
+ROWS = [(family, operation, row) for family in FAMILIES for operation, rows in family.tiles.items() for row in rows]
 #: The kernels whose tile is a choice.
-KERNELS = [(operation, row.name) for row in FAMILIES for operation in OPERATIONS if operation in row.operations]
+KERNELS = [(operation, row.name) for row in FAMILIES for operation in TILED if operation in row.operations]
 
 
 def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False) -> AttentionProblem:
     return AttentionProblem(dtype, 1, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
+
+
+def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
+    return choose_tile_of(operation, family_named(family), call, device, config)
+
+
+def choose_method(family: str, call: AttentionProblem, method=None, deterministic=False) -> str:
+    """Of a call whose arrays every family takes."""
+    strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), (8, 8, 8))
+    dtype = family_named(family).dtypes[0]
+    options = CallOptions(family=family, method=method, deterministic=deterministic)
+    call = dataclasses.replace(call, dtype=dtype)
+    return choose("backward", call, H100, strides, options, is_launched=False).method
 
 
 def head_dims_of(dtype: str) -> range:
@@ -58,10 +75,10 @@ def test_a_tile_takes_positive_ints_only(field, value):
 @pytest.mark.parametrize("family", ("sm90", "sm80", "simt"))
 def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
     for head_dim in range(1, 257):
-        padded = padded_head_dim(family, head_dim)
+        padded = family_named(family).padded_head_dim(head_dim)
         assert padded % (32 if family == "simt" else 16) == 0
         assert head_dim <= padded < head_dim + 32
-        assert padded_head_dim(family, padded) == padded
+        assert family_named(family).padded_head_dim(padded) == padded
 
 
 # ----------------------------------------------------------------------------------------------------------- legal or not
@@ -111,21 +128,21 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
 )
 def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit(operation, family, tile, reason):
     dtype = "float32" if family == "simt" else "float16"
-    assert reason in why_illegal(operation, family, dtype, 64, tile, H100)
+    assert reason in family_named(family).why_illegal(operation, dtype, 64, tile, H100)
 
 
 @pytest.mark.parametrize(("operation", "family"), KERNELS)
 def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
     dtype = "float32" if family == "simt" else "float16"
     tiny = dataclasses.replace(H100, shared_memory_per_block=1024)
-    tile = next(row.tile for row in TILE_TABLE if (row.family, row.operation) == (family, operation))
-    assert why_illegal(operation, family, dtype, 32, tile, H100) is None
-    assert "shared memory" in why_illegal(operation, family, dtype, 32, tile, tiny)
+    tile = family_named(family).tiles[operation][0].tile
+    assert family_named(family).why_illegal(operation, dtype, 32, tile, H100) is None
+    assert "shared memory" in family_named(family).why_illegal(operation, dtype, 32, tile, tiny)
     wide = dataclasses.replace(tile, num_warps=64, b_r=64 * 16, b_c=64 * 16)
-    assert why_illegal(operation, family, dtype, 32, wide, H100)
+    assert family_named(family).why_illegal(operation, dtype, 32, wide, H100)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TILED)
 @pytest.mark.parametrize(("dtype", "arch"), [("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"), ("float64", "sm_86")])
 def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(operation, dtype, arch):
     family = choose_family(operation, dtype, DeviceInfo.named(arch)).name
@@ -133,7 +150,7 @@ def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(op
         tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
         assert len(set(tiles)) == len(tiles) > 0
         device = DeviceInfo.named(arch)
-        assert not [tile for tile in tiles if why_illegal(operation, family, dtype, head_dim, tile, device)]
+        assert not [tile for tile in tiles if family_named(family).why_illegal(operation, dtype, head_dim, tile, device)]
         assert choose_tile(operation, family, problem(dtype, head_dim), device) in tiles
 
 
@@ -177,7 +194,7 @@ def test_legal_configs_takes_dtypes_as_numpy_does(dtype):
 
 
 @pytest.mark.parametrize("arch", ("sm_70", "sm_75"))
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TILED)
 def test_volta_and_turing_have_tiles_for_float32(operation, arch):
     device = DeviceInfo.named(arch)
     for head_dim in (64, 256):
@@ -194,18 +211,18 @@ def test_where_no_tile_fits_the_message_says_what_there_is_room_for():
 
 def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
     tile = TileConfig(32, 32, 8)
-    needed = shared_memory_bytes("forward", "simt", "float32", 96, tile)
+    needed = family_named("simt").shared_memory_bytes("forward", "float32", 96, tile)
     for arch, blocks in (("sm_70", 2), ("sm_80", 1)):
         device = dataclasses.replace(DeviceInfo.named(arch), shared_memory_per_multiprocessor=2 * needed)
         assert device.occupancy(256, 32, needed) * device.threads_per_multiprocessor == 256 * blocks
         two = dataclasses.replace(tile, blocks_per_sm=2)
-        assert fits_blocks("forward", "simt", "float32", 96, two, device) == (blocks == 2)
+        assert family_named("simt").fits_blocks("forward", "float32", 96, two, device) == (blocks == 2)
 
 
 def operations_of_families() -> list[tuple[str, str, str, int]]:
     # The sm80 forward has a main loop of its own beyond head_dim 128; that of sm90 lays buffers out by what fits.
-    cases = [(operation, "sm80", "float16", 64) for operation in OPERATIONS]
-    cases += [(operation, "simt", "float32", 32) for operation in OPERATIONS]
+    cases = [(operation, "sm80", "float16", 64) for operation in TILED]
+    cases += [(operation, "simt", "float32", 32) for operation in TILED]
     cases += [
         (operation, "sm90", "float16", head_dim)
         for operation in ("forward", "backward_dq")
@@ -222,7 +239,7 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
     pytest.importorskip("cupy", exc_type=ImportError)
     tile = choose_tile(operation, family, problem(dtype, head_dim), H100)
     spec = KernelSpec(operation, family, "sm_90a", dtype, head_dim, False, tile)
-    right = shared_memory_bytes(operation, family, dtype, head_dim, tile)
+    right = family_named(family).shared_memory_bytes(operation, dtype, head_dim, tile)
     monkeypatch.setattr(KernelSpec, "shared_memory_bytes", right + wrong_by)
     with pytest.raises(KernelCompileError, match=r"static assertion failed|static_assert"):
         compile_source(render_kernel(spec))
@@ -256,7 +273,7 @@ def chosen_rows() -> set[int]:
     """Positions in the table of all tiles that some call on some GPU gets."""
     found = set()
     for device, row in itertools.product(DEVICES, FAMILIES):
-        for dtype, operation in itertools.product(row.dtypes, OPERATIONS):
+        for dtype, operation in itertools.product(row.dtypes, TILED):
             if not row.supports(operation, dtype, device):
                 continue
             for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_FEATURES, DROPPED)):
@@ -267,13 +284,13 @@ def chosen_rows() -> set[int]:
                     # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds.
                     assert device in OLDER and dtype == "float64" and head_dim > 128
                     continue
-                assert why_illegal(operation, row.name, dtype, head_dim, tile, device) is None
+                assert family_named(row.name).why_illegal(operation, dtype, head_dim, tile, device) is None
                 found.add(
                     next(
                         position
-                        for position, entry in enumerate(TILE_TABLE)
-                        if (entry.family, entry.operation, entry.tile) == (row.name, operation, tile)
-                        and padded_head_dim(row.name, head_dim) <= entry.head_dim
+                        for position, (of, name, entry) in enumerate(ROWS)
+                        if (of, name, entry.tile) == (row, operation, tile)
+                        and row.padded_head_dim(head_dim) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
                         and bool(entry.features) <= (features is DROPPED)
                     )
@@ -283,11 +300,11 @@ def chosen_rows() -> set[int]:
 
 def test_calls_on_every_gpu_have_a_legal_default_tile_and_every_row_serves_one():
     chosen = chosen_rows()
-    assert [row for position, row in enumerate(TILE_TABLE) if position not in chosen] == []
+    assert [row for position, row in enumerate(ROWS) if position not in chosen] == []
 
 
 def test_measured_rows_name_the_gpu_and_the_date():
-    for row in TILE_TABLE:
+    for *_, row in ROWS:
         assert not row.measured or re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", row.measured), row
 
 
@@ -299,7 +316,7 @@ def default_tile() -> TileConfig:
 
 
 def save(tile: TileConfig, operation="forward", family="sm80", dtype="float16", head_dim=64, causal=False, device=H100):
-    tuning.save_tuned_tile(operation, family, dtype, head_dim, causal, device, tile)
+    tuning.save_tuned_tile(operation, family_named(family), dtype, head_dim, causal, device, tile)
 
 
 TUNED, ASKED = TileConfig(64, 48, 4), TileConfig(64, 80, 4)
@@ -346,7 +363,7 @@ def test_a_users_tile_that_is_not_legal_is_passed_over_with_one_warning(tuning_f
         for _ in range(2):
             assert choose_tile("forward", "sm80", problem(), H100) == before
     (warning,) = caught
-    reason = why_illegal("forward", "sm80", "float16", 64, TileConfig(72, 24, 3), H100)
+    reason = family_named("sm80").why_illegal("forward", "float16", 64, TileConfig(72, 24, 3), H100)
     for part in (str(tuning_file()), "H100/sm80/forward/float16/64/full", reason, "default tile"):
         assert part in str(warning.message)
 
@@ -408,7 +425,7 @@ def test_the_operation_the_dtype_and_the_device_call_for_the_family():
             assert choose_family("forward", dtype, DeviceInfo.named(arch)).name == "sm80"
         for operation in ("backward", "backward_dkdv"):
             assert choose_family(operation, dtype, H100).name == "sm90"
-        assert choose_family("delta", dtype, H100).name == "sm80"  # one kernel for all
+        assert choose_family("delta", dtype, H100).name == "sm90"  # one kernel for all
     assert choose_family("forward", "float32", H100).name == choose_family("backward", "float64", P100).name == "simt"
 
 
@@ -420,8 +437,8 @@ def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():
     assert len(str(caught.value)) < 350
     with pytest.raises(UnsupportedProblemError, match="^family 'simt' has no kernels for float16"):
         choose_family("forward", "float16", H100, "simt")
-    with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernel of delta"):
-        choose_family("delta", "float16", H100, "sm90")
+    with pytest.raises(ValueError, match="^operation: expected one of .*'forward'.*, got 'sideways'"):
+        choose_family("sideways", "float16", H100)
     with pytest.raises(UnsupportedProblemError, match=r"^family 'sm90' does not run on B200 .*: it needs .* 9\.0"):
         choose_family("forward", "float16", DeviceInfo.named("sm_100"), "sm90")
     with pytest.raises(ValueError, match="family: expected one of"):

@@ -10,20 +10,23 @@ import types
 import warnings
 
 import pytest
+from support import plans
 from support.fake_cupy import place
-from support.fake_gpu import fake_gpu
+from support.fake_gpu import fake_gpu, forward
 
-from fa2cupy import counters, gpu, launch, tma
-from fa2cupy.device import DeviceInfo
+from fa2cupy.families import sm90
+from fa2cupy.gpu import counters, launch
+from fa2cupy.gpu import tensor_maps as tma
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.errors import KernelLaunchError
-from fa2cupy.plan import plan_forward
-from fa2cupy.problem import AttentionProblem
+from fa2cupy.plan.tensor_maps import TensorLayout, packed_layout, tensor_layout
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
 
-LAYOUT = tma.TensorLayout("float16", (64, 300, 8, 3), (1024, 128, 307200), 128)
+LAYOUT = TensorLayout("float16", (64, 300, 8, 3), (1024, 128, 307200), 128)
 
 
-def fake_encode(layout: tma.TensorLayout, address: int) -> bytes:
+def fake_encode(layout: TensorLayout, address: int) -> bytes:
     return struct.pack("=QQ112x", address, hash(layout) & 0xFFFFFFFF)
 
 
@@ -54,19 +57,19 @@ def encoded(monkeypatch):
     ],
 )
 def test_tma_takes_positive_strides_of_16_bytes_below_a_tebibyte(sizes, strides, reason):
-    found = tma.why_not_mappable(sizes, strides, 2)
+    found = sm90._why_not_mappable(sizes, strides, 2)
     assert found is None if reason is None else reason in found
 
 
 def test_a_layout_is_innermost_first_and_has_legal_strides_where_they_mean_nothing():
-    layout = tma.tensor_layout("bfloat16", (3, 300, 8), (153600, 512, 64), 64, 2, 128)
+    layout = tensor_layout("bfloat16", (3, 300, 8), (153600, 512, 64), 64, 2, 128)
     assert (layout.sizes, layout.strides, layout.box_rows) == ((64, 300, 8, 3), (1024, 128, 307200), 128)
-    assert tma.tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
+    assert tensor_layout("float16", (1, 1, 1), (0, 0, 0), 8, 2, 16).strides == (16, 16, 16)
 
 
 @pytest.mark.parametrize("row_stride", [16, 1024, 2**34 - 16, 2**34, 2**34 + 16, 2**39 + 32], ids=hex)
 def test_packed_maps_begin_at_the_array_whatever_the_stride(row_stride):
-    packed = tma.packed_layout("float16", (1, 300, 8), (0, row_stride // 2, 64), 64, 2, 128)
+    packed = packed_layout("float16", (1, 300, 8), (0, row_stride // 2, 64), 64, 2, 128)
     column, row, head, end, wrap = packed.sizes
     assert (column, head, end) == (64, 8, 301) and packed.strides[:3] == (row_stride, 128, row_stride)
     assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in packed.strides)
@@ -77,7 +80,7 @@ def test_packed_maps_begin_at_the_array_whatever_the_stride(row_stride):
 
 def test_a_map_is_encoded_once_for_a_layout_and_an_address(encoded):
     maps = tma.tensor_maps(LAYOUT)
-    assert maps is tma.tensor_maps(tma.TensorLayout(*vars(LAYOUT).values()))
+    assert maps is tma.tensor_maps(TensorLayout(*vars(LAYOUT).values()))
     assert maps[4096] == maps[4096] == fake_encode(LAYOUT, 4096) and maps[8192] != maps[4096]
     assert [address for _, address in encoded] == [4096, 8192]
 
@@ -89,7 +92,7 @@ def test_maps_of_ever_new_addresses_do_not_fill_the_memory(encoded):
     assert len(maps) <= 256
 
 
-PACKED_LAYOUT = tma.packed_layout("bfloat16", (1, 300, 8), (0, 512, 64), 64, 2, 16)
+PACKED_LAYOUT = packed_layout("bfloat16", (1, 300, 8), (0, 512, 64), 64, 2, 16)
 
 
 @pytest.fixture
@@ -143,9 +146,9 @@ def test_a_map_that_the_driver_refuses_is_reported_with_its_layout(encoding, dri
 @pytest.fixture
 def without_bindings(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    tma.is_available.cache_clear()
+    sm90._can_encode_maps.cache_clear()
     yield
-    tma.is_available.cache_clear()
+    sm90._can_encode_maps.cache_clear()
 
 
 def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_bindings, monkeypatch):
@@ -153,9 +156,9 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
         warnings.simplefilter("always")
         for seqlen in (20, 30):
             q, k, v, _ = (place(x) for x in make_inputs("float16", seqlen_q=seqlen))
-            gpu.forward(q, k, v, False, None, "bshd", None, None, None)
+            forward(q, k, v)
         with pytest.raises(NotImplementedError, match="'sm90' needs cuda-bindings"):
-            gpu.forward(q, k, v, True, None, "bshd", None, None, "sm90")
+            forward(q, k, v, causal=True, family="sm90")
     assert [stage.spec.family for stage in launched] == ["sm80", "sm80"]
     (warning,) = caught
     assert "pip install" in str(warning.message)
@@ -232,9 +235,9 @@ def test_every_captured_launch_has_a_counter_of_its_own_and_allocates_nothing(de
 def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypatch):
     cuda = pytest.importorskip("cupy.cuda", exc_type=ImportError)
     q, k, v, _ = make_inputs("float16", batch=2, seqlen_q=70, seqlen_k=90, num_heads=4, num_heads_kv=2)
-    problem = AttentionProblem.from_arrays(q, k, v)
+    problem = problem_from_arrays(q, k, v)
     strides = {name: problem.kernel_strides(x.shape) for name, x in {"q": q, "k": k, "v": v, "o": q}.items()}
-    (stage,) = plan_forward(problem, DeviceInfo.named("sm_90"), strides).stages
+    (stage,) = plans.forward_plan(problem, DeviceInfo.named("sm_90"), strides).stages
     records = []
     nbytes = stage.spec.params.nbytes
 
@@ -247,7 +250,7 @@ def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypat
     tiles = types.SimpleNamespace(reserve=lambda: None, address=lambda stream: 1000 + stream)
     monkeypatch.setattr(launch, "tile_counters", lambda ordinal: tiles)
     monkeypatch.setattr(cuda.runtime, "getDevice", lambda: 0)
-    bound = launch.BoundStage(stage, ("q", "k", "v", "o", "lse"))
+    bound = launch.BoundStage(stage, {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4})
     for addresses, stream in (([16, 32, 48, 64, 80], 0), ([160, 32, 48, 640, 800], 7)):
         bound(addresses, stream)
         launched_on, record = records[-1]

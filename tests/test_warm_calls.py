@@ -17,8 +17,9 @@ from support.launch_record import Launch  # noqa: E402
 from support.strided_arrays import gapped, shifted  # noqa: E402
 
 import fa2cupy  # noqa: E402
-from fa2cupy import TileConfig, signatures  # noqa: E402
-from fa2cupy.features import FeatureOptions  # noqa: E402
+from fa2cupy import TileConfig  # noqa: E402
+from fa2cupy.gpu import signatures  # noqa: E402
+from fa2cupy.problem.features import FeatureOptions  # noqa: E402
 
 #: As many heads as rows, so that both layouts are legal.
 BATCH, ROWS, HEADS, COLUMNS = 3, 16, 16, 64

@@ -9,7 +9,7 @@ from common.measure import Problem, Tensors
 
 import fa2cupy
 from fa2cupy import TileConfig, reference
-from fa2cupy.problem import AttentionProblem
+from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import Expectation, assert_within_baseline
 
 __all__ = ["FeatureCheck", "HeadCheck", "check_equal", "check_finite"]
@@ -31,7 +31,7 @@ class HeadCheck:
     def __init__(self, xp, problem: Problem, tensors: Tensors):
         self._xp, self._problem, self._tensors = xp, problem, tensors
         self._head = tuple(xp.ascontiguousarray(a[-1, :, -1]) for a in (tensors.q, tensors.k, tensors.v, tensors.do))
-        self._single = AttentionProblem.from_arrays(*self._head[:3], causal=problem.causal)
+        self._single = problem_from_arrays(*self._head[:3], causal=problem.causal)
 
     def verify(self, operation: str, config: Mapping[str, TileConfig] | None = None, family: str | None = None) -> None:
         """Runs ours into arrays full of NaN and holds the results against the reference.

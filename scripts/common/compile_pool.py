@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fa2cupy.cache import cached_kernel
-from fa2cupy.spec import KernelSpec
+from fa2cupy.jit.cache import cached_kernel
+from fa2cupy.jit.spec import KernelSpec
 
 __all__ = ["Report", "compile_all", "compile_to_cache"]
 

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from common.measure import Problem, Tensors, flops
 
-from fa2cupy.device import DeviceInfo
-from fa2cupy.families import choose_family, choose_method, method_of_dbias
-from fa2cupy.plan import plan_backward, plan_forward
-from fa2cupy.problem import AttentionProblem
-from fa2cupy.score_strides import contiguous_score_strides, feature_strides
-from fa2cupy.spec import KernelSpec
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.choice import choose
+from fa2cupy.plan.calls import plan_backward, plan_forward
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.strides import contiguous_score_strides, feature_strides
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.testing import make_inputs
-from fa2cupy.tiles import OPERATIONS as TILED
+from fa2cupy.problem.options import CallOptions
 
 __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
 
@@ -207,22 +208,21 @@ class Case:
         """
         small = self.shrunk()
         options = small.options(np, 0)
-        attention = AttentionProblem.from_arrays(*small.inputs(np)[:3], **options)
+        attention = problem_from_arrays(*small.inputs(np)[:3], **options)
         rows = attention.kernel_strides(attention.q_shape)
         strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(options)
-        method = ""
+        if "dbias" in self.gradients and operation != "forward":
+            strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
+        extras = () if operation == "forward" else tuple(self.gradients)
+        call, large = (attention, device, strides), (self._as_large(attention), device, strides)
+        asked = CallOptions(family=family)
         if operation == "forward":
-            plan = plan_forward(attention, device, strides, family=family)
+            choice = choose("forward", *large, asked, is_launched=False)
+            plan = plan_forward(*call, choice)
         else:
-            row = choose_family("backward", attention.dtype, device, family, (*attention.needs, *self.gradients))
-            method = choose_method(row.name, self._as_large(attention), None, False)
-            if "dbias" in self.gradients:
-                method = method_of_dbias(row, method, False, attention, options["bias"])
-                strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
-            plan = plan_backward(attention, device, strides, method, family=family, more=self.gradients)
-        specs = tuple(stage.spec for stage in plan.stages)
-        families = dict.fromkeys(spec.family for spec in specs if spec.operation in TILED)
-        return Kernels(method, "+".join(families), specs)
+            choice = choose("backward", *large, asked, extras=extras, is_launched=False)
+            plan = plan_backward(*call, choice, extras=extras)
+        return Kernels(choice.method or "", choice.family.name, tuple(stage.spec for stage in plan.stages))
 
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
         """The shrunk problem with the lengths and the window of this one."""

@@ -43,7 +43,7 @@ def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
 
 def _child(dtype: str, head_dim: str, causal: str) -> None:
     import fa2cupy
-    from fa2cupy.cache import cached_kernel
+    from fa2cupy.jit.cache import cached_kernel
     from fa2cupy.inspection import default_specs
 
     gpu = Gpu()

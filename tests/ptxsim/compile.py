@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fa2cupy.compiler import nvrtc_build
-from fa2cupy.folders import replace_file
+from fa2cupy.jit.compiler import nvrtc_build
+from fa2cupy.system.folders import replace_file
 
 __all__ = ["OPTIONS", "compile_ptx", "cuda_include"]
 

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
-from fa2cupy.features import ARRAY_FEATURES, OFFSETS
-from fa2cupy.plan import Plan, Stage
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tma import TensorLayout, encode_arguments
+from fa2cupy.problem.features import ARRAY_FEATURES, OFFSETS
+from fa2cupy.plan.stages import Plan, Stage
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.plan.tensor_maps import TensorLayout
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 

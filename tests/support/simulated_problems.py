@@ -9,8 +9,10 @@ import numpy as np
 from support.fake_cupy import place
 from support.fake_gpu import backward
 
-from fa2cupy import TileConfig, gpu, plan, reference
-from fa2cupy.device import DeviceInfo
+from fa2cupy import TileConfig, reference
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.gpu import prepare
+from fa2cupy.plan.calls import plan_backward
 from fa2cupy.testing import Expectation, make_inputs
 
 HALF = ("float16", "bfloat16")
@@ -75,13 +77,13 @@ def jumping(inputs: tuple, most: float) -> tuple:
 def dq_on_hopper(monkeypatch) -> None:
     """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
 
-    def plan_dq(problem, device, strides, method, config, family, **options):
-        whole = plan.plan_backward(problem, device, strides, method, config, None, **options)
+    def plan_dq(*arguments, **options):
+        whole = plan_backward(*arguments, **options)
         return dataclasses.replace(
             whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
         )
 
-    monkeypatch.setattr(gpu, "plan_backward", plan_dq)
+    monkeypatch.setattr(prepare, "plan_backward", plan_dq)
 
 
 def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:

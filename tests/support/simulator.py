@@ -22,12 +22,13 @@ from ptxsim.tensor_map import driver_tensor_map
 from support.fake_gpu import fake_gpu
 from support.launch_record import TILE_COUNTER, Launch, memory_at
 
-from fa2cupy.compiler import compile_options
-from fa2cupy.device import DeviceInfo
-from fa2cupy.plan import Stage
-from fa2cupy.source import render_kernel
-from fa2cupy.spec import KernelSpec
-from fa2cupy.tma import TensorLayout, encode_arguments
+from fa2cupy.jit.compiler import compile_options
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.plan.stages import Stage
+from fa2cupy.jit.source import render_kernel
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.plan.tensor_maps import TensorLayout
 
 __all__ = ["compiled_module", "simulated_gpu"]
 
@@ -117,7 +118,7 @@ def _execute(
 
 
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:
-    """What the driver would make of the arguments that fa2cupy.tma.encode gives it."""
+    """What the driver would make of the arguments that fa2cupy.gpu.tensor_maps.encode gives it."""
     return bytes(driver_tensor_map(*encode_arguments(layout, address)))
 
 

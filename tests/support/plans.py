@@ -1,0 +1,28 @@
+"""Plans of calls that nobody launches: kernels chosen for a device that need not be here, then laid out."""
+
+from __future__ import annotations
+
+from fa2cupy.families.choice import choose
+from fa2cupy.plan.calls import plan_backward, plan_delta, plan_forward
+from fa2cupy.plan.stages import Plan
+from fa2cupy.problem.options import CallOptions
+
+__all__ = ["backward_plan", "delta_plan", "forward_plan"]
+
+
+def forward_plan(problem, device, strides, config=None, family=None) -> Plan:
+    """The plan of a forward with tiles and a family of the test's own, if any."""
+    options = CallOptions(config=config, family=family)
+    return plan_forward(problem, device, strides, choose("forward", problem, device, strides, options, is_launched=False))
+
+
+def delta_plan(problem, device, strides) -> Plan:
+    """The plan of a delta."""
+    return plan_delta(problem, device, strides, choose("delta", problem, device, strides, is_launched=False))
+
+
+def backward_plan(problem, device, strides, method, config=None, family=None, *, extras=(), with_delta=True) -> Plan:
+    """The plan of a backward by one method, or by the default one for None."""
+    options = CallOptions(config=config, family=family, method=method)
+    choice = choose("backward", problem, device, strides, options, extras=extras, is_launched=False)
+    return plan_backward(problem, device, strides, choice, extras=extras, with_delta=with_delta)
