@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
-        save_tuned_tile(spec.operation, spec.family, spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
+        save_tuned_tile(spec.operation, family_named(spec.family), spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)
         return 1

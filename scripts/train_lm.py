@@ -46,7 +46,7 @@ from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.report import Result, plot_curves, report_lines
 from language_model.training import LOG_EVERY, Settings, Training
 
-from fa2cupy.cli import run_command  # noqa: E402
+from fa2cupy.cli import run_command
 
 PRESETS = {
     # Two minutes of one core: enough to see the loss fall and the two attentions agree, not to pass zlib.

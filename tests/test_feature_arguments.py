@@ -12,7 +12,7 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError
 from fa2cupy.families import choice as families
-from fa2cupy.problem import score_strides
+from fa2cupy.problem import strides
 from fa2cupy.problem.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem.checks import problem_from_arrays
@@ -353,10 +353,10 @@ def test_causal_is_the_right_limit_of_a_window():
 def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted):
     """Strides of (batch, head, query, key), 0 where the array repeats, whatever it says of an axis of length 1."""
     array = np.zeros(shape, bool if "mask" in name else "float32")
-    assert score_strides.score_strides(name, array) == wanted
-    assert score_strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(2 * n for n in wanted)
+    assert strides.score_strides(name, array) == wanted
+    assert strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(2 * n for n in wanted)
     if name == "bias":
-        assert score_strides.contiguous_score_strides(shape) == wanted
+        assert strides.contiguous_score_strides(shape) == wanted
 
 
 @pytest.mark.parametrize(

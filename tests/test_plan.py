@@ -176,8 +176,8 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
 
 @pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
 def test_what_gradients_are_added_to_is_cleared(dtype, method):
-    wanted = ("dk", "dv", "dbias_accum") if method == "single_pass" else ("dbias_accum",)
-    assert with_gradients(dtype, method).cleared == wanted
+    wanted = {"dk", "dv", "dbias_accum"} if method == "single_pass" else {"dbias_accum"}
+    assert set(with_gradients(dtype, method).cleared) == wanted
 
 
 def test_the_gradient_of_a_sink_has_a_block_for_each_query_head():

@@ -29,6 +29,7 @@ from common.measure import Candidate, Problem
 
 from fa2cupy import legal_configs
 from fa2cupy.families import tuning
+from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.families.tile import TileConfig
@@ -790,6 +791,6 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     assert rows["32", "64"]["ms_median"] == "32" and rows["32", "32"]["ms_median"] == ""
     assert all(all(table.values()) for table in launched)
     tuning._tuned_tiles.cache_clear()  # as in a new process
-    saved = tuning.tuned_tile(operation, "sm80", "float16", 64, False, gpu.info)
+    saved = tuning.tuned_tile(operation, SM80, "float16", 64, False, gpu.info)
     assert (saved.b_r, saved.b_c) == (32, 64)
     assert "saved 32x64" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
     TypeError, ValueError
         They are none, or contradict each other.
     """
-    if method is not None and method not in METHODS:
+    if method not in (None, *METHODS):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
     check_bool("deterministic", deterministic)
     if not (deterministic and with_atomics):

@@ -81,7 +81,7 @@ class CopyingCall:
 
     @staticmethod
     def _deliver(kind: Result, found, given):
-        result = found[..., : kind.shape[-1]] if kind.shape else found
+        result = found if found.shape == kind.shape else found[..., : kind.shape[-1]]
         if given is None:
             return cupy.ascontiguousarray(result.astype(kind.dtype, copy=False))
         given[...] = result

@@ -25,13 +25,13 @@ import ml_dtypes
 import numpy as np
 from common import SCRIPTS
 
-from fa2cupy import precompile  # noqa: E402
-from fa2cupy.jit.cache import cached_kernel  # noqa: E402
-from fa2cupy.families.device import DeviceInfo  # noqa: E402
-from fa2cupy.errors import KernelCompileError  # noqa: E402
-from fa2cupy.problem.attention import MAX_HEAD_DIM  # noqa: E402
-from fa2cupy.system.progress import progress  # noqa: E402, F401  (the scripts take it from here)
-from fa2cupy.jit.spec import KernelSpec  # noqa: E402
+from fa2cupy import precompile
+from fa2cupy.jit.cache import cached_kernel
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.errors import KernelCompileError
+from fa2cupy.problem.attention import MAX_HEAD_DIM
+from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it from here)
+from fa2cupy.jit.spec import KernelSpec
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
 #: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
