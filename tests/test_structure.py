@@ -45,3 +45,98 @@ def test_no_test_is_imported():
         return {name for name in imported_names(path.read_text(encoding="utf-8")) if tests & set(name.split("."))}
 
     assert not {f"{path.relative_to(TESTS)} imports {name}" for path in files for name in of_tests(path)}
+
+
+# ----------------------------------------------------------------------------------------------- the floors of the package
+
+
+PACKAGE = CHECKOUT / "fa2cupy"
+
+#: Folders and modules of the package, lowest first. What is on one floor does not import from each other.
+FLOORS = (
+    {"_version", "errors"},
+    {"system"},
+    {"settings"},
+    {"problem"},
+    {"families", "numerics"},
+    {"jit", "cpu"},
+    {"plan"},
+    {"gpu"},
+    {"backends", "lengths", "reference"},
+    {"api", "ahead", "inspection", "testing"},
+    {"closure", "demo"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+
+
+def modules() -> dict[str, Path]:
+    """All modules by their dotted name below the package; a folder has the name of its ``__init__``."""
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = name.split(".")[: -node.level]
+        base += node.module.split(".") if node.module else []
+        for alias in node.names:
+            candidates = (".".join([*base, alias.name]), ".".join(base), ".".join([*base, "__init__"]))
+            found.add(next(one for one in candidates if one in known))
+    return found
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    """What each module of the package imports."""
+    known = modules()
+    return {name: imports_of(name, path, known) for name, path in known.items()}
+
+
+def floor_of(module: str) -> int:
+    return next(number for number, floor in enumerate(FLOORS) if module.split(".")[0] in floor)
+
+
+def test_imports_of_the_package_are_found(arrows):
+    assert "jit.spec" in arrows["plan.stages"]
+    assert "gpu.calls" in arrows["backends"], "an import within a function"
+    assert "problem.dtypes" in arrows["problem.attention"], "a module from its folder"
+    assert not [name for name in arrows if name.startswith("kernels")]
+
+
+def test_every_room_has_a_floor(arrows):
+    rooms = {name.split(".")[0] for name in arrows}
+    assert rooms == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(rooms)
+
+
+def test_arrows_go_down(arrows):
+    up = {
+        f"{name} imports {other}"
+        for name, others in arrows.items()
+        for other in others
+        if name.split(".")[0] != other.split(".")[0] and floor_of(other) >= floor_of(name)
+    }
+    assert not up
+
+
+def test_there_are_no_import_circles(arrows):
+    """Within a room, too: modules that import only what is left over are taken away until nothing is left."""
+    left = dict(arrows)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def test_the_package_is_imported_by_relative_names_alone():
+    absolute = {
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in imported_names(path.read_text(encoding="utf-8"))
+        if other.split(".")[0] == "fa2cupy"
+    }
+    assert not absolute

@@ -1,0 +1,202 @@
+"""Families as objects: what is decided by one belongs to it, is decided once for a call, and a new one is one module."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.feature_cases import inputs_of
+from support.plans import backward_plan, forward_plan
+
+from fa2cupy import TileConfig, UnsupportedProblemError
+from fa2cupy.families import choice
+from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import TileRow
+from fa2cupy.families.operations import METHODS, OPERATIONS, TILED, operation_named
+from fa2cupy.families.simt import Simt
+from fa2cupy.jit.params import param_layout
+from fa2cupy.jit.source import kernel_directory, render_kernel
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.features import KERNEL_NEEDS
+from fa2cupy.problem.options import CallOptions
+from fa2cupy.testing import Expectation, make_inputs
+
+H100 = DeviceInfo.named("sm_90")
+STRIDES = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), (8192, 128, 64))
+
+
+def problem(dtype: str = "float16", **changes) -> AttentionProblem:
+    sizes = {"seqlen_q": 64, "seqlen_k": 64, "num_heads": 2, "num_heads_kv": 2, "head_dim": 64}
+    given = {"causal": False, "softmax_scale": 0.125, "layout": "bshd", "rank": 4}
+    return AttentionProblem(**{"dtype": dtype, "batch": 1, **sizes, **given, **changes})
+
+
+# ------------------------------------------------------------------------------------------------------ the tables are whole
+
+
+def test_operations_are_the_entry_files():
+    assert set(OPERATIONS) == {path.stem for path in kernel_directory().glob("*.cu")}
+    assert set(TILED) == {"forward", *(name for names in METHODS.values() for name in names)}
+    for operation in OPERATIONS.values():
+        assert set(operation.features) <= set(KERNEL_NEEDS)
+        assert (operation.record is None) == operation.is_tiled
+
+
+def test_every_feature_concerns_an_operation():
+    assert set(KERNEL_NEEDS) == {feature for operation in OPERATIONS.values() for feature in operation.features}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family):
+    assert (kernel_directory() / family.folder).is_dir()
+    assert family_named(family.name) is family
+    assert set(family.tiles) == set(family.operations) == set(TILED)
+    for operation in family.operations:
+        assert family.record(operation).pointers
+        assert family.owns(operation) in ("queries", "keys")
+
+
+# ------------------------------------------------------------------------------------ what does not exist is an error by name
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: operation_named("sideways"),
+        lambda: choose_family("sideways", "float16", H100),
+        lambda: param_layout("sideways", "sm80", "float16"),
+        lambda: KernelSpec("sideways", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4)),
+    ),
+)
+def test_an_unknown_operation_is_refused_where_it_is_named(make):
+    with pytest.raises(ValueError, match="^operation: expected one of .*'forward'.*, got 'sideways'$"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: family_named("sm70"),
+        lambda: choose_family("forward", "float16", H100, "sm70"),
+        lambda: choose("forward", problem(), H100, STRIDES, CallOptions(family="sm70")),
+        lambda: param_layout("forward", "sm70", "float16"),
+        lambda: KernelSpec("forward", "sm70", "sm_80", "float16", 64, False, TileConfig(64, 64, 4)),
+    ),
+)
+def test_an_unknown_family_is_refused_where_it_is_named(make):
+    with pytest.raises(ValueError, match=r"^family: expected one of \['sm90', 'sm80', 'simt'\], got 'sm70'$"):
+        make()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_no_formula_serves_an_operation_that_it_is_not_for(family):
+    dtype = family.dtypes[0]
+    for operation in ("delta", "convert_dq", "sideways"):
+        with pytest.raises(KeyError, match=operation):
+            family.shared_memory_bytes(operation, dtype, 64, TileConfig(64, 64, 4))
+        with pytest.raises(KeyError, match=operation):
+            family.why_not_shape(operation, dtype, 64, TileConfig(64, 64, 4))
+        with pytest.raises(KeyError, match=operation):
+            family.record(operation)
+
+
+# ------------------------------------------------------------------------------------------------------- one choice for a call
+
+
+@pytest.mark.parametrize(
+    "changes", ({"softmax_scale": -0.1}, {"seqlen_k": 0}, {"softmax_scale": 0.0, "head_dim": 128}), ids=str
+)
+def test_a_call_that_falls_back_has_the_method_and_tiles_of_the_family_that_it_gets(changes):
+    call = problem(**changes)
+    chosen = choose("backward", call, H100, STRIDES, is_launched=False)
+    asked = choose("backward", call, H100, STRIDES, CallOptions(family="sm80"), is_launched=False)
+    assert chosen == asked and chosen.family.name == "sm80" and chosen.method == "single_pass"
+    assert choose("backward", problem(), H100, STRIDES, is_launched=False).method == "two_pass"
+
+
+def test_what_this_machine_lacks_matters_to_calls_and_not_to_kernels_that_are_compiled_ahead(monkeypatch):
+    monkeypatch.setattr(type(family_named("sm90")), "why_not_here", lambda self: "needs more")
+    assert choose("forward", problem(), H100, STRIDES).family.name == "sm80"
+    assert choose("forward", problem(), H100, STRIDES, is_launched=False).family.name == "sm90"
+    with pytest.raises(UnsupportedProblemError, match="^family 'sm90' needs more$"):
+        choose("forward", problem(), H100, STRIDES, CallOptions(family="sm90"))
+    assert choose("delta", problem(), H100, STRIDES, CallOptions(family="sm90")).tiles == {}
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("copied", (False, True))
+def test_kernels_are_chosen_once_for_a_call(monkeypatch, dtype, copied):
+    pytest.importorskip("cupy")
+    from support.fake_cupy import place
+    from support.fake_gpu import backward, delta, fake_gpu, forward
+    from support.strided_arrays import gapped
+
+    from fa2cupy.gpu import prepare
+
+    calls = []
+    monkeypatch.setattr(prepare, "choose", lambda call, *rest, **options: calls.append(call) or choose(call, *rest, **options))
+    q, k, v, do = (gapped(x) if copied else place(x) for x in inputs_of(dtype, num_heads=2, num_heads_kv=2))
+    with fake_gpu(monkeypatch):
+        for _ in range(2):
+            o, lse = forward(q, k, v)
+            delta(o, do)
+            backward(q, k, v, o, lse, do)
+    assert calls == ["forward", "delta", "backward"]
+
+
+# ------------------------------------------------------------------------------------------------------------- a family more
+
+
+class Toy(Simt):
+    """The kernels of simt under another name, with tiles of its own, for float32 alone."""
+
+    name = "toy"
+    folder = "simt"
+    dtypes = ("float32",)
+    tiles = {
+        "forward": (TileRow(256, TileConfig(8, 16, 4)),),
+        "backward": (TileRow(256, TileConfig(8, 16, 4)),),
+        "backward_dq": (TileRow(256, TileConfig(4, 16, 2)),),
+        "backward_dkdv": (TileRow(256, TileConfig(16, 8, 4)),),
+    }
+
+    def default_method(self, problem: AttentionProblem) -> str:
+        return "single_pass"
+
+
+@pytest.fixture
+def toy(monkeypatch) -> Toy:
+    """The family, in front of the others."""
+    family = Toy()
+    monkeypatch.setattr(choice, "FAMILIES", (family, *choice.FAMILIES))
+    return family
+
+
+def test_a_family_that_is_in_the_list_is_chosen(toy):
+    assert choose_family("forward", "float32", H100) is toy
+    assert choose_family("forward", "float64", H100).name == "simt"
+    forward = forward_plan(problem("float32"), H100, STRIDES).stages
+    single = backward_plan(problem("float32"), H100, STRIDES, None).stages
+    assert [(s.spec.operation, s.spec.family) for s in single] == [("delta", "common"), ("backward", "toy")]
+    assert forward[0].spec.tile == TileConfig(8, 16, 4)
+    assert re.match("fa2_forward_toy_fp32_d64_r8_c16", forward[0].spec.symbol)
+    assert 'kernels/simt/forward.cuh"' in render_kernel(forward[0].spec).text
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("method", (None, "two_pass"))
+def test_a_family_that_is_in_the_list_runs(toy, monkeypatch, method):
+    pytest.importorskip("cupy")
+    from support.fake_cupy import place
+    from support.fake_gpu import backward, forward
+    from support.simulator import simulated_gpu
+
+    q, k, v, do = (place(x) for x in make_inputs("float32", seqlen_q=21, seqlen_k=37, num_heads_kv=1, head_dim=32))
+    with simulated_gpu(monkeypatch, "sm_80") as launched:
+        o, lse = forward(q, k, v, causal=True)
+        dq, dk, dv = backward(q, k, v, o, lse, do, causal=True, method=method)
+    assert {s.spec.family for s in launched} == {"common", "toy"}
+    assert [s.spec.operation for s in launched][2:] == list(METHODS[method or "single_pass"])
+    Expectation(q, k, v, do, causal=True).check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
