@@ -13,7 +13,7 @@ from .problem.options import CallOptions
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .problem.features import FeatureOptions
+    from .problem.features import FeatureKeywords
 
 __all__ = ["backward", "delta", "forward"]
 
@@ -27,7 +27,7 @@ def forward(
     out: tuple | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """Exact attention without the score matrix: ``softmax(softmax_scale * q k^T) v``.
 
@@ -139,9 +139,9 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    check_keywords(forward, features)
+    check_keywords(forward, keywords)
     options = CallOptions(causal, softmax_scale, layout, config, family)
-    return backend_of("q", q).forward(q, k, v, out, options, features)
+    return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
 def delta(o, do, *, layout: str = "bshd", out=None):
@@ -184,7 +184,7 @@ def backward(
     out: tuple | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """Gradients of `forward` for q, k and v.
 
@@ -196,7 +196,7 @@ def backward(
         What `forward` returned.
     do : ndarray, shape of o
         Gradient for o.
-    causal, softmax_scale, layout, **features
+    causal, softmax_scale, layout, **keywords
         As for `forward`.
     delta : ndarray, shape (batch, num_heads, seqlen_q), optional
         Result of `delta`, if it is at hand.
@@ -241,8 +241,8 @@ def backward(
     float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for
     float32 and float64 it is the other way round.
     """
-    check_keywords(backward, features)
+    check_keywords(backward, keywords)
     options = CallOptions(
         causal, softmax_scale, layout, config, family, method, deterministic, return_dbias, return_dsink
     )
-    return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
+    return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ._version import __version__
 from .ahead import precompile
 from .jit.cache import clear_cache
-from .problem.choices import CALL_FEATURES
+from .problem.choices import CALL_KEYWORDS
 from .demo import run_demo
 from .errors import UnsupportedProblemError
 from .inspection import info
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     ahead.add_argument("--head-dim-v", type=int, metavar="N", help="columns of v where they are not those of q and k")
     ahead.add_argument(
         "--features", nargs="*", action="append", metavar="NAME",
-        help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_FEATURES)}",
+        help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_KEYWORDS)}",
     )  # fmt: skip
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)

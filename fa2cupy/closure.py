@@ -14,7 +14,7 @@ from .families.tile import TileConfig
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .problem.features import FeatureOptions
+    from .problem.features import FeatureKeywords
 
 __all__ = ["attention"]
 
@@ -32,13 +32,13 @@ def attention(
     return_lse: bool = False,
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ) -> tuple:
     """`forward`, and its gradient as a closure: the style of layer libraries.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, layout, family, **features
+    q, k, v, causal, softmax_scale, layout, family, **keywords
         As for `forward`.
     method, deterministic, return_dbias, return_dsink
         As for `backward`.
@@ -71,12 +71,12 @@ def attention(
     >>> o, lse, backprop = attention(q, k, v, causal=True, return_lse=True)  # z-loss: mean of lse**2
     >>> dq, dk, dv = backprop(do, dlse=2 * lse / lse.size)
     """
-    check_keywords(attention, features)
+    check_keywords(attention, keywords)
     check_bool("return_lse", return_lse)
     shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
-    shared |= features
+    shared |= keywords
     own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
-    extra_gradients(features, return_dbias, return_dsink)  # rather now than after the forward
+    extra_gradients(keywords, return_dbias, return_dsink)  # rather now than after the forward
     o, lse = forward(q, k, v, **shared)
 
     def backprop(do, dlse=None):

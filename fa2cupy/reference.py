@@ -22,7 +22,7 @@ from .problem.checks import problem_from_arrays, problem_from_outputs
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .problem.features import FeatureOptions
+    from .problem.features import FeatureKeywords
 
 __all__ = [
     "backward",
@@ -39,13 +39,13 @@ def forward(
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """`fa2cupy.forward` in float64.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, layout, **features
+    q, k, v, causal, softmax_scale, layout, **keywords
         As for `fa2cupy.forward`.
 
     Returns
@@ -53,12 +53,12 @@ def forward(
     o : ndarray of float64, shape of q, with the columns of v
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
-    check_keywords(forward, features)
+    check_keywords(forward, keywords)
     problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
     )
     with device_context(q):
-        return Formulas(problem, features, q, "float64", "float64").forward(q, k, v)
+        return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
 
 
 def delta(o, do, *, layout: str = "bshd"):
@@ -87,13 +87,13 @@ def backward(
     dlse=None,
     return_dbias: bool = False,
     return_dsink: bool = False,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """`fa2cupy.backward` in float64.
 
     Parameters
     ----------
-    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **features
+    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
         As for `fa2cupy.backward`.
     o, lse : ndarray
         As for `fa2cupy.backward`, or in float64 as `forward` returns them.
@@ -104,16 +104,16 @@ def backward(
     dbias, dsink : ndarray of float64, shapes of bias, sink
         Those that were asked for.
     """
-    check_keywords(backward, features)
+    check_keywords(backward, keywords)
     problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
     )
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
         check_array(name, array, shape, array.dtype, "q")
-    extra = extra_gradients(features, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink)
     with device_context(q):
-        return Formulas(problem, features, q, "float64", "float64").backward(q, k, v, o, lse, do, dlse, extra)
+        return Formulas(problem, keywords, q, "float64", "float64").backward(q, k, v, o, lse, do, dlse, extra)
 
 
 def baseline_forward(
@@ -121,13 +121,13 @@ def baseline_forward(
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """The formulas of `forward` in the working precision.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, layout, **features
+    q, k, v, causal, softmax_scale, layout, **keywords
         As for `fa2cupy.forward`.
 
     Returns
@@ -140,12 +140,12 @@ def baseline_forward(
     Matrix products, here and in `baseline_backward`, are summed in float32 (float64 for float64 data) and rounded to
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
-    check_keywords(baseline_forward, features)
+    check_keywords(baseline_forward, keywords)
     problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
     )
     with device_context(q):
-        return Formulas(problem, features, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
+        return Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
 
 
 def baseline_backward(
@@ -156,13 +156,13 @@ def baseline_backward(
     dlse=None,
     return_dbias: bool = False,
     return_dsink: bool = False,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ):
     """The formulas of `backward` in the working precision, with o and lse of `baseline_forward`.
 
     Parameters
     ----------
-    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **features
+    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
         As for `fa2cupy.backward`.
 
     Returns
@@ -171,13 +171,13 @@ def baseline_backward(
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         Those that were asked for.
     """
-    check_keywords(baseline_backward, features)
+    check_keywords(baseline_backward, keywords)
     problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
     )
-    extra = extra_gradients(features, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink)
     with device_context(q):
-        formulas = Formulas(problem, features, q, problem.accumulator_dtype, q.dtype)
+        formulas = Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype)
         return formulas.backward(q, k, v, *formulas.forward(q, k, v), do, dlse, extra)
 
 
@@ -189,7 +189,7 @@ def gradient_noise(
     dlse=None,
     return_dbias: bool = False,
     return_dsink: bool = False,
-    **features: Unpack[FeatureOptions],
+    **keywords: Unpack[FeatureKeywords],
 ) -> dict[str, float]:
     """What one rounding of every product in dP and delta can do to gradients in which terms cancel.
 
@@ -199,7 +199,7 @@ def gradient_noise(
 
     Parameters
     ----------
-    q, k, v, o, lse, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **features
+    q, k, v, o, lse, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
         As for `backward`.
 
     Returns
@@ -208,10 +208,10 @@ def gradient_noise(
         ``"dq"`` and ``"dk"``, and ``"dbias"`` and ``"dsink"`` if asked for. In units of the rounding error: to be
         multiplied with the machine epsilon of the sums.
     """
-    check_keywords(gradient_noise, features)
+    check_keywords(gradient_noise, keywords)
     problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **features
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
     )
-    extra = extra_gradients(features, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink)
     with device_context(q):
-        return Formulas(problem, features, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)
+        return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)

@@ -49,7 +49,7 @@ from .problem.checks import problem_from_arrays, problem_from_outputs
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .problem.features import FeatureOptions
+    from .problem.features import FeatureKeywords
 
 __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta", "make_inputs"]
 
@@ -64,7 +64,7 @@ class Expectation:
         Gradient for o; the gradients need it.
     dlse : ndarray, optional
         Gradient for lse.
-    causal, softmax_scale, layout, **features
+    causal, softmax_scale, layout, **keywords
         As for `fa2cupy.forward`.
 
     Examples
@@ -79,10 +79,10 @@ class Expectation:
 
     def __init__(
         self, q, k, v, do=None, *, dlse=None, causal: bool = False, softmax_scale: float | None = None,
-        layout: str = "bshd", **features: Unpack[FeatureOptions],
+        layout: str = "bshd", **keywords: Unpack[FeatureKeywords],
     ):  # fmt: skip
-        check_keywords(type(self), features)
-        options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **features}
+        check_keywords(type(self), keywords)
+        options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
         self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}

@@ -17,9 +17,9 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 import fa2cupy
 from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
 from fa2cupy.system import progress as progress_module
-from fa2cupy.problem.choices import CALL_FEATURES
+from fa2cupy.problem.choices import CALL_KEYWORDS
 from fa2cupy.jit.compiler import CompiledKernel
-from fa2cupy.problem.features import FeatureOptions
+from fa2cupy.problem.features import FeatureKeywords
 from fa2cupy.jit.spec import KernelSpec
 
 FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2}
@@ -47,10 +47,10 @@ KINDS = (
 )  # fmt: skip
 
 CALLS = (
-    (), *((name,) for name in CALL_FEATURES if not name.startswith("return")), ("bias", "return_dbias"),
+    (), *((name,) for name in CALL_KEYWORDS if not name.startswith("return")), ("bias", "return_dbias"),
     ("sink", "return_dsink"), ("window", "softcap", "sink", "return_dsink", "cu_seqlens"),
     ("mask", "dropout_p", "dlse"), ("alibi_slopes", "key_padding_mask", "bias", "return_dbias", "cu_seqlens", "dlse"),
-    CALL_FEATURES,
+    CALL_KEYWORDS,
 )  # fmt: skip
 
 
@@ -131,8 +131,8 @@ def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch
 
 
 def test_every_feature_of_calls_can_be_compiled_ahead():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
-    assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_FEATURES)
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {"seed"}
+    assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_KEYWORDS)
 
 
 def test_several_combinations_are_several_kinds_of_calls(listed):

@@ -27,7 +27,7 @@ from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import compile_options, compile_source
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError
-from fa2cupy.problem.features import KERNEL_NEEDS
+from fa2cupy.problem.features import FEATURES
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
@@ -256,11 +256,11 @@ def test_rendered_text_is_plain_cuda_without_any_include(spec):
 def test_a_kernel_without_features_knows_nothing_of_them(spec):
     """What the record has of a feature cannot be named, so that code which uses it would not compile."""
     assert not any(spec.flags.values())
-    of_features = {name for need in KERNEL_NEEDS.values() for name in (*need.arrays, *need.values, *need.per_call)}
+    of_features = {name for need in FEATURES.values() for name in (*need.arrays, *need.values, *need.per_call)}
     assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNEL_NEEDS) - {"dlse"}))
+@pytest.mark.parametrize("name", sorted(set(FEATURES) - {"dlse"}))
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
     plain = KernelSpec("backward_dq", "sm80", "sm_80", "float16", 64, False, tile)
@@ -350,10 +350,10 @@ def test_jinja_is_in_entry_files_and_templates_only():
 
 
 def test_every_file_of_kernels_is_used_by_some_kernel():
-    with_features = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
+    with_settings = (("dsink", "sink"), ("clear_forward", "cu_seqlens"), ("clear_backward", "cu_seqlens"))
     others = [
         KernelSpec(operation, "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
-        for operation, feature in with_features
+        for operation, feature in with_settings
     ]
     used = {
         match

@@ -19,7 +19,7 @@ from fa2cupy.jit.params import param_layout
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import AttentionProblem
-from fa2cupy.problem.features import KERNEL_NEEDS
+from fa2cupy.problem.features import FEATURES
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -40,12 +40,12 @@ def test_operations_are_the_entry_files():
     assert set(OPERATIONS) == {path.stem for path in kernel_directory().glob("*.cu")}
     assert set(TILED) == {"forward", *(name for names in METHODS.values() for name in names)}
     for operation in OPERATIONS.values():
-        assert set(operation.features) <= set(KERNEL_NEEDS)
+        assert set(operation.features) <= set(FEATURES)
         assert (operation.record is None) == operation.is_tiled
 
 
 def test_every_feature_concerns_an_operation():
-    assert set(KERNEL_NEEDS) == {feature for operation in OPERATIONS.values() for feature in operation.features}
+    assert set(FEATURES) == {feature for operation in OPERATIONS.values() for feature in operation.features}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -25,7 +25,7 @@ from support.simulator import compiled_module  # noqa: E402
 
 from fa2cupy import TileConfig, reference  # noqa: E402
 from fa2cupy.families.device import DeviceInfo  # noqa: E402
-from fa2cupy.problem.features import ARRAY_FEATURES, OFFSETS, Features  # noqa: E402
+from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS, FeatureSettings  # noqa: E402
 from fa2cupy.plan.stages import Stage  # noqa: E402
 from fa2cupy.problem.attention import AttentionProblem  # noqa: E402
 from fa2cupy.jit.source import render_kernel  # noqa: E402
@@ -115,7 +115,7 @@ class Case:
         self.config = {"forward": tile, "backward_dq": tile, "backward": by_keys, "backward_dkdv": by_keys}
         self.inputs = make_inputs(dtype, seqlen_q=rows, num_heads=1, head_dim=head_dim, layout="bhsd")
         self.arrays = arrays or {}
-        features = Features(arrays=tuple(name for name in ARRAY_FEATURES if name in self.arrays))
+        features = FeatureSettings(arrays=tuple(name for name in ARRAY_KEYWORDS if name in self.arrays))
         batch, total = (1, BATCH * rows) if packed else (BATCH, rows)
         if packed:
             features = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Features that do not fit: the right exception, a text that names the argument, nothing written or launched."""
+"""FeatureSettings that do not fit: the right exception, a text that names the argument, nothing written or launched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fa2cupy
 from fa2cupy import UnsupportedProblemError
 from fa2cupy.families import choice as families
 from fa2cupy.problem import strides
-from fa2cupy.problem.features import ARRAY_FEATURES, KERNEL_NEEDS, NO_FEATURES, FeatureOptions, Features
+from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.softcap import FITS, softcap_values
@@ -246,29 +246,29 @@ def test_lower_ranks():
 # --------------------------------------------------------------------------------------------------- what kernels need
 
 
-def features_of(**options) -> Features:
-    return problem_from_arrays(*inputs_of("float32")[:3], **options).features
+def settings_of(**options) -> FeatureSettings:
+    return problem_from_arrays(*inputs_of("float32")[:3], **options).settings
 
 
 def test_every_feature_has_its_row_and_its_numbers():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureOptions.__annotations__} - {"seed"}
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {"seed"}
     only_kernels = {"wide_bias", "dbias", "dlse"}
-    assert names | only_kernels == set(KERNEL_NEEDS)
-    arrays = {array for name, need in KERNEL_NEEDS.items() if name not in only_kernels for array in need.arrays}
-    assert arrays == set(ARRAY_FEATURES)
+    assert names | only_kernels == set(FEATURES)
+    arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
+    assert arrays == set(ARRAY_KEYWORDS)
     everything = dataclasses.replace(
-        NO_FEATURES, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
-        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_FEATURES, wide_bias=True,
+        NO_SETTINGS, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
+        max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
-    assert everything.needs == tuple(name for name in KERNEL_NEEDS if name not in ("dbias", "dlse"))
-    assert everything.flags == tuple(KERNEL_NEEDS[name].flag for name in everything.needs)
-    assert everything.record(100, 200, everything.window, 0.25) == {
+    assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "dlse"))
+    assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
         "window_left": 3, "window_right": 100, **softcap_values(2.0, 0.25),
         "alibi_scale": math.log2(math.e) / softcap_values(2.0, 0.25)["capped_log2"],
         "dropout_threshold": 2**31, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
         "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip
-    assert len(everything.flags) == len(set(everything.flags))
+    flags = [feature.flag for feature in FEATURES.values()]
+    assert len(flags) == len(set(flags))
 
 
 @pytest.mark.parametrize("scale", [0.3, 1e-3, 1e-9, 0.0, -0.3, 1e9])
@@ -305,25 +305,25 @@ def test_fits_of_tanh_have_the_errors_that_they_say(fit):
 
 
 def test_slopes_are_in_units_of_products_without_a_cap():
-    features = dataclasses.replace(NO_FEATURES, arrays=("alibi_slopes",))
-    assert features.record(5, 6, (None, None), 0.25) == {"alibi_scale": pytest.approx(4.0)}
-    assert features.record(5, 6, (None, None), -1.0) == {"alibi_scale": 0.0}
+    features = dataclasses.replace(NO_SETTINGS, arrays=("alibi_slopes",))
+    assert features.record(Sizes(5, 6, (None, None), 0.25)) == {"alibi_scale": pytest.approx(4.0)}
+    assert features.record(Sizes(5, 6, (None, None), -1.0)) == {"alibi_scale": 0.0}
 
 
 def test_neutral_values_need_nothing():
-    assert NO_FEATURES.needs == ()
-    assert NO_FEATURES.record(5, 6, (None, None), 1.0) == {}
-    assert features_of(window=(None, None), softcap=None, dropout_p=0, seed=5, bias=None, sink=None) == NO_FEATURES
+    assert NO_SETTINGS.features == ()
+    assert NO_SETTINGS.record(Sizes(5, 6, (None, None), 1.0)) == {}
+    assert settings_of(window=(None, None), softcap=None, dropout_p=0, seed=5, bias=None, sink=None) == NO_SETTINGS
 
 
 def test_lengths_are_not_part_of_what_is_compiled():
-    assert features_of(window=(10**12, 0)).flags == features_of(window=(1, 1)).flags == ("kWindow",)
-    assert features_of().record(37, 53, (10**12, 0), 1.0) == {}
-    assert features_of(window=(1, 1)).record(37, 53, (10**12, 0), 1.0) == {"window_left": 53, "window_right": 0}
+    assert settings_of(window=(10**12, 0)).features == settings_of(window=(1, 1)).features == ("window",)
+    assert settings_of().record(Sizes(37, 53, (10**12, 0), 1.0)) == {}
+    assert settings_of(window=(1, 1)).record(Sizes(37, 53, (10**12, 0), 1.0)) == {"window_left": 53, "window_right": 0}
     # Queries see keys so far to the right, keys queries so far to the left, that both lengths matter: no limit cuts them off.
     for seqlen_q, seqlen_k in ((37, 53), (53, 37)):
         for band in ((10**12, 10**12), (None, None)):
-            record = features_of(window=(1, 1)).record(seqlen_q, seqlen_k, band, 1.0)
+            record = settings_of(window=(1, 1)).record(Sizes(seqlen_q, seqlen_k, band, 1.0))
             assert record == {"window_left": seqlen_k, "window_right": seqlen_q}
 
 
@@ -365,7 +365,7 @@ def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted)
 )
 def test_a_bias_is_read_in_its_own_dtype(dtype, bias_dtype, kind):
     q, k, v, _ = inputs_of(dtype)
-    needs = problem_from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).needs
+    needs = problem_from_arrays(q, k, v, bias=zeros(37, 53).astype(bias_dtype)).features
     kinds = {field.name: field.kind for field in param_layout("forward", "sm80", dtype, needs).fields}
     assert kinds["bias"] == kind
 
@@ -396,7 +396,7 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_featur
     from support.fake_gpu import backward, forward
 
     options = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in GPU_FEATURES[name].items()}
-    (need,) = problem_from_arrays(*inputs_of("float16")[:3], **GPU_FEATURES[name]).needs
+    (need,) = problem_from_arrays(*inputs_of("float16")[:3], **GPU_FEATURES[name]).features
     q, k, v, do = (place(array) for array in inputs_of("float16"))
     o, lse = forward(q, k, v)
     launched.clear()
@@ -414,24 +414,15 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_featur
     assert not launched
 
 
-def test_kernels_refuse_packed_sequences_and_other_columns(launched, without_features, monkeypatch):
+def test_kernels_refuse_packed_sequences(launched, without_features):
     from support.fake_cupy import place
-    from support.fake_gpu import backward, forward
-    from support.strided_arrays import gapped
+    from support.fake_gpu import forward
 
-    from fa2cupy.gpu import prepare
 
     q, k, v, _ = (place(array[0]) for array in inputs_of("float16", batch=1))
     offsets = {name: place(array) for name, array in OFFSETS.items()}
     with pytest.raises(UnsupportedProblemError, match="^cu_seqlens: no kernel family for forward"):
         forward(q, k, v, **offsets)
-    monkeypatch.setattr(prepare, "CopyingCall", None)  # what the kernels refuse is not copied for them first
-    q, k, v, do = (gapped(array) for array in inputs_of("float16", head_dim_v=24))
-    lse = place(zeros(2, 4, 37))
-    with pytest.raises(UnsupportedProblemError, match="^head_dim_v: no kernel family for forward"):
-        forward(q, k, v)
-    with pytest.raises(UnsupportedProblemError, match="^head_dim_v: no kernel family for backward"):
-        backward(q, k, v, do, lse, do)
     assert not launched
 
 

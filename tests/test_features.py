@@ -1,4 +1,4 @@
-"""Features on the NumPy backend: each against the reference, pairs of them, and what must hold for each."""
+"""FeatureSettings on the NumPy backend: each against the reference, pairs of them, and what must hold for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features in the kernels of every family, executed without a GPU: forward and both backward methods against the
+"""FeatureSettings in the kernels of every family, executed without a GPU: forward and both backward methods against the
 reference. What holds for every launch is in README.md of this folder."""
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, reversed_columns, shifted  # noqa: E402
 
 from fa2cupy import TileConfig, UnsupportedProblemError  # noqa: E402
-from fa2cupy.gpu import calls as gpu  # noqa: E402
 from fa2cupy.problem import philox  # noqa: E402
 from fa2cupy.gpu import signatures  # noqa: E402
 from fa2cupy.problem import softcap  # noqa: E402

@@ -31,7 +31,6 @@ from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, packed, shifted  # noqa: E402
 
 from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.gpu import calls as gpu  # noqa: E402
 from fa2cupy.families.device import DeviceInfo  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 from fa2cupy.families.choice import FAMILIES  # noqa: E402

@@ -11,7 +11,7 @@ from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
 from fa2cupy.problem import keywords
-from fa2cupy.problem.features import FeatureOptions
+from fa2cupy.problem.features import FeatureKeywords
 from fa2cupy.testing import Expectation
 
 
@@ -41,7 +41,7 @@ def test_a_misspelt_keyword_and_all_that_the_function_has(name, arguments):
     assert text.startswith(f"unexpected keyword argument 'casual'; did you mean 'causal'? The keywords of {name} are ")
     listed = text.rpartition(" are ")[2].split(", ")
     own = [n for n, one in inspect.signature(FUNCTIONS[name]).parameters.items() if one.kind is one.KEYWORD_ONLY]
-    assert listed == [*own, *FeatureOptions.__annotations__]
+    assert listed == [*own, *FeatureKeywords.__annotations__]
     assert {"causal", "softmax_scale", "layout", "window"} <= set(listed)
 
 
@@ -110,7 +110,7 @@ def test_what_gives_lse_is_a_keyword_of_attention_alone(arguments):
 
 
 def test_what_other_libraries_call_so_exists_here():
-    known = set(FeatureOptions.__annotations__)
+    known = set(FeatureKeywords.__annotations__)
     for function in FUNCTIONS.values():
         known |= set(inspect.signature(function).parameters)
     for name, advice in keywords._ELSEWHERE.items():

@@ -38,7 +38,6 @@ from support.simulator import simulated_gpu  # noqa: E402
 from support.strided_arrays import gapped, packed  # noqa: E402
 
 from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.gpu import calls as gpu  # noqa: E402
 from fa2cupy.jit.spec import KernelSpec  # noqa: E402
 from fa2cupy.testing import Expectation, check_delta  # noqa: E402
 
@@ -1183,7 +1182,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
     device = problem.device or (FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER)
-    asked = {"causal": problem.causal, **problem.features, **problem.offsets}
+    asked = {"causal": problem.causal, **problem.settings, **problem.offsets}
     expected = Expectation(q, k, v, do, **asked)
     options = {
         **asked,

@@ -12,7 +12,7 @@ from support.feature_cases import METHODS, inputs_of, numbers, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, api, closure
 from fa2cupy.cpu import calls as cpu
-from fa2cupy.problem.features import FeatureOptions
+from fa2cupy.problem.features import FeatureKeywords
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import make_inputs
 
@@ -20,7 +20,7 @@ from fa2cupy.testing import make_inputs
 def keywords_of(function) -> set[str]:
     """Those of features, too, if the function takes them."""
     parameters = inspect.signature(function).parameters.values()
-    features = FeatureOptions.__annotations__.keys() if any(one.kind is one.VAR_KEYWORD for one in parameters) else ()
+    features = FeatureKeywords.__annotations__.keys() if any(one.kind is one.VAR_KEYWORD for one in parameters) else ()
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | set(features)
 
 
@@ -33,9 +33,9 @@ class Spy:
 
     def __call__(self, *args, **kwargs):
         bound = self._signature.bind(*args, **kwargs).arguments
-        features = bound.pop("features", None) or {}
-        assert not bound.keys() & features.keys()
-        self.arguments = {**bound, **features}
+        keywords = bound.pop("keywords", None) or {}
+        assert not bound.keys() & keywords.keys()
+        self.arguments = {**bound, **keywords}
         return self._result
 
 

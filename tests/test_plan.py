@@ -15,7 +15,7 @@ from fa2cupy import TileConfig
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import UnsupportedProblemError
-from fa2cupy.problem.features import Features
+from fa2cupy.problem.features import FeatureSettings
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.params import param_layout
 from fa2cupy.plan.stages import Plan, Stage
@@ -110,8 +110,8 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
 
 
 def packed(**changes) -> dict[str, object]:
-    features = Features(num_sequences=5, max_seqlen_q=90, max_seqlen_k=120, arrays=("cu_seqlens_q", "cu_seqlens_k"))
-    return {"batch": 1, "features": dataclasses.replace(features, **changes)}
+    settings = FeatureSettings(num_sequences=5, max_seqlen_q=90, max_seqlen_k=120, arrays=("cu_seqlens_q", "cu_seqlens_k"))
+    return {"batch": 1, "settings": dataclasses.replace(settings, **changes)}
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
@@ -152,8 +152,8 @@ WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias_a
 
 def with_gradients(dtype: str, method: str) -> Plan:
     """A backward with a window, a sink, a bias and all that goes with them."""
-    features = Features(window=(9, 4), arrays=("bias", "sink"))
-    of_call = problem(dtype=dtype, causal=True, features=features)
+    features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"))
+    of_call = problem(dtype=dtype, causal=True, settings=features)
     return plans.backward_plan(of_call, H100, WITH_SCORES, method, extras=("dlse", "dbias", "dsink"))
 
 
@@ -170,7 +170,7 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
     }
     plan = with_gradients(dtype, method)
     assert {stage.spec.operation: set(stage.spec.features) for stage in plan.stages} == {op: wanted[op] for op in operations(plan)}
-    forward = plans.forward_plan(problem(features=Features(arrays=("sink",))), H100, WITH_SCORES)
+    forward = plans.forward_plan(problem(settings=FeatureSettings(arrays=("sink",))), H100, WITH_SCORES)
     assert [stage.spec.features for stage in forward.stages] == [("sink",)]
 
 

@@ -13,7 +13,7 @@ from support.keyword_functions import FUNCTIONS
 import fa2cupy
 from fa2cupy import ahead, cli
 from fa2cupy.jit.compiler import CompiledKernel
-from fa2cupy.problem.features import FeatureOptions
+from fa2cupy.problem.features import FeatureKeywords
 
 README = CHECKOUT / "README.md"
 
@@ -65,7 +65,7 @@ def test_every_keyword_that_it_gives_for_those_of_other_libraries_exists():
     text = README.read_text(encoding="utf-8")
     table = text[text.index("| flash-attn | `scaled_dot") : text.index("In `mask` and `key_padding_mask`")]
     ours = [line.split("|")[3] for line in table.splitlines()[2:] if line]
-    known = {*FeatureOptions.__annotations__, *fa2cupy.__all__, "lse"}
+    known = {*FeatureKeywords.__annotations__, *fa2cupy.__all__, "lse"}
     for function in FUNCTIONS.values():
         known |= set(inspect.signature(function).parameters)
     words = {re.match(r"\(?(\w+)", word)[1] for cell in ours for word in re.findall(r"`([^`]+)`", cell)}

@@ -19,7 +19,7 @@ from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
 from fa2cupy.families.choice import choose_tile as choose_tile_of
-from fa2cupy.problem.features import NO_FEATURES, Features
+from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.settings import tuning_file
 from fa2cupy.jit.source import render_kernel
@@ -248,24 +248,24 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 # -------------------------------------------------------------------------------------------------------------- the table
 
 
-DROPPED = Features(dropout_p=0.5, seed=0)
-CAPPED, WINDOW, SINK = Features(softcap=30.0), Features(window=(1023, None)), Features(arrays=("sink",))
+DROPPED = FeatureSettings(dropout_p=0.5, seed=0)
+CAPPED, WINDOW, SINK = FeatureSettings(softcap=30.0), FeatureSettings(window=(1023, None)), FeatureSettings(arrays=("sink",))
 
 
 @pytest.mark.parametrize(
     ("operation", "features", "wanted"),
     [
-        ("backward", (NO_FEATURES, SINK), (80, 128)),
+        ("backward", (NO_SETTINGS, SINK), (80, 128)),
         ("backward", (CAPPED, DROPPED, WINDOW), (64, 128)),
-        ("backward_dkdv", (NO_FEATURES, SINK, WINDOW), (80, 128)),
+        ("backward_dkdv", (NO_SETTINGS, SINK, WINDOW), (80, 128)),
         ("backward_dkdv", (CAPPED, DROPPED), (64, 128)),
-        ("backward_dq", (NO_FEATURES, SINK, WINDOW, CAPPED), (128, 128)),
+        ("backward_dq", (NO_SETTINGS, SINK, WINDOW, CAPPED), (128, 128)),
         ("backward_dq", (DROPPED,), (128, 64)),
     ],
 )
 def test_features_that_take_registers_have_tiles_of_their_own(operation, features, wanted):
     for each in features:
-        tile = choose_tile(operation, "sm90", problem("bfloat16", 128).with_features(each), H100)
+        tile = choose_tile(operation, "sm90", problem("bfloat16", 128).with_settings(each), H100)
         assert (tile.b_r, tile.b_c) == wanted
 
 
@@ -276,8 +276,8 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, TILED):
             if not row.supports(operation, dtype, device):
                 continue
-            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_FEATURES, DROPPED)):
-                call = problem(dtype, head_dim, causal).with_features(features)
+            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED)):
+                call = problem(dtype, head_dim, causal).with_settings(features)
                 try:
                     tile = choose_tile(operation, row.name, call, device)
                 except UnsupportedProblemError:
@@ -490,7 +490,7 @@ def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causa
     ],
 )
 def test_hopper_takes_two_passes_for_narrow_windows(window, causal, wanted):
-    call = backward_problem(128, 16384, causal).with_features(Features(window=window))
+    call = backward_problem(128, 16384, causal).with_settings(FeatureSettings(window=window))
     assert choose_method("sm90", call, None, False) == wanted
     assert choose_method("sm80", call, None, False) == "single_pass"
 
@@ -500,6 +500,6 @@ def test_hopper_takes_two_passes_for_narrow_windows(window, causal, wanted):
     [(16, 2557, "single_pass"), (64, 511, "two_pass"), (64, 16384, "two_pass"), (16, 16384, "single_pass")],
 )
 def test_of_packed_sequences_twice_the_mean_counts_but_no_more_than_the_longest(sequences, longest, wanted):
-    features = Features(num_sequences=sequences, max_seqlen_q=longest, max_seqlen_k=longest)
-    packed = dataclasses.replace(backward_problem(128, 16384, True), features=features)
+    features = FeatureSettings(num_sequences=sequences, max_seqlen_q=longest, max_seqlen_k=longest)
+    packed = dataclasses.replace(backward_problem(128, 16384, True), settings=features)
     assert choose_method("sm90", packed, None, False) == wanted

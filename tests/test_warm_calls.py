@@ -19,7 +19,7 @@ from support.strided_arrays import gapped, shifted  # noqa: E402
 import fa2cupy  # noqa: E402
 from fa2cupy import TileConfig  # noqa: E402
 from fa2cupy.gpu import signatures  # noqa: E402
-from fa2cupy.problem.features import FeatureOptions  # noqa: E402
+from fa2cupy.problem.features import FeatureKeywords  # noqa: E402
 
 #: As many heads as rows, so that both layouts are legal.
 BATCH, ROWS, HEADS, COLUMNS = 3, 16, 16, 64
@@ -110,7 +110,7 @@ CASES = [(name, op) for name in OPTIONS for op in ("forward", "backward") if op 
 
 def test_every_keyword_has_its_case():
     own = inspect.signature(fa2cupy.backward).parameters.values()
-    keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureOptions.__annotations__.keys()
+    keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureKeywords.__annotations__.keys()
     assert OPTIONS.keys() == keywords - {"out"}  # which is an array, or several
 
 

@@ -23,7 +23,8 @@ from ..families.tile import requested_tile
 from ..problem.arguments import array_backend, check_outputs, check_overlap, output_name, unpack_out
 from ..problem.attention import AttentionProblem
 from ..problem.checks import Request, check_backward, check_delta, check_forward
-from ..problem.feature_checks import extra_gradients, feature_arrays
+from ..problem.feature_checks import extra_gradients
+from ..problem.features import feature_arrays
 from ..problem.options import CallOptions
 from .scores import BiasGradient
 from .tiles import Head, heads_of, rows, store
@@ -33,14 +34,14 @@ __all__ = ["backward", "default_tile", "delta", "forward"]
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-def forward(q, k, v, out, options: CallOptions, features: Mapping[str, object] = _NOTHING):
+def forward(q, k, v, out, options: CallOptions, keywords: Mapping[str, object] = _NOTHING):
     """`fa2cupy.forward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v}
-    request = check_forward(inputs, options, features)
+    request = check_forward(inputs, options, keywords)
     problem = request.problem
     tile = _tile_shape("forward", problem, options)
-    heads = heads_of(problem, features)
-    o, lse = _results(request, out, inputs | feature_arrays(features))
+    heads = heads_of(problem, keywords)
+    o, lse = _results(request, out, inputs | feature_arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
     with np.errstate(all="ignore"):
         for head in heads:
@@ -64,24 +65,24 @@ def delta(o, do, out, options: CallOptions):
 
 
 def backward(
-    q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, features: Mapping[str, object] = _NOTHING
+    q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object] = _NOTHING
 ):  # fmt: skip
     """`fa2cupy.backward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
     optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
     array_backend(inputs, optional)
-    request = check_backward(inputs | optional, options, features)
+    request = check_backward(inputs | optional, options, keywords)
     problem = request.problem
     method = requested_method(options.method, options.deterministic, with_atomics=False) or "single_pass"
     one_pass = method == "single_pass"
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]
-    heads = heads_of(problem, features)
-    results = _results(request, out, inputs | optional | feature_arrays(features))
+    heads = heads_of(problem, keywords)
+    results = _results(request, out, inputs | optional | feature_arrays(keywords))
     named = {result.name: array for result, array in zip(request.results, results, strict=True)}
     dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
     _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
-    sums = _Sums(extra_gradients(features, options.return_dbias, options.return_dsink), problem)
+    sums = _Sums(extra_gradients(keywords, options.return_dbias, options.return_dsink), problem)
     row_delta = delta(o, do, None, CallOptions(layout=options.layout)) if given_delta is None else given_delta
     with np.errstate(all="ignore"):
         for head in heads:

@@ -22,15 +22,15 @@ class ScoreTerms:
     Parameters
     ----------
     problem : AttentionProblem
-    options : mapping
+    keywords : mapping
         The keywords of features, checked.
     """
 
-    def __init__(self, problem: AttentionProblem, options: Mapping[str, object]):
+    def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object]):
         shape = problem.score_shape
         batch, heads, _, seqlen_k = shape
-        arrays = {name: options[name] for name in problem.features.arrays}
-        self.features = problem.features
+        arrays = {name: keywords[name] for name in problem.settings.arrays}
+        self.settings = problem.settings
         self.bias = np.broadcast_to(arrays["bias"], shape) if "bias" in arrays else None
         self.masks = [np.broadcast_to(arrays["mask"], shape)] if "mask" in arrays else []
         if "key_padding_mask" in arrays:
@@ -44,7 +44,7 @@ class HeadTerms:
     """The part of `ScoreTerms` that concerns the query heads `group` of one sequence."""
 
     def __init__(self, terms: ScoreTerms, sequence: Sequence, group: slice):
-        self.features = terms.features
+        self.settings = terms.settings
         self.sequence = sequence
         self.group = group
         self.size = group.stop - group.start
@@ -58,8 +58,8 @@ class HeadTerms:
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> np.ndarray | None:
         """Changes the scaled scores of a tile; gives what the gradient of the result is multiplied by, None for 1."""
         slope = None
-        if self.features.softcap is not None:
-            cap = np.asarray(self.features.softcap, s.dtype)
+        if self.settings.softcap is not None:
+            cap = np.asarray(self.settings.softcap, s.dtype)
             tanh = np.tanh(np.divide(s, cap, out=s), out=s)
             slope = 1 - tanh * tanh
             s *= cap
@@ -77,11 +77,11 @@ class HeadTerms:
 
     def keep(self, queries: slice, keys: slice, dtype: np.dtype) -> np.ndarray | None:
         """What dropout multiplies a tile of P by: 0 or the inverse of the probability of being kept. Else None."""
-        probability = self.features.dropout_p
+        probability = self.settings.dropout_p
         if not probability:
             return None
         drawn = philox.kept(
-            probability, self.features.seed, self.sequence.number, self.group, self.positions(queries), keys
+            probability, self.settings.seed, self.sequence.number, self.group, self.positions(queries), keys
         )
         rows = drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2])
         return rows * np.asarray(philox.dropout_scale(probability), dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .scores import HeadTerms, ScoreTerms
-from ..problem.features import NO_FEATURES
+from ..problem.features import NO_SETTINGS
 from ..problem.attention import AttentionProblem
 from ..problem.sequences import Sequence, sequences_of
 
@@ -95,10 +95,10 @@ class Head:
             np.copyto(s, -np.inf, where=np.arange(keys.start, keys.stop) < aligned - left)
 
 
-def heads_of(problem: AttentionProblem, options: Mapping[str, object]) -> list[Head]:
-    """The K/V heads of a call, sequence by sequence; `options` are the keywords of features."""
-    sequences = sequences_of(problem, options)
-    terms = None if problem.features == NO_FEATURES else ScoreTerms(problem, options)
+def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Head]:
+    """The K/V heads of a call, sequence by sequence; `keywords` are those of features."""
+    sequences = sequences_of(problem, keywords)
+    terms = None if problem.settings == NO_SETTINGS else ScoreTerms(problem, keywords)
     return [
         Head(problem, sequence, index, HeadTerms(terms, sequence, _group(problem, index)) if terms else None)
         for sequence in sequences

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedProblemError
 from ..problem.arguments import check_bool
 from ..problem.attention import AttentionProblem
+from ..problem.features import FEATURES
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
@@ -19,7 +20,7 @@ from .sm90 import SM90
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Choice", "choose", "choose_family", "family_named", "requested_method"]
+__all__ = ["FAMILIES", "Choice", "choose", "choose_family", "family_named", "requested_method", "used_features"]
 
 #: The first family that takes a call wins.
 FAMILIES: tuple[Family, ...] = (SM90, SM80, SIMT)
@@ -42,6 +43,11 @@ class Choice:
     family: Family
     tiles: Mapping[str, TileConfig]
     method: str | None = None
+
+
+def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tuple[str, ...]:
+    """The features that a call asks for; `extras` are those of `choose`."""
+    return (*problem.features, *(name for name in extras if name in FEATURES))
 
 
 def family_named(name: str) -> Family:
@@ -84,7 +90,7 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
 
 
 def choose_family(
-    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, needs: tuple[str, ...] = ()
+    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, features: tuple[str, ...] = ()
 ) -> Family:
     """The family for an operation and dtype on a device where arrays lie as it wants them; `choose` goes by arrays.
 
@@ -94,7 +100,7 @@ def choose_family(
     family : str, optional
         Insists on one by name.
     needs : tuple of str, optional
-        Features that it must have.
+        FeatureSettings that it must have.
 
     Raises
     ------
@@ -103,7 +109,7 @@ def choose_family(
     UnsupportedProblemError
         No family, or not the one asked for, supports the operation and dtype on the device, or has the features.
     """
-    return _supporting(operation, dtype, device, family, needs)[0]
+    return _supporting(operation, dtype, device, family, features)[0]
 
 
 def choose(
@@ -143,7 +149,7 @@ def choose(
         No family takes the call, or not the one that `options` insists on.
     """
     refusals = []
-    for family in _supporting(call, problem.dtype, device, options.family, (*problem.needs, *extras)):
+    for family in _supporting(call, problem.dtype, device, options.family, used_features(problem, extras)):
         method = _method(family, problem, options, extras) if call == "backward" else None
         operations = METHODS[method] if method else (call,)
         tiled = [operation for operation in operations if operation in TILED]
@@ -208,19 +214,19 @@ def _why_not(
 
 
 def _supporting(
-    operation: str, dtype: str, device: DeviceInfo, family: str | None, needs: tuple[str, ...]
+    operation: str, dtype: str, device: DeviceInfo, family: str | None, features: tuple[str, ...]
 ) -> list[Family]:
     """The families that support an operation, best first."""
     operation_named(operation)
     candidates = FAMILIES if family is None else (family_named(family),)
-    supporting = [one for one in candidates if one.supports(operation, dtype, device, needs)]
+    supporting = [one for one in candidates if one.supports(operation, dtype, device, features)]
     if not supporting:
-        reason = _why_none(operation, dtype, device, family, needs)
+        reason = _why_none(operation, dtype, device, family, features)
         raise UnsupportedProblemError(f"{reason}. Families: {', '.join(map(str, FAMILIES))}")
     return supporting
 
 
-def _why_none(operation: str, dtype: str, device: DeviceInfo, family: str | None, needs: tuple[str, ...]) -> str:
+def _why_none(operation: str, dtype: str, device: DeviceInfo, family: str | None, features: tuple[str, ...]) -> str:
     rows = [one for one in FAMILIES if family in (None, one.name)]
     wanted = f"family {family!r}" if family else "no kernel family"
     rows = [one for one in rows if dtype in one.dtypes]
@@ -234,5 +240,5 @@ def _why_none(operation: str, dtype: str, device: DeviceInfo, family: str | None
         others = " or ".join(here) or "none"
         return f"no kernel takes {dtype} on {place}: that needs {rows[-1].gpus}; here there is {others}"
     has_it = "does not have it" if family else "has it"
-    missing = f"{', '.join(needs)}: {wanted} for {operation} with {dtype} on {place} {has_it}"
+    missing = f"{', '.join(features)}: {wanted} for {operation} with {dtype} on {place} {has_it}"
     return f"{missing}; NumPy arrays can have all features"

@@ -9,20 +9,17 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
-from ..problem.features import KERNEL_NEEDS
+from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .operations import TILED, operation_named
 from .records import Record
 from .tile import TileConfig
 
-__all__ = ["ANY_NEWER", "CALL_FEATURES", "Family", "TileRow", "register_shortage"]
+__all__ = ["ANY_NEWER", "Family", "TileRow", "register_shortage"]
 
 #: No newest GPU.
 ANY_NEWER = 10_000
-
-#: What families can have besides plain attention.
-CALL_FEATURES = (*KERNEL_NEEDS, "dsink", "head_dim_v")
 
 _MAX_REGISTERS = 255
 
@@ -72,7 +69,7 @@ class Family(ABC):
     arch_suffix : str
         What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
     features : tuple of str
-        What its kernels have besides plain attention: of `AttentionProblem.needs` and the extras of a backward.
+        The rows of `FEATURES` that its kernels have.
     needs_positive_scale : bool
         Its kernels may take the sign of a score for that of its product.
     backward_owns : str
@@ -93,7 +90,7 @@ class Family(ABC):
     row_alignment: int
     head_dim_step: int
     arch_suffix: str = ""
-    features: tuple[str, ...] = CALL_FEATURES
+    features: tuple[str, ...] = tuple(FEATURES)
     needs_positive_scale: bool = False
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
@@ -107,11 +104,11 @@ class Family(ABC):
 
     # What the family takes.
 
-    def supports(self, operation: str, dtype: str, device: DeviceInfo, needs: tuple[str, ...] = ()) -> bool:
-        """Whether the family has a kernel for the operation and dtype, with the features it needs, on the device."""
+    def supports(self, operation: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
+        """Whether the family has a kernel for the operation and dtype, with the features, on the device."""
         return (
             (operation in self.operations or operation_named(operation).is_common)
-            and set(needs) <= set(self.features)
+            and set(features) <= set(self.features)
             and dtype in self.dtypes
             and self.min_compute_capability <= device.compute_capability <= self.max_compute_capability
         )
@@ -144,11 +141,11 @@ class Family(ABC):
         return self.backward_owns if operation == "backward" else operation_named(operation).owns
 
     def kernel_features(self, operation: str, used: Mapping[str, object]) -> tuple[str, ...]:
-        """Of the features that a call uses, those that the kernel must have, in the order of `KERNEL_NEEDS`."""
+        """Of the features that a call uses, those that the kernel must have, in the order of `FEATURES`."""
         concerned = set(operation_named(operation).features)
         if self.owns(operation) == "keys":
             concerned.discard("dbias")  # which kernels that own queries sum
-        return tuple(name for name in KERNEL_NEEDS if name in used and name in concerned)
+        return tuple(name for name in FEATURES if name in used and name in concerned)
 
     @abstractmethod
     def default_method(self, problem: AttentionProblem) -> str:
@@ -204,7 +201,7 @@ class Family(ABC):
             if (
                 self.padded_head_dim(problem.head_dim) <= row.head_dim
                 and (row.dtypes is None or problem.dtype in row.dtypes)
-                and (not row.features or not set(row.features).isdisjoint(problem.needs))
+                and (not row.features or not set(row.features).isdisjoint(problem.features))
                 and self.why_illegal(*kernel, row.tile, device) is None
                 and self.fits_blocks(*kernel, row.tile, device)
             ):

@@ -17,7 +17,7 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
-#: Features that take registers where the backward has none to spare: with more queries at a time it would spill. (With a
+#: FeatureSettings that take registers where the backward has none to spare: with more queries at a time it would spill. (With a
 #: window it would not, but compute more scores that are outside.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 

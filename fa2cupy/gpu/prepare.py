@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from ..families.choice import choose, choose_family
+from ..families.choice import choose, choose_family, used_features
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..plan.calls import plan_backward, plan_delta, plan_forward
@@ -18,7 +18,7 @@ from ..plan.stages import Plan
 from ..problem.arguments import check_outputs
 from ..problem.attention import ROWS_OF, AttentionProblem
 from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
-from ..problem.features import ARRAY_FEATURES, OFFSETS
+from ..problem.features import OFFSETS, feature_arrays
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides
 from .arguments import KERNEL_NAMES, Arguments
@@ -30,7 +30,7 @@ __all__ = ["prepare"]
 _CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
 
 
-def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, settings: tuple) -> Callable:
+def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, scalars: tuple) -> Callable:
     """What runs calls of one signature, given their arrays and addresses.
 
     Parameters
@@ -40,7 +40,7 @@ def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, settings:
     arrays : tuple of (cupy.ndarray or None)
         Only their layouts matter.
     options : CallOptions
-    settings : tuple of (name, value)
+    scalars : tuple of (name, value)
         Keywords of features that are no arrays.
 
     Raises
@@ -50,7 +50,7 @@ def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, settings:
     """
     arguments.check_backend(arrays)
     named = arguments.named(arrays)
-    problem, results = _check(arguments.call, named, options, dict(settings) | _feature_arrays(named))
+    problem, results = _check(arguments.call, named, options, dict(scalars) | feature_arrays(named))
     ordinal, device = _device(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
     extras = tuple(
@@ -58,7 +58,7 @@ def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, settings:
     )
     if "dbias" in extras and options.deterministic:
         _check_deterministic_dbias(problem, named["bias"])
-    family = choose_family(arguments.call, problem.dtype, device, options.family, (*problem.needs, *extras))
+    family = choose_family(arguments.call, problem.dtype, device, options.family, used_features(problem, extras))
     kernels = _Kernels(arguments, named, options, device, extras)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
@@ -85,7 +85,7 @@ class _Kernels:
     ):
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
-        self._features = _feature_arrays(named)
+        self._features = feature_arrays(named)
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -124,10 +124,6 @@ def _check_deterministic_dbias(problem: AttentionProblem, bias) -> None:
         raise UnsupportedProblemError(
             f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
         )
-
-
-def _feature_arrays(named: Mapping[str, object]) -> dict[str, object]:
-    return {name: named[name] for name in ARRAY_FEATURES if named.get(name) is not None}
 
 
 def _device(arguments: Arguments, named: Mapping[str, object]) -> tuple[int, DeviceInfo]:

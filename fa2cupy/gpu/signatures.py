@@ -29,7 +29,7 @@ class _Tiles(dict):
 
 
 def run(
-    arguments: Arguments, arrays: tuple, options: CallOptions, settings: tuple = (), seed: int | None = None
+    arguments: Arguments, arrays: tuple, options: CallOptions, scalars: tuple = (), seed: int | None = None
 ) -> tuple:
     """The results of a call.
 
@@ -39,7 +39,7 @@ def run(
         Which arrays these are.
     arrays : tuple of (cupy.ndarray or None)
     options : CallOptions
-    settings : tuple of (name, value), optional
+    scalars : tuple of (name, value), optional
         Keywords of features that are no arrays.
     seed : int, optional
         Travels in the place of an address: no call is prepared anew for it.
@@ -48,7 +48,7 @@ def run(
         options = options._replace(config=_Tiles(options.config))
     addresses = []
     # Types tell options apart that are equal, and not equally legal: True, 1 and 1.0.
-    signature = [arguments, options, tuple(map(type, options)), settings, _types(settings)]
+    signature = [arguments, options, tuple(map(type, options)), scalars, _types(scalars)]
     try:
         for array in arrays:
             if array is None:
@@ -68,9 +68,9 @@ def run(
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: a mistake that the checks will name
-        return prepare(arguments, arrays, options, settings)(arrays, addresses)
+        return prepare(arguments, arrays, options, scalars)(arrays, addresses)
     if prepared is None:
-        prepared = prepare(arguments, arrays, options, settings)
+        prepared = prepare(arguments, arrays, options, scalars)
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..families.choice import family_named
 from ..families.operations import operation_named
-from ..problem.features import KERNEL_NEEDS
+from ..problem.features import FEATURES
 
 __all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
 
@@ -95,44 +95,24 @@ class ParamLayout:
         return self._packer.pack(*flat) + self._padding
 
 
-#: The kinds of what features add: of arrays, which come with strides over scores, and of numbers.
-_FEATURE_ARRAYS = {
-    "alibi_slopes": "input_accum",
-    "bias": "input",
-    "mask": "input_bool",
-    "key_padding_mask": "input_bool",
-    "sink": "input_accum",
-    "dbias_accum": "output_accum",
-    "dlse": "input_accum",
-    "cu_seqlens_q": "input_int",
-    "cu_seqlens_k": "input_int",
-}
-_CONTIGUOUS = ("dlse", "cu_seqlens_q", "cu_seqlens_k")  # arrays that need no strides
-_FEATURE_VALUES = {
-    "window_left": "int",
-    "window_right": "int",
-    **dict.fromkeys(KERNEL_NEEDS["softcap"].values + KERNEL_NEEDS["alibi_slopes"].values, "real"),
-    "dropout_threshold": "word",
-    "dropout_scale": "real",
-    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),
-}
-
-
 @functools.lru_cache(maxsize=None)
 def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
     """The record that kernels of this operation, family and dtype take, with what features add to each of its parts."""
     pointers, strides, reals, ints = operation_named(operation).record or family_named(family).record(operation)
-    arrays = [name for feature in features for name in KERNEL_NEEDS[feature].arrays]
-    values = [Field(name, _FEATURE_VALUES[name]) for feature in features for name in KERNEL_NEEDS[feature].values]
+    rows = [FEATURES[feature] for feature in features]
+    arrays = {name: array for row in rows for name, array in row.arrays.items()}
+    values = [Field(name, kind) for row in rows for name, kind in row.values.items()]
     front = [Field(*pointer.split(":")) for pointer in pointers.split()]
     counters = [field for field in front if field.kind == "counter"]
     fields = [field for field in front if field.kind != "counter"]
-    kinds = _FEATURE_ARRAYS | ({"bias": "input_accum"} if "wide_bias" in features else {})
-    fields += [Field(name, kinds[name]) for name in arrays]
-    fields += [Field(name, "per_call") for feature in features for name in KERNEL_NEEDS[feature].per_call]
+    kinds = {name: array.kind for name, array in arrays.items()}
+    if "wide_bias" in features:
+        kinds["bias"] = "input_accum"
+    fields += [Field(name, kind) for name, kind in kinds.items()]
+    fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
-    fields += [Field(f"{name}_strides", "score_strides") for name in arrays if name not in _CONTIGUOUS]
+    fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.is_over_scores]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..problem.features import KERNEL_NEEDS
+from ..problem.features import FEATURES
 from ..families.choice import family_named
 from ..families.operations import operation_named
 from ..families.tile import TileConfig
@@ -41,7 +41,7 @@ class KernelSpec:
     causal : bool
     tile : TileConfig
     features : tuple of str
-        Keys of `KERNEL_NEEDS`.
+        Keys of `FEATURES`.
     """
 
     operation: str
@@ -91,7 +91,7 @@ class KernelSpec:
     @property
     def flags(self) -> dict[str, bool]:
         """The constants that say which features the kernel has."""
-        return {need.flag: name in self.features for name, need in KERNEL_NEEDS.items()}
+        return {need.flag: name in self.features for name, need in FEATURES.items()}
 
     def __str__(self) -> str:
         causal = "".join(f", {name}" for name in (*(["causal"] if self.causal else []), *self.features))

@@ -35,13 +35,13 @@ class Formulas:
     rounded to the dtype `rounded`, which is that of the results.
     """
 
-    def __init__(self, problem: AttentionProblem, options: Mapping[str, object], like, work, rounded):
+    def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object], like, work, rounded):
         self.problem = problem
-        self.options = options
+        self.keywords = keywords
         self.xp = array_module(like)
         self.work = work
         self.rounded = rounded
-        self.sequences = sequences_of(problem, options)
+        self.sequences = sequences_of(problem, keywords)
 
     def forward(self, q, k, v):
         """o and lse."""
@@ -129,30 +129,30 @@ class Formulas:
     def _scores(self, q_head, k_head, part: _Head) -> tuple:
         """Scores with all features, and what their gradient is multiplied by."""
         s = self._product(q_head, k_head.T) * self.problem.softmax_scale
-        features, options, slope = self.problem.features, self.options, 1.0
+        settings, keywords, slope = self.problem.settings, self.keywords, 1.0
         query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
-        if features.softcap is not None:
-            tanh = self.xp.tanh(s / features.softcap)
-            s, slope = features.softcap * tanh, 1 - tanh * tanh
-        if "alibi_slopes" in features.arrays:
-            slopes = options["alibi_slopes"]
+        if settings.softcap is not None:
+            tanh = self.xp.tanh(s / settings.softcap)
+            s, slope = settings.softcap * tanh, 1 - tanh * tanh
+        if "alibi_slopes" in settings.arrays:
+            slopes = keywords["alibi_slopes"]
             own = slopes[part.head] if slopes.ndim == 1 else slopes[part.sequence.number, part.head]
             s = s - own.astype(self.work) * abs(query + part.sequence.diagonal - key)
-        if "bias" in features.arrays:
-            s = s + self._of_head(options["bias"], part).astype(self.work)
+        if "bias" in settings.arrays:
+            s = s + self._of_head(keywords["bias"], part).astype(self.work)
         visible = self._visible(query, key, part)
         return s if visible is None else self.xp.where(visible, s, -np.inf), slope
 
     def _visible(self, query, key, part: _Head):
-        features, options = self.problem.features, self.options
+        settings, keywords = self.problem.settings, self.keywords
         aligned = query + part.sequence.diagonal
-        left, right = features.window
+        left, right = settings.window
         conditions = [key <= aligned] if self.problem.causal else []
         conditions += [aligned - left <= key] if left is not None else []
         conditions += [key <= aligned + right] if right is not None else []
-        conditions += [self._of_head(options["mask"], part)] if "mask" in features.arrays else []
-        if "key_padding_mask" in features.arrays:
-            padding = options["key_padding_mask"]
+        conditions += [self._of_head(keywords["mask"], part)] if "mask" in settings.arrays else []
+        if "key_padding_mask" in settings.arrays:
+            padding = keywords["key_padding_mask"]
             own = padding if padding.ndim == 1 else padding[part.sequence.number]
             conditions.append(own[: part.sequence.seqlen_k])
         visible = None
@@ -179,25 +179,25 @@ class Formulas:
 
     def _with_sink(self, s, part: _Head):
         """The scores, with the sink as one more key."""
-        if "sink" not in self.problem.features.arrays:
+        if "sink" not in self.problem.settings.arrays:
             return s
-        column = self.xp.full((s.shape[0], 1), 1, self.work) * self.options["sink"][part.head].astype(self.work)
+        column = self.xp.full((s.shape[0], 1), 1, self.work) * self.keywords["sink"][part.head].astype(self.work)
         return self.xp.concatenate([s, column], axis=1)
 
     def _sink_share(self, row_lse, part: _Head):
-        return self.xp.exp(self.options["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
+        return self.xp.exp(self.keywords["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
 
     def _dropped(self, matrix, part: _Head, at_most: bool = False):
         """A matrix of the shape of P after dropout; or a bound of what it may be, the same for all elements."""
-        features = self.problem.features
-        if not features.dropout_p:
+        settings = self.problem.settings
+        if not settings.dropout_p:
             return matrix
-        scale = philox.dropout_scale(features.dropout_p)
+        scale = philox.dropout_scale(settings.dropout_p)
         if at_most:
             return scale * matrix
         place = (part.sequence.number, slice(part.head, part.head + 1))
         tile = (slice(0, matrix.shape[0]), slice(0, matrix.shape[1]))
-        keep = philox.kept(features.dropout_p, features.seed, *place, *tile, self.xp)[0]
+        keep = philox.kept(settings.dropout_p, settings.seed, *place, *tile, self.xp)[0]
         return self.xp.where(keep, matrix * self.xp.asarray(scale, self.work), 0)
 
     def _probabilities(self, s, row_lse):
@@ -215,7 +215,7 @@ class Formulas:
 
     def _heads(self) -> Iterator[_Head]:
         # Without rows there are no scores, and without keys there is the sink at most.
-        sink = "sink" in self.problem.features.arrays
+        sink = "sink" in self.problem.settings.arrays
         for sequence in self.sequences:
             if sequence.seqlen_q and (sequence.seqlen_k or sink):
                 for head in range(self.problem.num_heads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..families.choice import used_features
 from ..families.device import DeviceInfo
 from ..families.family import Family
 from ..families.operations import operation_named
@@ -48,7 +49,7 @@ class StageLayout:
         self.device = device
         self.family = family
         self.strides = strides
-        self.used_features = dict.fromkeys((*problem.needs, *extras))
+        self.used_features = dict.fromkeys(used_features(problem, extras))
 
     def num_tiles(self, side: str, rows: int) -> int:
         """Tiles of a head along the queries or keys; of packed sequences, each starts with a tile of its own."""

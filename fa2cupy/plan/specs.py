@@ -19,7 +19,7 @@ from .calls import plan_backward, plan_forward
 __all__ = ["default_specs"]
 
 _ROWS = 128
-#: Features that only calls of the backward have, and what plans call them.
+#: FeatureSettings that only calls of the backward have, and what plans call them.
 _EXTRAS = {"dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink"}
 
 
@@ -41,7 +41,7 @@ def default_specs(
     device, dtype, head_dim, causal, method, family, config
         Of the calls, whose other options are the default ones.
     features : sequence of str, optional
-        What they have besides, all together: of `fa2cupy.problem.choices.CALL_FEATURES`. A bias may have either of its
+        What they have besides, all together: of `fa2cupy.problem.choices.CALL_KEYWORDS`. A bias may have either of its
         dtypes.
     """
     call = "forward" if method is None else "backward"

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from . import dtypes
-from .features import NO_FEATURES, Features
+from .features import NO_SETTINGS, FeatureSettings, Sizes
 
 __all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "array_shape"]
 
@@ -55,8 +55,8 @@ class AttentionProblem:
         2, 3 or 4: which axes the caller's arrays have.
     head_dim_v : int or None
         Columns of v and o where they are not head_dim.
-    features : Features
-        Of packed sequences, batch is 1 and the lengths are those of all together.
+    settings : FeatureSettings
+        Of its features. Of packed sequences, batch is 1 and the lengths are those of all together.
     """
 
     dtype: str
@@ -71,7 +71,7 @@ class AttentionProblem:
     layout: str
     rank: int
     head_dim_v: int | None = None
-    features: Features = NO_FEATURES
+    settings: FeatureSettings = NO_SETTINGS
 
     @property
     def heads_per_group(self) -> int:
@@ -122,43 +122,43 @@ class AttentionProblem:
     @property
     def is_packed(self) -> bool:
         """Whether sequences lie one behind the other along the rows."""
-        return self.features.num_sequences is not None
+        return self.settings.num_sequences is not None
 
     @property
     def typical_seqlen_q(self) -> int:
         """Queries of a sequence; of packed ones about what most queries have beside them, from what the host knows."""
         if not self.is_packed:
             return self.seqlen_q
-        mean = self.seqlen_q // max(1, self.features.num_sequences)
-        return min(2 * mean, self.features.max_seqlen_q)
+        mean = self.seqlen_q // max(1, self.settings.num_sequences)
+        return min(2 * mean, self.settings.max_seqlen_q)
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
         """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
-        features = self.features
+        settings = self.settings
         if not self.is_packed:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
-        return features.num_sequences, self.num_heads, features.max_seqlen_q, features.max_seqlen_k
+        return settings.num_sequences, self.num_heads, settings.max_seqlen_q, settings.max_seqlen_k
 
     @property
     def band(self) -> tuple[int | None, int | None]:
         """How far left and right of the diagonal a key may be, of window and causal together; None is no limit."""
-        left, right = self.features.window
+        left, right = self.settings.window
         return left, 0 if self.causal else right
 
     @property
     def feature_values(self) -> dict[str, int | float]:
         """What features add to the numbers of a kernel's record."""
-        return self.features.record(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale)
+        return self.settings.record(Sizes(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale))
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """What kernels must have besides plain attention: names that `Family.features` lists."""
-        return (*self.features.needs, *(("head_dim_v",) if self.head_dim_v else ()))
+    def features(self) -> tuple[str, ...]:
+        """The features that kernels of it must have: rows of `fa2cupy.problem.features.FEATURES`."""
+        return self.settings.features
 
-    def with_features(self, features: Features) -> AttentionProblem:
+    def with_settings(self, settings: FeatureSettings) -> AttentionProblem:
         """The same problem with other features."""
-        return dataclasses.replace(self, features=features)
+        return dataclasses.replace(self, settings=settings)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:

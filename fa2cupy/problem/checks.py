@@ -11,7 +11,8 @@ from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
 from .dtypes import DTYPES
-from .feature_checks import check_features, extra_gradients, finite_number
+from .feature_checks import extra_gradients, finite_number
+from .features import FEATURES, FeatureSettings, feature_arrays
 from .keywords import check_keywords
 from .options import CallOptions
 
@@ -35,9 +36,9 @@ class Request(NamedTuple):
     results: tuple[Result, ...]
 
 
-def check_forward(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> Request:
+def check_forward(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
     """Checks a call of `fa2cupy.forward`: q, k and v by name, its options, and the keywords of features."""
-    problem = _problem(arrays, options, features)
+    problem = _problem(arrays, options, keywords)
     statistic = np.dtype(problem.accumulator_dtype)
     return Request(problem, (Result("o", problem.o_shape, arrays["q"].dtype), Result("lse", problem.lse_shape, statistic)))
 
@@ -48,9 +49,9 @@ def check_delta(arrays: Mapping[str, object], options: CallOptions) -> Request:
     return Request(problem, (Result("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),))
 
 
-def check_backward(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> Request:
+def check_backward(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
     """Checks a call of `fa2cupy.backward`: its arrays by name, of which delta and dlse may be None or left out."""
-    problem = _problem(arrays, options, features)
+    problem = _problem(arrays, options, keywords)
     like = "q and v" if problem.head_dim_v else "q"
     check_array("o", arrays["o"], problem.o_shape, problem.dtype, like)
     check_array("lse", arrays["lse"], problem.lse_shape, problem.accumulator_dtype, "q")
@@ -60,7 +61,7 @@ def check_backward(arrays: Mapping[str, object], options: CallOptions, features:
             check_array(name, arrays[name], problem.lse_shape, problem.accumulator_dtype, "q")
     dtype = arrays["q"].dtype
     gradients = (("dq", problem.q_shape), ("dk", problem.k_shape), ("dv", problem.v_shape))
-    extra = extra_gradients(features, options.return_dbias, options.return_dsink)
+    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink)
     return Request(
         problem,
         (
@@ -70,18 +71,18 @@ def check_backward(arrays: Mapping[str, object], options: CallOptions, features:
     )
 
 
-def _problem(arrays: Mapping[str, object], options: CallOptions, features: Mapping[str, object]) -> AttentionProblem:
+def _problem(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> AttentionProblem:
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     return problem_from_arrays(
-        q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **features
+        q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **keywords
     )
 
 
 def problem_from_arrays(
-    q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **features: object
+    q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **keywords: object
 ) -> AttentionProblem:
-    """The problem of q, k, v, options and features (see `FeatureOptions`), checked against each other."""
-    check_keywords(problem_from_arrays, features)
+    """The problem of q, k, v, options and keywords of features (see `FeatureKeywords`), checked against each other."""
+    check_keywords(problem_from_arrays, keywords)
     check_bool("causal", causal)
     array_backend({"q": q, "k": k, "v": v})
     batch, seqlen_q, num_heads, head_dim = _sizes("q", q, layout)
@@ -102,7 +103,22 @@ def problem_from_arrays(
     sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
     own_v = None if head_dim_v == head_dim else head_dim_v
     problem = AttentionProblem(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
-    return problem.with_features(check_features(problem, q, features)) if features else problem
+    return _with_features(problem, q, keywords) if keywords else problem
+
+
+def _with_features(problem: AttentionProblem, q, keywords: Mapping[str, object]) -> AttentionProblem:
+    """The problem with the settings that the keywords of features ask for."""
+    arrays = feature_arrays(keywords)
+    array_backend({"q": q}, arrays)
+    settings: dict[str, object] = {"arrays": tuple(arrays)}
+    for feature in FEATURES.values():
+        settings |= feature.check(keywords, problem)
+    problem = problem.with_settings(FeatureSettings(**settings))
+    rules = {name: array.check for feature in FEATURES.values() for name, array in feature.arrays.items()}
+    for name, array in arrays.items():
+        if rules[name] is not None:
+            rules[name](name, array, problem)
+    return problem
 
 
 def problem_from_outputs(o, do, *, layout="bshd") -> AttentionProblem:

@@ -13,7 +13,7 @@ from .attention import MAX_HEAD_DIM
 from .dtypes import DTYPES
 
 __all__ = [
-    "CALL_FEATURES",
+    "CALL_KEYWORDS",
     "check_dtype",
     "check_head_dim",
     "check_jobs",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 #: What calls can have, by the keywords that ask for it; `cu_seqlens` stands for both offsets.
-CALL_FEATURES = (
+CALL_KEYWORDS = (
     "window", "softcap", "alibi_slopes", "bias", "mask", "key_padding_mask", "sink", "dropout_p", "cu_seqlens", "dlse",
     "return_dbias", "return_dsink",
 )  # fmt: skip
@@ -87,10 +87,10 @@ def feature_combinations(features) -> list[tuple[str, ...]]:
         raise TypeError(f"features: expected a str, got {type(given[0]).__name__}")
     calls = [tuple(names) for names in given] if any(several) else [tuple(given)]
     for name in (name for names in calls for name in names):
-        if name not in CALL_FEATURES:
-            close = similar(name, CALL_FEATURES)
+        if name not in CALL_KEYWORDS:
+            close = similar(name, CALL_KEYWORDS)
             hint = f"; did you mean {close!r}?" if close else ""
-            raise ValueError(f"features: expected {_listed(CALL_FEATURES)}, got {name!r}{hint}")
+            raise ValueError(f"features: expected {_listed(CALL_KEYWORDS)}, got {name!r}{hint}")
     for names in calls:
         for gradient, source in (("return_dbias", "bias"), ("return_dsink", "sink")):
             if gradient in names and source not in names:

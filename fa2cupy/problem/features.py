@@ -1,4 +1,4 @@
-"""What a call asks for besides plain attention, and what each such feature needs of a kernel.
+"""What a call asks for besides plain attention: one row for each feature.
 
 The order of the arithmetic, the same everywhere:
 
@@ -17,41 +17,54 @@ and backward, with delta = rowsum(dO * O) - dlse,
 
 How a feature is added
 ----------------------
-1. A keyword in `FeatureOptions` and its check in ``feature_checks.py``, whose result is a field of `Features` or a
-   name in `Features.arrays`. The public functions, the references and `fa2cupy.testing` hand keywords through and stay.
-   Its name in ``choices.py`` and an example of it in ``call_specs.py``, so that its kernels can be compiled ahead.
-2. A row in `KERNEL_NEEDS`: the flag that the compiler must know (``spec.py`` puts it into the key and ``spec.cuh.j2``
-   into `Spec`), the arrays and numbers that only the launch knows (``params.py`` appends them to the record, and a
-   kernel without the flag keeps its record, and so its cubin, as it is).
-3. The formula in ``formulas.py``, whole, and in ``cpu_scores.py``, on a tile. Both keep to the order above.
-4. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if
+1. Its keywords in `FeatureKeywords`, a field of `FeatureSettings` for what is no array, and a row of `FEATURES` with its
+   check. The public functions, the references and `fa2cupy.testing` hand keywords through and stay; the row gives the key
+   of a kernel and its record what they need. Its name in ``choices.py`` and an example of it in ``plan/specs.py``, so that
+   its kernels can be compiled ahead, and in ``families/operations.py``, if it concerns other kernels than scores do.
+2. The formula in ``numerics/formulas.py``, whole, and in ``cpu/scores.py``, on a tile. Both keep to the order above.
+3. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if
    pairs of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does, ``sequence.cuh`` if
    a block works on other rows. Main loops stay. Without the flag PTX must stay, too: what the record has of a feature
    is named in templates on the record alone, so that a kernel without it cannot touch it.
-5. The feature's name in `Family.features` of the families whose kernels have it. Until then they refuse it by name.
 
 A score function of the user's own is such a row whose flag carries the text of two device functions, the score and its
 derivative; it sits where softcap sits, and `HeadTerms.apply` gives the derivative back as it does for softcap. A
 block-sparse map is a row with two arrays, the offsets and the numbers of the tiles of each row of tiles: it changes
-`Head.key_tiles` and `Head.query_tiles` here and ``tile_range.cuh`` there, and nothing else.
+`Head.key_tiles` and `Head.query_tiles` of ``cpu/tiles.py`` and ``tile_range.cuh``, and nothing else.
+
+Words: `features` are names of rows, `keywords` what a caller gives for them, `settings` the checked values that are no arrays.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
+from .feature_checks import (
+    OFFSETS,
+    Problem,
+    check_broadcast,
+    check_cap,
+    check_dropout,
+    check_key_padding,
+    check_packed,
+    check_sink,
+    check_slopes,
+    check_wide_bias,
+    check_window,
+)
 from .philox import dropout_scale, dropout_threshold
 from .softcap import softcap_values
 
 __all__ = [
-    "ARRAY_FEATURES", "KERNEL_NEEDS", "NO_FEATURES", "OFFSETS", "FeatureOptions", "Features", "KernelNeeds",
-    "features_in_registers",
+    "ARRAY_KEYWORDS", "FEATURES", "NO_SETTINGS", "OFFSETS", "Feature", "FeatureArray", "FeatureKeywords", "FeatureSettings",
+    "Sizes", "feature_arrays", "features_in_registers",
 ]  # fmt: skip
 
 
-class FeatureOptions(TypedDict, total=False):
+class FeatureKeywords(TypedDict, total=False):
     """The keywords of features, for type checkers; `fa2cupy.forward` says what they mean."""
 
     window: tuple[int | None, int | None] | None
@@ -69,64 +82,25 @@ class FeatureOptions(TypedDict, total=False):
     max_seqlen_k: int | None
 
 
-#: Keywords that are arrays.
-ARRAY_FEATURES = ("alibi_slopes", "bias", "mask", "key_padding_mask", "sink", "cu_seqlens_q", "cu_seqlens_k")
-
-#: Those of them that say where packed sequences start.
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-
-
-class KernelNeeds(NamedTuple):
-    """What a kernel needs for a feature.
+class Sizes(NamedTuple):
+    """What the numbers of a record depend on besides the settings.
 
     Attributes
     ----------
-    flag : str
-        The constant of `Spec` in C++, false in a kernel without the feature.
-    arrays : tuple of str
-        Pointers of the record. Those that are broadcast over scores come with four strides, 0 where they repeat.
-    values : tuple of str
-        Numbers of the record, as `Features.record` gives them.
-    per_call : tuple of str
-        64-bit numbers that are new in each call, and travel with the pointers.
-    registers : int
-        How much of a thread's registers it takes in the inner loop of a backward: 0 none, 1 some, 2 many.
+    seqlen_q, seqlen_k : int
+    band : tuple of (int or None)
+        How far left and right of the diagonal a key may be.
+    softmax_scale : float
     """
 
-    flag: str
-    arrays: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
-    per_call: tuple[str, ...] = ()
-    registers: int = 0
-
-
-KERNEL_NEEDS = {
-    "window": KernelNeeds("kWindow", (), ("window_left", "window_right")),
-    "softcap": KernelNeeds("kSoftcap", (), tuple(softcap_values(1.0, 1.0)), registers=1),
-    "alibi_slopes": KernelNeeds("kAlibi", ("alibi_slopes",), ("alibi_scale",), registers=1),
-    "bias": KernelNeeds("kBias", ("bias",), registers=2),
-    "wide_bias": KernelNeeds("kWideBias"),
-    "dbias": KernelNeeds("kDbias", ("dbias_accum",)),
-    "mask": KernelNeeds("kMask", ("mask",), registers=2),
-    "key_padding_mask": KernelNeeds("kKeyPadding", ("key_padding_mask",)),
-    "sink": KernelNeeds("kSink", ("sink",)),
-    "dropout_p": KernelNeeds("kDropout", (), ("dropout_threshold", "dropout_scale"), ("seed",), registers=2),
-    "dlse": KernelNeeds("kDlse", ("dlse",)),
-    "cu_seqlens": KernelNeeds(
-        "kVarlen",
-        ("cu_seqlens_q", "cu_seqlens_k"),
-        ("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"),
-    ),
-}
-
-
-def features_in_registers(least: int) -> tuple[str, ...]:
-    """The features that take at least so much of a thread's registers, as `KernelNeeds.registers` counts."""
-    return tuple(name for name, need in KERNEL_NEEDS.items() if need.registers >= least)
+    seqlen_q: int
+    seqlen_k: int
+    band: tuple[int | None, int | None]
+    softmax_scale: float
 
 
 @dataclass(frozen=True)
-class Features:
+class FeatureSettings:
     """The features of one call, checked, without its arrays: what plans and kernels may depend on.
 
     Attributes
@@ -142,7 +116,7 @@ class Features:
     max_seqlen_q, max_seqlen_k : int
         No packed sequence is longer.
     arrays : tuple of str
-        Which of `ARRAY_FEATURES` the call has.
+        Which of `ARRAY_KEYWORDS` the call has.
     wide_bias : bool
         The bias has the dtype of lse, where that is not q's.
     """
@@ -158,45 +132,189 @@ class Features:
     wide_bias: bool = False
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Keys of `KERNEL_NEEDS`: what a kernel must have. A feature at its neutral value needs nothing."""
-        used = {
-            **dict.fromkeys(self.arrays, True),
-            "wide_bias": self.wide_bias,
-            "window": self.window != (None, None),
-            "softcap": self.softcap is not None,
-            "dropout_p": self.dropout_p > 0,
-            "cu_seqlens": self.num_sequences is not None,
-        }
-        return tuple(name for name in KERNEL_NEEDS if used.get(name))
+    def features(self) -> tuple[str, ...]:
+        """The rows of `FEATURES` that a kernel must have. A feature at its neutral value is none."""
+        return tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The constants that a kernel is compiled with."""
-        return tuple(KERNEL_NEEDS[name].flag for name in self.needs)
-
-    def record(
-        self, seqlen_q: int, seqlen_k: int, band: tuple[int | None, int | None], softmax_scale: float
-    ) -> dict[str, int | float]:
-        """The numbers that travel in the record. No limit of the band is one that these lengths do not reach."""
-        left, right = band
-        capping = {} if self.softcap is None else softcap_values(self.softcap, softmax_scale)
-        # From slopes to a kernel's own units of scores, which it has where a positive factor makes scores of them.
-        base2 = capping.get("capped_log2", softmax_scale * math.log2(math.e))
-        available = {
-            **capping,
-            "window_left": seqlen_k if left is None else min(left, seqlen_k),
-            "window_right": seqlen_q if right is None else min(right, seqlen_q),
-            "alibi_scale": math.log2(math.e) / base2 if base2 > 0 else 0.0,
-            "dropout_threshold": dropout_threshold(self.dropout_p),
-            "dropout_scale": dropout_scale(self.dropout_p),
-            "max_seqlen_q": min(self.max_seqlen_q, seqlen_q),
-            "max_seqlen_k": min(self.max_seqlen_k, seqlen_k),
-            "total_q": seqlen_q,
-            "total_k": seqlen_k,
-            "num_sequences": self.num_sequences,
-        }
-        return {name: available[name] for need in self.needs for name in KERNEL_NEEDS[need].values}
+    def record(self, sizes: Sizes) -> dict[str, int | float]:
+        """The numbers of the features that travel in a kernel's record."""
+        found: dict[str, int | float] = {}
+        for name in self.features:
+            found |= FEATURES[name].numbers(self, sizes)
+        return found
 
 
-NO_FEATURES = Features()
+NO_SETTINGS = FeatureSettings()
+
+
+class FeatureArray(NamedTuple):
+    """An array that kernels read or write for a feature.
+
+    Attributes
+    ----------
+    kind : str
+        Of the pointer in the record: a key of the table in ``jit/params.py``.
+    check : callable or None
+        Raises TypeError or ValueError for an array, by name, that does not fit a problem with its settings. None if it is
+        no keyword of `FeatureKeywords`, or if the feature's own check sees to it.
+    is_over_scores : bool
+        It lies over the scores, and comes with four strides, 0 where it repeats.
+    """
+
+    kind: str
+    check: Callable[[str, object, Problem], None] | None = None
+    is_over_scores: bool = True
+
+
+def _nothing(*_) -> dict:
+    return {}
+
+
+def _never(settings: FeatureSettings) -> bool:
+    return False
+
+
+def _has(array: str) -> Callable[[FeatureSettings], bool]:
+    return lambda settings: array in settings.arrays
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table.
+
+    Attributes
+    ----------
+    flag : str
+        The constant of `Spec` in C++, false in a kernel without the feature.
+    is_used : callable
+        Whether settings ask for it.
+    check : callable
+        From keywords and the problem to the settings that they ask for; raises for what does not fit.
+    arrays : dict of FeatureArray
+        Pointers of the record.
+    values : dict of str
+        Numbers of the record, with their kinds.
+    numbers : callable
+        From settings and `Sizes` to the values.
+    per_call : tuple of str
+        64-bit numbers that are new in each call, and travel with the pointers.
+    registers : int
+        How much of a thread's registers it takes in the inner loop of a backward: 0 none, 1 some, 2 many.
+    """
+
+    flag: str
+    is_used: Callable[[FeatureSettings], bool]
+    check: Callable[[Mapping[str, object], Problem], dict[str, object]] = _nothing
+    arrays: Mapping[str, FeatureArray] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
+    numbers: Callable[[FeatureSettings, Sizes], dict[str, int | float]] = _nothing
+    per_call: tuple[str, ...] = ()
+    registers: int = 0
+
+
+def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
+    """No limit of the band is one that these lengths do not reach."""
+    left, right = sizes.band
+    return {
+        "window_left": sizes.seqlen_k if left is None else min(left, sizes.seqlen_k),
+        "window_right": sizes.seqlen_q if right is None else min(right, sizes.seqlen_q),
+    }
+
+
+def _cap_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
+    return {} if settings.softcap is None else softcap_values(settings.softcap, sizes.softmax_scale)
+
+
+def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
+    """From slopes to a kernel's own units of scores, which it has where a positive factor makes scores of them."""
+    base2 = _cap_numbers(settings, sizes).get("capped_log2", sizes.softmax_scale * math.log2(math.e))
+    return {"alibi_scale": math.log2(math.e) / base2 if base2 > 0 else 0.0}
+
+
+def _dropout_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
+    probability = settings.dropout_p
+    return {"dropout_threshold": dropout_threshold(probability), "dropout_scale": dropout_scale(probability)}
+
+
+def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
+    return {
+        "max_seqlen_q": min(settings.max_seqlen_q, sizes.seqlen_q),
+        "max_seqlen_k": min(settings.max_seqlen_k, sizes.seqlen_k),
+        "total_q": sizes.seqlen_q,
+        "total_k": sizes.seqlen_k,
+        "num_sequences": settings.num_sequences or 0,
+    }
+
+
+#: All features by name, in the order in which their members stand in a record.
+FEATURES = {
+    "window": Feature(
+        "kWindow",
+        lambda settings: settings.window != (None, None),
+        check=check_window,
+        values={"window_left": "int", "window_right": "int"},
+        numbers=_window_limits,
+    ),
+    "softcap": Feature(
+        "kSoftcap",
+        lambda settings: settings.softcap is not None,
+        check=check_cap,
+        values=dict.fromkeys(softcap_values(1.0, 1.0), "real"),
+        numbers=_cap_numbers,
+        registers=1,
+    ),
+    "alibi_slopes": Feature(
+        "kAlibi",
+        _has("alibi_slopes"),
+        arrays={"alibi_slopes": FeatureArray("input_accum", check_slopes)},
+        values={"alibi_scale": "real"},
+        numbers=_slope_scale,
+        registers=1,
+    ),
+    "bias": Feature("kBias", _has("bias"), arrays={"bias": FeatureArray("input", check_broadcast)}, registers=2),
+    # The bias has the accumulators' dtype.
+    "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias),
+    # The gradient of the bias, which a backward has on request.
+    "dbias": Feature("kDbias", _never, arrays={"dbias_accum": FeatureArray("output_accum")}),
+    "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
+    "key_padding_mask": Feature(
+        "kKeyPadding",
+        _has("key_padding_mask"),
+        arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
+    ),
+    "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
+    "dropout_p": Feature(
+        "kDropout",
+        lambda settings: settings.dropout_p > 0,
+        check=check_dropout,
+        values={"dropout_threshold": "word", "dropout_scale": "real"},
+        numbers=_dropout_numbers,
+        per_call=("seed",),
+        registers=2,
+    ),
+    # The gradient for lse, which a backward may be given.
+    "dlse": Feature("kDlse", _never, arrays={"dlse": FeatureArray("input_accum", is_over_scores=False)}),
+    "cu_seqlens": Feature(
+        "kVarlen",
+        lambda settings: settings.num_sequences is not None,
+        check=check_packed,
+        arrays=dict.fromkeys(OFFSETS, FeatureArray("input_int", is_over_scores=False)),
+        values=dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "num_sequences"), "int"),
+        numbers=_packed_numbers,
+    ),
+}
+
+#: Keywords that are arrays.
+ARRAY_KEYWORDS = tuple(
+    name for feature in FEATURES.values() for name in feature.arrays if name in FeatureKeywords.__annotations__
+)
+
+
+def feature_arrays(keywords: Mapping[str, object]) -> dict[str, object]:
+    """The arrays among the keywords of features."""
+    return {name: keywords[name] for name in ARRAY_KEYWORDS if keywords.get(name) is not None}
+
+
+def features_in_registers(least: int) -> tuple[str, ...]:
+    """The features that take at least so much of a thread's registers, as `Feature.registers` counts."""
+    return tuple(name for name, feature in FEATURES.items() if feature.registers >= least)

@@ -7,11 +7,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from .features import FeatureOptions
+from .features import FeatureKeywords
 
 __all__ = ["check_keywords", "similar", "takes_features"]
 
-_FEATURES = frozenset(FeatureOptions.__annotations__)
+_FEATURES = frozenset(FeatureKeywords.__annotations__)
 _RETURN_LSE = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual", "return_aux")
 
 #: What to write here, by keywords of flash-attn, PyTorch, JAX, xFormers, FlashInfer, cuDNN and Transformers.
@@ -87,7 +87,7 @@ def check_keywords(function: Callable, given: Mapping[str, object]) -> None:
     if given.keys() <= _FEATURES:
         return
     unknown = next(name for name in given if name not in _FEATURES)
-    keywords = [*_own_keywords(function), *FeatureOptions.__annotations__]
+    keywords = [*_own_keywords(function), *FeatureKeywords.__annotations__]
     hint = _hint(function, unknown, given[unknown], keywords)
     all_of_them = f"The keywords of {_public_name(function)} are {', '.join(keywords)}"
     raise TypeError(f"unexpected keyword argument {unknown!r}{hint} {all_of_them}")

@@ -46,7 +46,7 @@ class Sequence(NamedTuple):
         return self.seqlen_k - self.seqlen_q
 
 
-def sequences_of(problem: AttentionProblem, options: Mapping[str, object]) -> list[Sequence]:
+def sequences_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Sequence]:
     """The sequences of a problem. For packed ones this reads the offsets, on the host.
 
     Raises
@@ -54,12 +54,12 @@ def sequences_of(problem: AttentionProblem, options: Mapping[str, object]) -> li
     ValueError
         Offsets do not grow, leave the arrays, or are further apart than max_seqlen_q or max_seqlen_k.
     """
-    features = problem.features
-    if features.num_sequences is None:
+    settings = problem.settings
+    if settings.num_sequences is None:
         queries, keys = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
         return [Sequence(batch, batch, queries, keys) for batch in range(problem.batch)]
-    queries = _rows("q", options["cu_seqlens_q"], problem.seqlen_q, features.max_seqlen_q)
-    keys = _rows("k", options["cu_seqlens_k"], problem.seqlen_k, features.max_seqlen_k)
+    queries = _rows("q", keywords["cu_seqlens_q"], problem.seqlen_q, settings.max_seqlen_q)
+    keys = _rows("k", keywords["cu_seqlens_k"], problem.seqlen_k, settings.max_seqlen_k)
     return [Sequence(number, 0, *rows) for number, rows in enumerate(zip(queries, keys, strict=True))]
 
 

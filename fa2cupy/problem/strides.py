@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .features import ARRAY_FEATURES, OFFSETS
+from .features import FEATURES, feature_arrays
 
 __all__ = ["AnyStrides", "ScoreStrides", "Strides", "contiguous_score_strides", "feature_strides", "score_strides"]
 
@@ -51,7 +51,8 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
     return elements(batch, heads, queries, keys), elements(heads, queries, keys), elements(queries, keys), elements(keys)
 
 
-def feature_strides(features: Mapping[str, object]) -> dict[str, ScoreStrides]:
-    """Strides of all arrays of features that lie over scores, by name."""
-    given = {name: features[name] for name in ARRAY_FEATURES if features.get(name) is not None}
-    return {name: score_strides(name, array) for name, array in given.items() if name not in OFFSETS}
+def feature_strides(keywords: Mapping[str, object]) -> dict[str, ScoreStrides]:
+    """Strides of all arrays of features that lie over scores, by name; `keywords` may have others."""
+    arrays = {name: array for feature in FEATURES.values() for name, array in feature.arrays.items()}
+    given = feature_arrays(keywords)
+    return {name: score_strides(name, array) for name, array in given.items() if arrays[name].is_over_scores}

@@ -227,12 +227,12 @@ class Case:
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
         """The shrunk problem with the lengths and the window of this one."""
         if self.feature != "packed":
-            window = attention.features.window if self.window is None else (self.window, 0)
-            features = dataclasses.replace(attention.features, window=window)
-            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen, features=features)
+            window = attention.settings.window if self.window is None else (self.window, 0)
+            features = dataclasses.replace(attention.settings, window=window)
+            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen, settings=features)
         longest = int(np.diff(_offsets(self.problem)).max())
-        features = dataclasses.replace(attention.features, max_seqlen_q=longest, max_seqlen_k=longest)
-        return dataclasses.replace(attention, seqlen_q=self.problem.batch * self.problem.seqlen, features=features)
+        features = dataclasses.replace(attention.settings, max_seqlen_q=longest, max_seqlen_k=longest)
+        return dataclasses.replace(attention, seqlen_q=self.problem.batch * self.problem.seqlen, settings=features)
 
     def __str__(self) -> str:
         return f"{self.feature} {self.problem}"

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
-from fa2cupy.problem.features import ARRAY_FEATURES, OFFSETS
+from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.gpu.tensor_maps import encode_arguments
@@ -81,7 +81,7 @@ class Launch:
         if name in ("k", "v", "dk", "dv"):
             heads, rows = heads // self.values["heads_per_group"], self._rows("k")
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        if name in (*ARRAY_FEATURES, "dbias_accum"):
+        if name in (*ARRAY_KEYWORDS, "dbias_accum"):
             dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
             strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
             sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))

@@ -28,7 +28,7 @@ KINDS = (
     ("float32", 64),
     ("float64", 80),
 )
-#: Features whose kernels are compiled together, and what they are called on.
+#: FeatureSettings whose kernels are compiled together, and what they are called on.
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 
@@ -36,7 +36,7 @@ FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32
 def main() -> None:
     """Every kernel, and those of the features."""
     plain()
-    with_features()
+    with_settings()
     packed()
     cupy.cuda.Device().synchronize()
 
@@ -55,7 +55,7 @@ def plain() -> None:
                 fa2cupy.backward(q, k, v, o, lse, do, causal=causal, method=method, family=family)
 
 
-def with_features() -> None:
+def with_settings() -> None:
     """Every feature, with its gradient if it has one."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     for (dtype, head_dim), names in itertools.product(FEATURE_KINDS, FEATURES):
