@@ -3,13 +3,13 @@
 from ._version import __version__
 from .ahead import precompile
 from .api import backward, delta, forward
-from .jit.cache import clear_cache
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
+from .families.tile import TileConfig
 from .inspection import info, legal_configs
+from .jit.cache import clear_cache
 from .lengths import cu_seqlens
 from .settings import cache_dir, configure_logging
-from .families.tile import TileConfig
 
 __all__ = [
     "KernelCompileError",

@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from .problem.arguments import check_bool
-from .jit.cache import cached_kernel
-from .plan.specs import default_specs
-from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
-from .jit.compiler import CompiledKernel
 from .families.device import DeviceInfo, current_device
-from .system.progress import progress as progress_bar
-from .jit.spec import KernelSpec
 from .families.tile import TileConfig
+from .jit.cache import cached_kernel
+from .jit.compiler import CompiledKernel
+from .jit.spec import KernelSpec
+from .plan.specs import default_specs
+from .problem.arguments import check_bool
+from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .system.progress import progress as progress_bar
 
 __all__ = ["precompile"]
 

@@ -20,7 +20,10 @@ __all__ = ["backward", "delta", "forward"]
 
 @takes_features
 def forward(
-    q, k, v, *,
+    q,
+    k,
+    v,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -171,7 +174,13 @@ def delta(o, do, *, layout: str = "bshd", out=None):
 
 @takes_features
 def backward(
-    q, k, v, o, lse, do, *,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     delta=None,

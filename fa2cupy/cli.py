@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from ._version import __version__
 from .ahead import precompile
-from .jit.cache import clear_cache
-from .problem.choices import CALL_KEYWORDS
 from .demo import run_demo
 from .errors import UnsupportedProblemError
 from .inspection import info
+from .jit.cache import clear_cache
+from .problem.choices import CALL_KEYWORDS
 from .settings import cache_dir
 
 __all__ = ["main", "run_command"]
@@ -52,7 +52,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fa2cupy", description="FlashAttention-2 for CuPy and NumPy arrays.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fa2cupy", description="FlashAttention-2 for CuPy and NumPy arrays."
+    )
     parser.add_argument("--version", action="version", version=f"fa2cupy {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -69,9 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     ahead.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], metavar="N")
     ahead.add_argument("--head-dim-v", type=int, metavar="N", help="columns of v where they are not those of q and k")
     ahead.add_argument(
-        "--features", nargs="*", action="append", metavar="NAME",
+        "--features",
+        nargs="*",
+        action="append",
+        metavar="NAME",
         help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_KEYWORDS)}",
-    )  # fmt: skip
+    )
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)
 
@@ -99,7 +104,9 @@ def _precompile(options: argparse.Namespace) -> int:
         print(f"fa2cupy: interrupted; what is compiled so far is kept in {cache_dir()}", file=sys.stderr)
         return _INTERRUPTED
     for kernel in kernels:
-        print(f"{kernel.symbol:<72}{kernel.registers:4} registers{kernel.spill_bytes:5} bytes spilled {kernel.seconds:6.2f} s")
+        print(
+            f"{kernel.symbol:<72}{kernel.registers:4} registers{kernel.spill_bytes:5} bytes spilled {kernel.seconds:6.2f} s"
+        )
     print(f"{len(kernels)} kernels in {cache_dir()}")
     return 0
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .api import backward, forward
+from .families.tile import TileConfig
 from .problem.arguments import check_bool
 from .problem.feature_checks import extra_gradients
 from .problem.keywords import check_keywords, takes_features
-from .families.tile import TileConfig
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -21,7 +21,10 @@ __all__ = ["attention"]
 
 @takes_features
 def attention(
-    q, k, v, *,
+    q,
+    k,
+    v,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",

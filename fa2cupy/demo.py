@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import api
-from .jit.cache import cached_kernel
-from .jit.compiler import nvrtc_version
 from .cpu.calls import default_tile
-from .families.device import DeviceInfo
 from .errors import KernelCompileError
 from .families.choice import FAMILIES
-from .inspection import default_specs
-from .testing import Comparison, Expectation, check_delta, make_inputs
+from .families.device import DeviceInfo
 from .families.operations import TILED
+from .inspection import default_specs
+from .jit.cache import cached_kernel
+from .jit.compiler import nvrtc_version
+from .testing import Comparison, Expectation, check_delta, make_inputs
 
 __all__ = ["run_demo"]
 
@@ -77,7 +77,11 @@ def run_demo(device: str = "auto") -> int:
         print(f"{info.name} ({info.arch}), NVRTC {'.'.join(map(str, nvrtc_version()))}")
         supported = [dtype for one in FAMILIES for dtype in one.dtypes if one.supports("forward", dtype, info)]
         return _print_table(list(dict.fromkeys(supported)), cupy, info)
-    print("The NumPy backend, as asked." if device == "cpu" else f"No GPU here ({reason}): the NumPy backend runs instead.")
+    print(
+        "The NumPy backend, as asked."
+        if device == "cpu"
+        else f"No GPU here ({reason}): the NumPy backend runs instead."
+    )
     return _print_table(["float32", "float64", "float16", "bfloat16"], np, None) or _show_toolchain()
 
 
@@ -109,7 +113,9 @@ def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[
     product = 2 * size["batch"] * size["num_heads"] * size["seqlen_q"] ** 2 * size["head_dim"] / (2 if causal else 1)
     clock = _host_milliseconds if info is None else _device_milliseconds
 
-    def row(operation: str, call: Callable, comparisons: tuple, products: int, method: str | None = None) -> _Measurement:
+    def row(
+        operation: str, call: Callable, comparisons: tuple, products: int, method: str | None = None
+    ) -> _Measurement:
         kernels, seconds = _kernels(operation, dtype, size["head_dim"], causal, method, info)
         return _Measurement(
             f"{operation} {method or ''}", dtype, causal, kernels, comparisons, seconds, clock(call), products * product

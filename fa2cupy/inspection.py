@@ -6,16 +6,16 @@ import platform
 from importlib import metadata
 
 from ._version import __version__
-from .jit.cache import cache_state
-from .plan.specs import default_specs
-from .problem.choices import check_dtype, check_head_dim
-from .jit.compiler import nvrtc_version
-from .families.device import DeviceInfo, current_device
 from .errors import KernelCompileError
 from .families.choice import FAMILIES, choose_family
-from .settings import tuning_file
+from .families.device import DeviceInfo, current_device
 from .families.operations import TILED
 from .families.tile import TileConfig
+from .jit.cache import cache_state
+from .jit.compiler import nvrtc_version
+from .plan.specs import default_specs
+from .problem.choices import check_dtype, check_head_dim
+from .settings import tuning_file
 
 __all__ = ["default_specs", "info", "legal_configs"]
 
@@ -90,7 +90,6 @@ def info() -> dict[str, object]:
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
         "families": {one.name: one.dtypes for one in FAMILIES},
     }
-
 
 
 def _version(distribution: str) -> str | None:

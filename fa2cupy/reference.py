@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .problem.arguments import array_backend, check_array
 from .numerics.arrays import device_context
-from .problem.feature_checks import extra_gradients
 from .numerics.formulas import Formulas
-from .problem.keywords import check_keywords
+from .problem.arguments import array_backend, check_array
 from .problem.checks import problem_from_arrays, problem_from_outputs
+from .problem.feature_checks import extra_gradients
+from .problem.keywords import check_keywords
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -35,7 +35,10 @@ __all__ = [
 
 
 def forward(
-    q, k, v, *,
+    q,
+    k,
+    v,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -54,9 +57,7 @@ def forward(
     lse : ndarray of float64, shape (batch, num_heads, seqlen_q)
     """
     check_keywords(forward, keywords)
-    problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
-    )
+    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
 
@@ -80,7 +81,13 @@ def delta(o, do, *, layout: str = "bshd"):
 
 
 def backward(
-    q, k, v, o, lse, do, *,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -105,9 +112,7 @@ def backward(
         Those that were asked for.
     """
     check_keywords(backward, keywords)
-    problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
-    )
+    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
         check_array(name, array, shape, array.dtype, "q")
@@ -117,7 +122,10 @@ def backward(
 
 
 def baseline_forward(
-    q, k, v, *,
+    q,
+    k,
+    v,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -141,15 +149,17 @@ def baseline_forward(
     the dtype of q, and so are P and dS before they enter one. NumPy and CuPy differ by the order of sums only.
     """
     check_keywords(baseline_forward, keywords)
-    problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
-    )
+    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
     with device_context(q):
         return Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype).forward(q, k, v)
 
 
 def baseline_backward(
-    q, k, v, do, *,
+    q,
+    k,
+    v,
+    do,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -172,9 +182,7 @@ def baseline_backward(
         Those that were asked for.
     """
     check_keywords(baseline_backward, keywords)
-    problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
-    )
+    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink)
     with device_context(q):
         formulas = Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype)
@@ -182,7 +190,13 @@ def baseline_backward(
 
 
 def gradient_noise(
-    q, k, v, o, lse, do, *,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
@@ -209,9 +223,7 @@ def gradient_noise(
         multiplied with the machine epsilon of the sums.
     """
     check_keywords(gradient_noise, keywords)
-    problem = problem_from_arrays(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords
-    )
+    problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
     extra = extra_gradients(keywords, return_dbias, return_dsink)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)

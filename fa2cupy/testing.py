@@ -43,8 +43,8 @@ import numpy as np
 from . import reference
 from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
-from .problem.keywords import check_keywords
 from .problem.checks import problem_from_arrays, problem_from_outputs
+from .problem.keywords import check_keywords
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -78,9 +78,18 @@ class Expectation:
     """
 
     def __init__(
-        self, q, k, v, do=None, *, dlse=None, causal: bool = False, softmax_scale: float | None = None,
-        layout: str = "bshd", **keywords: Unpack[FeatureKeywords],
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        do=None,
+        *,
+        dlse=None,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        layout: str = "bshd",
+        **keywords: Unpack[FeatureKeywords],
+    ):
         check_keywords(type(self), keywords)
         options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options

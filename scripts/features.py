@@ -192,7 +192,13 @@ class FeatureBenchmark:
         return candidates
 
     def _candidate(
-        self, name: str, case: Case, operation: str, sets: list[Tensors], options: list[dict], family: str | None,
+        self,
+        name: str,
+        case: Case,
+        operation: str,
+        sets: list[Tensors],
+        options: list[dict],
+        family: str | None,
         method: str,
     ) -> Candidate:
         """A call on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", nargs="+", choices=STEPS, default=[])
     parser.add_argument("--processes", type=positive_int, default=1, metavar="N", help="for the tests; default: 1")
     parser.add_argument("--out", help="folder for the results")
-    parser.add_argument("--cache", metavar="FOLDER", help="for compiled kernels; default: an empty one, deleted at the end")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="for compiled kernels; default: an empty one, deleted at the end"
+    )
     parser.add_argument("--verify", metavar="CHECK_JSON", help="only compare a receipt's digest with this checkout")
     options = parser.parse_args(arguments)
     if options.verify:
@@ -93,7 +95,9 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     path = folder / "check.json"
     before = _receipt_of(receipt, path)
     steps = {
-        "tests": functools.partial(_run_tests, markers=("gpu and not large", "gpu and large"), processes=options.processes),
+        "tests": functools.partial(
+            _run_tests, markers=("gpu and not large", "gpu and large"), processes=options.processes
+        ),
         "isolated": functools.partial(
             _run_tests, markers=("gpu and not large",), processes=options.processes, more=("--isolate",)
         ),
@@ -206,8 +210,8 @@ def _run_benchmark(folder: Path) -> str:
 def _passed(receipt: dict) -> bool:
     suites, sanitizers = (receipt["tests"], receipt["isolated"]), receipt["sanitizers"]
     return (
-        all(suite == "skipped" or isinstance(suite, dict) and suite["failed"] == 0 for suite in suites)
-        and (sanitizers == "skipped" or isinstance(sanitizers, dict) and all(map(_CLEAN.match, sanitizers.values())))
+        all(suite == "skipped" or (isinstance(suite, dict) and suite["failed"] == 0) for suite in suites)
+        and (sanitizers == "skipped" or (isinstance(sanitizers, dict) and all(map(_CLEAN.match, sanitizers.values()))))
         and receipt["benchmark"] in ("passed", "skipped")
     )
 

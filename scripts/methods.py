@@ -75,7 +75,9 @@ def measure(gpu: Gpu, problem: Problem, rng: random.Random) -> dict[str, object]
         A gradient is wrong.
     """
     ours = Fa2cupy(gpu)
-    sets = [gpu.tensors(problem, seed) for seed in range(sets_beyond_cache(3 * problem.tensor_bytes, gpu.info.l2_bytes))]
+    sets = [
+        gpu.tensors(problem, seed) for seed in range(sets_beyond_cache(3 * problem.tensor_bytes, gpu.info.l2_bytes))
+    ]
     check = HeadCheck(gpu.xp, problem, sets[0])
     for method in METHODS:
         check.verify(method)

@@ -47,17 +47,17 @@ from common.plots import can_plot, heat_map
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.cli import run_command
-from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.choice import choose, choose_family, family_named
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import TILED
+from fa2cupy.families.tile import TileConfig
+from fa2cupy.families.tuning import save_tuned_tile
 from fa2cupy.gpu.launch import bind_plan
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.plan.stages import Plan
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
-from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.families.operations import TILED
-from fa2cupy.families.tile import TileConfig
-from fa2cupy.families.tuning import save_tuned_tile
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
 MODEL_DIM = 2048
@@ -327,7 +327,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = compile_rows(specs, device, options.jobs)
     stamp = {"gpu": device.name if gpu else "", "date": datetime.date.today().isoformat()}
     name = f"sweep-{options.operation}-{options.dtype}-d{problem.head_dim}-s{problem.seqlen}"
-    path = results_folder(device.name if gpu else device.arch, options.out) / f"{name}{'-causal' if options.causal else ''}.csv"
+    path = (
+        results_folder(device.name if gpu else device.arch, options.out)
+        / f"{name}{'-causal' if options.causal else ''}.csv"
+    )
     try:
         if gpu:
             time_rows(gpu, problem, rows, options.rounds)
@@ -349,7 +352,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
-        save_tuned_tile(spec.operation, family_named(spec.family), spec.dtype, spec.head_dim, spec.causal, device, spec.tile)
+        save_tuned_tile(
+            spec.operation, family_named(spec.family), spec.dtype, spec.head_dim, spec.causal, device, spec.tile
+        )
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)
         return 1

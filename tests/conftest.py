@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 import fa2cupy
-from fa2cupy.jit import cache
-from fa2cupy.jit import entries
-from fa2cupy.system import folders
 from fa2cupy.families import tuning
+from fa2cupy.jit import cache, entries
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.source import KernelSource
+from fa2cupy.system import folders
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 

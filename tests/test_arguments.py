@@ -121,7 +121,9 @@ def test_lengths_that_tiles_cannot_count_are_not_supported(side):
 
     longest = 2**31 - 2**16
     assert getattr(problem(longest), f"seqlen_{side}") == longest
-    with pytest.raises(UnsupportedProblemError, match=f"^{side}: sequences of up to {longest} rows .*, got {longest + 1}"):
+    with pytest.raises(
+        UnsupportedProblemError, match=f"^{side}: sequences of up to {longest} rows .*, got {longest + 1}"
+    ):
         problem(longest + 1)
 
 

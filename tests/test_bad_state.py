@@ -12,10 +12,10 @@ from support import CHECKOUT
 
 import fa2cupy
 from fa2cupy import TileConfig
-from fa2cupy.jit import entries
-from fa2cupy.gpu import launch
-from fa2cupy.jit.compiler import compile_source, nvrtc_build
 from fa2cupy.errors import KernelCompileError, KernelLaunchError
+from fa2cupy.gpu import launch
+from fa2cupy.jit import entries
+from fa2cupy.jit.compiler import compile_source, nvrtc_build
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
 
@@ -117,7 +117,7 @@ def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, is
     import cupy
 
     def missing():
-        raise RuntimeError('CuPy failed to load libnvrtc.so.12')
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12")
 
     monkeypatch.setattr(nvrtc, "getVersion", missing)
     monkeypatch.setattr(cupy, "__version__", "13.6.0")
@@ -185,7 +185,9 @@ def test_info_answers_without_a_gpu(no_gpu):
     assert answer["nvrtc"][0].isdigit()
 
 
-@pytest.mark.parametrize("call", (lambda: fa2cupy.legal_configs("forward"), fa2cupy.precompile), ids=("legal", "precompile"))
+@pytest.mark.parametrize(
+    "call", (lambda: fa2cupy.legal_configs("forward"), fa2cupy.precompile), ids=("legal", "precompile")
+)
 def test_without_a_gpu_what_needs_one_says_how_to_do_without(no_gpu, call):
     with pytest.raises(RuntimeError, match="arch") as caught:
         call()

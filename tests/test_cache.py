@@ -19,16 +19,15 @@ from support.recorded_warnings import warnings_of
 
 import fa2cupy
 from fa2cupy import TileConfig
-from fa2cupy.jit import cache
-from fa2cupy.jit import entries
-from fa2cupy.system import folders
 from fa2cupy.gpu import launch
+from fa2cupy.jit import cache, entries
 from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import CompiledKernel, compile_source, nvrtc_build, nvrtc_version
 from fa2cupy.jit.entries import clear_folder
-from fa2cupy.settings import cache_dir, tuning_file
 from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.settings import cache_dir, tuning_file
+from fa2cupy.system import folders
 
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 
@@ -337,7 +336,8 @@ def test_processes_that_race_for_an_entry_all_get_it_and_leave_it_whole(isolated
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.Queue()
     racers = [
-        context.Process(target=compile_when_all_are_ready, args=(str(isolated_cache), barrier, results)) for _ in range(3)
+        context.Process(target=compile_when_all_are_ready, args=(str(isolated_cache), barrier, results))
+        for _ in range(3)
     ]
     for racer in racers:
         racer.start()
@@ -546,9 +546,7 @@ def test_a_dump_folder_that_takes_nothing_is_one_warning_and_no_failure(obstacle
     else:
         folder.mkdir()
         real = os.replace
-        monkeypatch.setattr(
-            folders.os, "replace", lambda a, b: full_disk() if Path(b).parent == folder else real(a, b)
-        )
+        monkeypatch.setattr(folders.os, "replace", lambda a, b: full_disk() if Path(b).parent == folder else real(a, b))
     monkeypatch.setenv("FA2CUPY_DUMP_DIR", str(folder))
     (message,) = warnings_of(lambda: [cached_kernel(SPEC), cached_kernel(OTHER)])
     assert compilations == [SPEC, OTHER]
@@ -566,7 +564,9 @@ def test_a_dump_does_not_follow_a_link_that_somebody_has_put_there(compilations,
     assert precious.read_text() == "mine"
 
 
-COMPILE_ONE = "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[])"
+COMPILE_ONE = (
+    "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[])"
+)
 
 
 def test_the_log_says_what_is_compiled_when_asked_and_is_silent_otherwise(run_python, tmp_path):

@@ -136,7 +136,9 @@ def test_kernels_are_chosen_once_for_a_call(monkeypatch, dtype, copied):
     from fa2cupy.gpu import prepare
 
     calls = []
-    monkeypatch.setattr(prepare, "choose", lambda call, *rest, **options: calls.append(call) or choose(call, *rest, **options))
+    monkeypatch.setattr(
+        prepare, "choose", lambda call, *rest, **options: calls.append(call) or choose(call, *rest, **options)
+    )
     q, k, v, do = (gapped(x) if copied else place(x) for x in inputs_of(dtype, num_heads=2, num_heads_kv=2))
     with fake_gpu(monkeypatch):
         for _ in range(2):

@@ -17,20 +17,20 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from ptxsim.tensor_map import driver_tensor_map  # noqa: E402
-from support import plans  # noqa: E402
-from support.feature_cases import accumulator, numbers  # noqa: E402
-from support.launch_record import stage_values  # noqa: E402
-from support.simulator import compiled_module  # noqa: E402
+from ptxsim.tensor_map import driver_tensor_map
+from support import plans
+from support.feature_cases import accumulator, numbers
+from support.launch_record import stage_values
+from support.simulator import compiled_module
 
-from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.families.device import DeviceInfo  # noqa: E402
-from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS, FeatureSettings  # noqa: E402
-from fa2cupy.plan.stages import Stage  # noqa: E402
-from fa2cupy.problem.attention import AttentionProblem  # noqa: E402
-from fa2cupy.jit.source import render_kernel  # noqa: E402
-from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
-from fa2cupy.gpu.tensor_maps import encode_arguments  # noqa: E402
+from fa2cupy import TileConfig, reference
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.jit.source import render_kernel
+from fa2cupy.plan.stages import Stage
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS, FeatureSettings
+from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
 
@@ -55,7 +55,9 @@ class Far:
         self.addresses: dict[str, int] = {}
         self._pieces: dict[str, list[tuple[tuple, int]]] = {}
 
-    def put(self, name: str, part: np.ndarray, offset: int, strides: tuple | None = None, *, result: bool = False) -> None:
+    def put(
+        self, name: str, part: np.ndarray, offset: int, strides: tuple | None = None, *, result: bool = False
+    ) -> None:
         """`part` lies `offset` elements behind the start of its array, with these strides in elements or contiguous."""
         strides = tuple(stride * part.itemsize for stride in strides) if strides else part.strides
         start = self.addresses.setdefault(name, _REACH * (1 + len(self.addresses))) + offset * part.itemsize
@@ -89,7 +91,9 @@ class Far:
             ((_, front[name]),) = self._pieces[name]
             front[name] = bytes(driver_tensor_map(*encode_arguments(layout, front[name])))
         record = spec.params.pointer_packer.pack(*front.values()) + stage.constants
-        compiled_module(text, spec.arch).launch(spec.symbol, 1, stage.threads, [record], spec.shared_memory_bytes, self.memory)
+        compiled_module(text, spec.arch).launch(
+            spec.symbol, 1, stage.threads, [record], spec.shared_memory_bytes, self.memory
+        )
 
 
 def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
@@ -122,7 +126,9 @@ class Case:
                 features, num_sequences=BATCH, max_seqlen_q=rows, max_seqlen_k=rows, arrays=(*features.arrays, *OFFSETS)
             )
         sizes = (batch, total, total, HEADS, HEADS, head_dim)
-        self.problem = AttentionProblem(dtype, *sizes, False, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features)
+        self.problem = AttentionProblem(
+            dtype, *sizes, False, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features
+        )
         # Rows are far apart, too, where nothing but the kernel multiplies by strides.
         row, head = (head_dim, total * head_dim) if name == "sm90" else (HEADS * head_dim, head_dim)
         strides = (0 if packed else HEADS * total * head_dim, row, head)
@@ -136,7 +142,9 @@ class Case:
         for name, (array, own) in self.arrays.items():
             axes = [axis for axis in (2, 3) if own[axis]]
             part = array.reshape([rows for _ in axes] or 1)
-            self.far.put(name, part, (BATCH - 1) * own[0] + (HEADS - 1) * own[1], tuple(own[axis] for axis in axes) or None)
+            self.far.put(
+                name, part, (BATCH - 1) * own[0] + (HEADS - 1) * own[1], tuple(own[axis] for axis in axes) or None
+            )
         if packed:
             for name in OFFSETS:
                 self.far.put(name, np.arange(0, total + 1, rows, dtype="int32"), 0)
@@ -149,7 +157,11 @@ class Case:
                 self.far.put(name, array.reshape(-1), self._end - array.size, result=results)
             else:
                 batch, row, head = self.strides["q"]
-                at = (self.problem.batch - 1) * batch + (self.problem.seqlen_q - array.shape[2]) * row + (HEADS - 1) * head
+                at = (
+                    (self.problem.batch - 1) * batch
+                    + (self.problem.seqlen_q - array.shape[2]) * row
+                    + (HEADS - 1) * head
+                )
                 self.far.put(name, array[0, 0], at, (row, 1), result=results)
 
     def run(self, stages: Iterable[Stage]) -> None:
@@ -159,7 +171,9 @@ class Case:
                     self.far.run(stage, block)
 
     def expectation(self, dlse: np.ndarray | None = None) -> Expectation:
-        return Expectation(*self.inputs, dlse=dlse, layout="bhsd", **{name: array for name, (array, _) in self.arrays.items()})
+        return Expectation(
+            *self.inputs, dlse=dlse, layout="bhsd", **{name: array for name, (array, _) in self.arrays.items()}
+        )
 
     def results(self, **like: np.ndarray) -> dict[str, np.ndarray]:
         parts = {name: array[0, 0] if array.ndim == 4 else array.reshape(-1) for name, array in like.items()}
@@ -200,12 +214,19 @@ class Case:
             like["dsink"] = np.zeros(1, wide)
         if "dbias" in self.more:
             bias, strides = self.arrays["bias"]
-            self.far.put("dbias_accum", np.zeros(bias.shape, wide), (BATCH - 1) * strides[0] + (HEADS - 1) * strides[1], strides[2:])
+            self.far.put(
+                "dbias_accum",
+                np.zeros(bias.shape, wide),
+                (BATCH - 1) * strides[0] + (HEADS - 1) * strides[1],
+                strides[2:],
+            )
         self.run(plan.stages)
         results = self.results(**like)
         if "dbias" in self.more:
             results["dbias"] = self.far.take("dbias_accum", np.zeros(bias.shape, wide))
-        self.expectation(dlse).check(spec=method, **{n: x.astype(bias.dtype) if n == "dbias" else x for n, x in results.items()})
+        self.expectation(dlse).check(
+            spec=method, **{n: x.astype(bias.dtype) if n == "dbias" else x for n, x in results.items()}
+        )
 
 
 def over_scores(name: str) -> dict[str, tuple[np.ndarray, tuple]]:

@@ -12,10 +12,10 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError
 from fa2cupy.families import choice as families
-from fa2cupy.problem import strides
-from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
 from fa2cupy.jit.params import param_layout
+from fa2cupy.problem import strides
 from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
 from fa2cupy.problem.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
 
@@ -251,7 +251,9 @@ def settings_of(**options) -> FeatureSettings:
 
 
 def test_every_feature_has_its_row_and_its_numbers():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {"seed"}
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {
+        "seed"
+    }
     only_kernels = {"wide_bias", "dbias", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
@@ -354,7 +356,9 @@ def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted)
     """Strides of (batch, head, query, key), 0 where the array repeats, whatever it says of an axis of length 1."""
     array = np.zeros(shape, bool if "mask" in name else "float32")
     assert strides.score_strides(name, array) == wanted
-    assert strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(2 * n for n in wanted)
+    assert strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(
+        2 * n for n in wanted
+    )
     if name == "bias":
         assert strides.contiguous_score_strides(shape) == wanted
 
@@ -417,7 +421,6 @@ def test_kernels_refuse_a_feature_that_they_do_not_have(launched, without_featur
 def test_kernels_refuse_packed_sequences(launched, without_features):
     from support.fake_cupy import place
     from support.fake_gpu import forward
-
 
     q, k, v, _ = (place(array[0]) for array in inputs_of("float16", batch=1))
     offsets = {name: place(array) for name, array in OFFSETS.items()}

@@ -11,19 +11,21 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.fake_cupy import place  # noqa: E402
-from support.fake_gpu import backward, forward  # noqa: E402
-from support.fake_gpu import delta as run_delta  # noqa: E402
-from support.feature_cases import accumulator, numbers, options_of  # noqa: E402
-from support.simulator import simulated_gpu  # noqa: E402
-from support.strided_arrays import gapped, reversed_columns, shifted  # noqa: E402
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.fake_gpu import delta as run_delta
+from support.feature_cases import accumulator, numbers, options_of
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped, reversed_columns, shifted
 
-from fa2cupy import TileConfig, UnsupportedProblemError  # noqa: E402
-from fa2cupy.problem import philox  # noqa: E402
-from fa2cupy.gpu import signatures  # noqa: E402
-from fa2cupy.problem import softcap  # noqa: E402
-from fa2cupy.testing import Expectation, make_inputs  # noqa: E402
-from fa2cupy.families.operations import TILED  # noqa: E402
+from fa2cupy import TileConfig, UnsupportedProblemError
+from fa2cupy.families.operations import TILED
+from fa2cupy.gpu import signatures
+from fa2cupy.problem import (
+    philox,
+    softcap,
+)
+from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
 
@@ -394,7 +396,9 @@ class TestPackedSequences:
         offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
         rows = [int(ends[-1]) + behind for ends in offsets]
         inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
-        for x, of_queries in zip(inputs, (True, False, False, True), strict=True):  # what is of no sequence reaches nothing
+        for x, of_queries in zip(
+            inputs, (True, False, False, True), strict=True
+        ):  # what is of no sequence reaches nothing
             x[:before], x[offsets[not of_queries][-1] :] = np.nan, np.nan
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
@@ -428,12 +432,16 @@ class TestPackedSequences:
         longest = LONGEST[name.split()[0]]
         inputs, offsets = self.draw(name, before=AHEAD[name.split()[0]], behind=2)
         firsts = [np.asarray(x[:-1]) for x in offsets.values()]
-        lengths = [np.minimum(np.diff(x), most) for x, most in zip(map(np.asarray, offsets.values()), longest, strict=True)]
+        lengths = [
+            np.minimum(np.diff(x), most) for x, most in zip(map(np.asarray, offsets.values()), longest, strict=True)
+        ]
         of_queries, of_keys = (
             np.concatenate([first + np.arange(n) for first, n in zip(*side, strict=True)])
             for side in zip(firsts, lengths, strict=True)
         )
-        rows = {name: of_keys if name in ("k", "v", "dk", "dv") else of_queries for name in ("q", "k", "v", "do", *RESULTS)}
+        rows = {
+            name: of_keys if name in ("k", "v", "dk", "dv") else of_queries for name in ("q", "k", "v", "do", *RESULTS)
+        }
         alone = tuple(place(x[rows[n]]) for n, x in zip(("q", "k", "v", "do"), inputs, strict=True))
         for n, x in zip(("q", "k", "v", "do"), inputs, strict=True):
             x[np.isin(np.arange(len(x)), rows[n], invert=True)] = np.nan
@@ -501,7 +509,8 @@ class TestBeforeHopper:
     @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("name", "row"),
-        [("sm80", row) for row in ("window", *SCORES)] + [("sm80 wide", row) for row in ("softcap", "bias", "mask", "dropout")],
+        [("sm80", row) for row in ("window", *SCORES)]
+        + [("sm80 wide", row) for row in ("softcap", "bias", "mask", "dropout")],
     )
     def test_each_feature(self, on_ampere, name, row):
         lengths = (40, 64) if row == "bias" else (37, 53)  # dbias in pairs, and an element at a time
@@ -571,7 +580,12 @@ class TestStridedArrays:
             own = {"method": "two_pass", "config": config_of("simt")}
             o, lse = forward(q, k, v, config=config_of("simt"))
             dlse, delta = dlse_like((q,)), run_delta(o, do)
-            cases = ({"lse": view(lse)}, {"dlse": view(dlse)}, {"delta": view(delta)}, {"delta": view(delta), "dlse": view(dlse)})
+            cases = (
+                {"lse": view(lse)},
+                {"dlse": view(dlse)},
+                {"delta": view(delta)},
+                {"delta": view(delta), "dlse": view(dlse)},
+            )
             for given in cases:
                 expected = Expectation(q, k, v, do, dlse=given.get("dlse"))
                 gradients = backward(q, k, v, o, given.pop("lse", lse), do, **given, **own)
@@ -585,7 +599,12 @@ class TestHiddenByMasks:
     @pytest.mark.sample(family=("simt", "sm80", "sm90"), causal=(True,))
     @pytest.mark.parametrize(
         ("family", "causal"),
-        [(name, causal) for name in WITH_OWN_SCORES for causal in (False, True) if name[:4] != "sm90" or causal == (name == "sm90")],
+        [
+            (name, causal)
+            for name in WITH_OWN_SCORES
+            for causal in (False, True)
+            if name[:4] != "sm90" or causal == (name == "sm90")
+        ],
         indirect=["family"],
     )
     def test_rows_and_the_tiles_at_either_end_of_a_row(self, family, causal):
@@ -608,7 +627,9 @@ class TestHiddenByMasks:
                 expected.check(spec=method, **results)
                 if method == "forward":
                     assert np.isneginf(results["lse"][0, 0, hidden]).all()
-                assert not any(np.asarray(results[key][:, hidden], "float32").any() for key in results.keys() & {"o", "dq"})
+                assert not any(
+                    np.asarray(results[key][:, hidden], "float32").any() for key in results.keys() & {"o", "dq"}
+                )
 
     @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("row", ["padding", "bias"])
@@ -704,7 +725,9 @@ class TestGradients:
             launched.clear()
             gradients = backward(q, k, v, o, lse, do, delta=delta, dlse=dlse, **own)
             assert "delta" not in [stage.spec.operation for stage in launched]
-            Expectation(q, k, v, do, dlse=dlse, causal=True).check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+            Expectation(q, k, v, do, dlse=dlse, causal=True).check(
+                **dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+            )
             with pytest.raises(ValueError, match="^dlse: expected shape"):
                 backward(q, k, v, o, lse, do, delta=delta, dlse=place(numbers((1, 1, 20), "float32")), **own)
 

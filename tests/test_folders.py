@@ -20,10 +20,10 @@ from support.recorded_warnings import warnings_of
 import fa2cupy
 from fa2cupy import TileConfig
 from fa2cupy.jit import cache
-from fa2cupy.system import folders
 from fa2cupy.jit.cache import cached_kernel, entry_path
-from fa2cupy.system.folders import UntrustedError, read_file, replace_file, trusted_folder, why_untrusted
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.system import folders
+from fa2cupy.system.folders import UntrustedError, read_file, replace_file, trusted_folder, why_untrusted
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files belong to nobody here")
 

@@ -16,7 +16,9 @@ METHODS = ("single_pass", "two_pass")
 
 def inputs_of(dtype: str, **options) -> tuple:
     """Inputs on the GPU."""
-    return make_inputs(dtype, **{"batch": 2, "seqlen_q": 130, "seqlen_k": 150, "num_heads": 4, "num_heads_kv": 2} | options, xp=cp)
+    return make_inputs(
+        dtype, **{"batch": 2, "seqlen_q": 130, "seqlen_k": 150, "num_heads": 4, "num_heads_kv": 2} | options, xp=cp
+    )
 
 
 def gradients(q, k, v, do, **options) -> tuple:
@@ -177,7 +179,9 @@ def test_a_shift_of_all_scores_moves_lse_alone(dtype):
     """One more column, constant in the keys, adds the same to every score of a row."""
     q, k, v, _ = inputs_of(dtype, head_dim=63)
     plain, lse = fa2cupy.forward(q, k, v, softmax_scale=0.1)
-    wider = [cp.concatenate([x, cp.full((*x.shape[:-1], 1), c, x.dtype)], -1) for x, c in ((q, 2.0), (k, 5.0), (v, 0.0))]
+    wider = [
+        cp.concatenate([x, cp.full((*x.shape[:-1], 1), c, x.dtype)], -1) for x, c in ((q, 2.0), (k, 5.0), (v, 0.0))
+    ]
     moved, moved_lse = fa2cupy.forward(*wider, softmax_scale=0.1)
     tolerance = 2e-5 if dtype == "float32" else 1e-13
     assert float(abs(moved[..., :63] - plain).max()) < tolerance

@@ -9,17 +9,17 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.fake_cupy import FakeArray, current_device, place  # noqa: E402
-from support.fake_gpu import backward, fake_gpu, forward  # noqa: E402
-from support.fake_gpu import delta as run_delta  # noqa: E402
-from support.strided_arrays import gapped, packed, shifted  # noqa: E402
+from support.fake_cupy import FakeArray, current_device, place
+from support.fake_gpu import backward, fake_gpu, forward
+from support.fake_gpu import delta as run_delta
+from support.strided_arrays import gapped, packed, shifted
 
-from fa2cupy import TileConfig  # noqa: E402
-from fa2cupy.families import sm90  # noqa: E402
-from fa2cupy.families.sm80 import SM80  # noqa: E402
-from fa2cupy.gpu import prepare, prepared, signatures  # noqa: E402
-from fa2cupy.problem.attention import AttentionProblem  # noqa: E402
-from fa2cupy.testing import Expectation, check_delta, make_inputs  # noqa: E402
+from fa2cupy import TileConfig
+from fa2cupy.families import sm90
+from fa2cupy.families.sm80 import SM80
+from fa2cupy.gpu import prepare, prepared, signatures
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 METHODS = ("single_pass", "two_pass")
 
@@ -54,14 +54,23 @@ def test_any_strides_and_head_dims_reach_the_kernels_right(launched, dtype, head
 
 @pytest.mark.parametrize(
     ("view", "head_dim", "dtype", "copied"),
-    ((place, 64, "float16", False), (packed, 64, "float16", False), (place, 59, "float32", False), (shifted, 64, "float32", False),
-     (shifted, 64, "float16", True), (gapped, 64, "float32", True), (place, 59, "float16", True)),
+    (
+        (place, 64, "float16", False),
+        (packed, 64, "float16", False),
+        (place, 59, "float32", False),
+        (shifted, 64, "float32", False),
+        (shifted, 64, "float16", True),
+        (gapped, 64, "float32", True),
+        (place, 59, "float16", True),
+    ),
 )
 def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch, view, head_dim, dtype, copied):
     q, k, v, _ = (view(x) for x in inputs_of(dtype, head_dim=head_dim))
     addresses = []
     original = prepared.KernelCall._run
-    monkeypatch.setattr(prepared.KernelCall, "_run", lambda self, arrays, at: addresses.extend(at[:3]) or original(self, arrays, at))
+    monkeypatch.setattr(
+        prepared.KernelCall, "_run", lambda self, arrays, at: addresses.extend(at[:3]) or original(self, arrays, at)
+    )
     forward(q, k, v)
     assert (addresses != [x.data.ptr for x in (q, k, v)]) == copied
 
@@ -279,7 +288,9 @@ def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, 
     delta = run_delta(o, arrays[3])
     subtracted = []
     monkeypatch.setattr(
-        FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
+        FakeArray,
+        "__sub__",
+        lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
         raising=False,
     )
     origins(launched, monkeypatch, arrays, stream=77, capturing={77}, delta=delta, dlse=lse)
@@ -383,7 +394,9 @@ def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current
     archs = ("sm_90", "sm_80")
     held = []
     original = prepared.KernelCall._run
-    monkeypatch.setattr(prepared.KernelCall, "_run", lambda self, arrays, at: held.append(arrays) or original(self, arrays, at))
+    monkeypatch.setattr(
+        prepared.KernelCall, "_run", lambda self, arrays, at: held.append(arrays) or original(self, arrays, at)
+    )
     with fake_gpu(monkeypatch, archs) as launched:
         cupy = prepare.cupy
         monkeypatch.setattr(cupy, "stream", 70)
@@ -407,7 +420,9 @@ def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current
 def test_a_given_delta_and_dlse_are_subtracted_on_their_device(monkeypatch):
     subtracted = []
     monkeypatch.setattr(
-        FakeArray, "__sub__", lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
+        FakeArray,
+        "__sub__",
+        lambda a, b: subtracted.append(place(np.subtract(a.view(np.ndarray), b))) or subtracted[-1],
         raising=False,
     )
     with fake_gpu(monkeypatch, ("sm_90", "sm_80")):
@@ -423,7 +438,8 @@ def test_each_thread_makes_the_device_known_to_the_driver_once_before_it_launche
     original = prepared.KernelCall._run
     monkeypatch.setattr(prepared.runtime, "free", lambda pointer: events.append(("free", threading.get_ident())))
     monkeypatch.setattr(
-        prepared.KernelCall, "_run",
+        prepared.KernelCall,
+        "_run",
         lambda self, arrays, at: events.append(("run", threading.get_ident())) or original(self, arrays, at),
     )
     q, k, v, _ = inputs_of()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 
 import fa2cupy
-from fa2cupy.problem import philox
-from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.choice import FAMILIES
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.problem import philox
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -225,7 +225,9 @@ def test_packed_sequences_are_captured_in_a_graph():
         assert cp.array_equal(result, wanted)
 
 
-@pytest.mark.parametrize("wrong", [(0, 500, 20, 850), (-7, 90, 15, 400), (3, 10, 2**31 - 1, 600), (900, 950, 990, 1200)])
+@pytest.mark.parametrize(
+    "wrong", [(0, 500, 20, 850), (-7, 90, 15, 400), (3, 10, 2**31 - 1, 600), (900, 950, 990, 1200)]
+)
 def test_offsets_that_lie_do_not_stop_the_device(wrong):
     q, k, v, do = (x[0] for x in draw("float16", (850, 850), 64, batch=1))
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cp.asarray(wrong, dtype="int32"))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy.jit.cache import cached_kernel
-from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.choice import FAMILIES
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.inspection import default_specs
+from fa2cupy.jit.cache import cached_kernel
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -192,7 +192,9 @@ def test_scores_that_keep_growing_leave_the_first_reference(dtype, head_dim, mag
 def test_rows_without_a_visible_key(dtype):
     q, k, v, do = draw(dtype, (200, 70), (2, 1), 64)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
-    assert not cp.any(o[:, :130]) and bool(cp.all(lse[..., :130] == -cp.inf)) and bool(cp.all(cp.isfinite(lse[..., 130:])))
+    assert (
+        not cp.any(o[:, :130]) and bool(cp.all(lse[..., :130] == -cp.inf)) and bool(cp.all(cp.isfinite(lse[..., 130:])))
+    )
     for method in METHODS:
         dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method)
         assert not cp.any(dq[:, :130])
@@ -206,7 +208,9 @@ def test_nan_and_infinity_come_out_as_nan(dtype, bad, where):
     q, k, v, do = draw(dtype, (140, 140), (1, 1), 64, batch=1)
     if where == "q":
         q[0, 100, 0, 3] = bad
-        k[..., 3] = abs(k[..., 3])  # scores of the row are +inf or NaN, not -inf, which would be a number's right answer
+        k[..., 3] = abs(
+            k[..., 3]
+        )  # scores of the row are +inf or NaN, not -inf, which would be a number's right answer
     else:
         k[0, 100, 0, 3] = bad
         q[..., 3] = abs(q[..., 3]) + cp.asarray(0.1).astype(q.dtype)

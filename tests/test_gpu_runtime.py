@@ -14,7 +14,7 @@ from fa2cupy.gpu import tensor_maps as tma
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
-from fa2cupy.gpu import signatures  # noqa: E402  (which imports CuPy)
+from fa2cupy.gpu import signatures
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,10 @@ def bits(array):
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
-    both = {method: fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method) for method in ("single_pass", "two_pass")}
+    both = {
+        method: fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method)
+        for method in ("single_pass", "two_pass")
+    }
     # What single_pass adds up atomically is not promised: dq of 16-bit data, dk and dv of the others.
     promised = (1, 2) if dtype in ("float16", "bfloat16") else (0,)
     different = cp.zeros((), "int64")

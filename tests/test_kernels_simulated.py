@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.fake_cupy import place  # noqa: E402
-from support.fake_gpu import backward, forward  # noqa: E402
-from support.fake_gpu import delta as run_delta  # noqa: E402
-from support.launch_record import stage_values  # noqa: E402
-from support.simulated_problems import (  # noqa: E402
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.fake_gpu import delta as run_delta
+from support.launch_record import stage_values
+from support.simulated_problems import (
     FEW_MULTIPROCESSORS,
     HALF,
     HOPPER,
@@ -27,13 +27,13 @@ from support.simulated_problems import (  # noqa: E402
     jumping,
     small_tiles,
 )
-from support.simulator import simulated_gpu  # noqa: E402
-from support.strided_arrays import gapped, packed, shifted  # noqa: E402
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped, packed, shifted
 
-from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.families.device import DeviceInfo  # noqa: E402
-from fa2cupy.testing import Expectation, check_delta  # noqa: E402
-from fa2cupy.families.choice import FAMILIES  # noqa: E402
+from fa2cupy import TileConfig, reference
+from fa2cupy.families.choice import FAMILIES
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.testing import Expectation, check_delta
 
 pytestmark = pytest.mark.simulated
 
@@ -103,7 +103,9 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
 def rows_of_the_table() -> list:
     """(operation, family, dtype, head_dim, tile) of each row, without repetitions."""
     cases = {}
-    every_row = ((family, operation, row) for family in FAMILIES for operation, rows in family.tiles.items() for row in rows)
+    every_row = (
+        (family, operation, row) for family in FAMILIES for operation, rows in family.tiles.items() for row in rows
+    )
     for family, operation, row in every_row:
         dtype = row.dtypes[0] if row.dtypes else "float16"
         # It limits registers, which the interpreter does not.
@@ -489,7 +491,9 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
         launched.clear()
         results.append(backward(q, k, v, o, lse, do, method=method, **options))
         expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), results[-1], strict=True)))
-        stages = [stage.spec for stage in launched if stage.spec.operation in ("backward", "backward_dkdv", "convert_dq")]
+        stages = [
+            stage.spec for stage in launched if stage.spec.operation in ("backward", "backward_dkdv", "convert_dq")
+        ]
         assert stages and {spec.family for spec in stages} == {family}
     return results
 
@@ -498,7 +502,13 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal"),
     [("float16", head_dim, causal) for head_dim in (64, 256) for causal in (False, True)]
-    + [("float16", 8, False), ("float16", 40, True), ("float16", 59, False), ("float16", 128, True), ("float16", 160, False)]
+    + [
+        ("float16", 8, False),
+        ("float16", 40, True),
+        ("float16", 59, False),
+        ("float16", 128, True),
+        ("float16", 160, False),
+    ]
     + [("bfloat16", 96, False), ("bfloat16", 136, True)],
 )
 def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
@@ -561,7 +571,9 @@ def test_head_groups_in_the_hopper_backward(on_hopper, head_dim, heads, layout, 
 
 @pytest.mark.sample(view=(shifted,))
 @pytest.mark.parametrize(
-    ("head_dim", "view"), ((72, packed), (72, shifted), (200, joined), (200, gapped)), ids=lambda x: getattr(x, "__name__", x)
+    ("head_dim", "view"),
+    ((72, packed), (72, shifted), (200, joined), (200, gapped)),
+    ids=lambda x: getattr(x, "__name__", x),
 )
 def test_strided_arrays_in_the_hopper_backward(on_hopper, head_dim, view):
     q, k, v, do = draw("float16", (70, 140), head_dim, batch=2, view=view)
@@ -758,7 +770,9 @@ def test_what_is_no_operand_of_a_product_is_not_rounded(on_hopper, dtype, family
     baseline = reference.baseline_forward(*inputs[:3])[0], *reference.baseline_backward(*inputs)
     o, lse = reference.forward(*inputs[:3])
     wanted = o, *reference.backward(*inputs[:3], o, lse, inputs[3])
-    for name, limit, *arrays in zip(("o", "dq", "dk", "dv"), ROUNDED_ONCE[dtype], results, baseline, wanted, strict=True):
+    for name, limit, *arrays in zip(
+        ("o", "dq", "dk", "dv"), ROUNDED_ONCE[dtype], results, baseline, wanted, strict=True
+    ):
         ours, theirs, right = (x.astype("float64") for x in arrays)
         ratio = np.linalg.norm(ours - right) / np.linalg.norm(theirs - right)
         wider = 1.2 if (family, dtype, name) == ("sm80", "float16", "dk") else 1

@@ -11,13 +11,12 @@ import pytest
 from support import plans
 
 from fa2cupy import TileConfig
-from fa2cupy.gpu import counters
-from fa2cupy.gpu import launch
-from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.gpu import counters, launch
+from fa2cupy.jit.compiler import CompiledKernel
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Stage
 from fa2cupy.problem.checks import problem_from_arrays
-from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
@@ -58,7 +57,9 @@ class FakeDriver:
         monkeypatch.setattr(cupy.cuda.driver, "funcSetAttribute", lambda *given: self.attributes.append(given))
         monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda *arguments: self.launch(*arguments))
         monkeypatch.setattr(
-            launch, "cached_kernel", lambda spec: CompiledKernel(spec.symbol, spec.symbol.encode(), 24, 0, 8, "the log", 0.5)
+            launch,
+            "cached_kernel",
+            lambda spec: CompiledKernel(spec.symbol, spec.symbol.encode(), 24, 0, 8, "the log", 0.5),
         )
 
 
@@ -138,7 +139,9 @@ def test_a_launch_has_the_grid_the_block_and_the_shared_memory_of_its_stage(driv
 def test_a_launch_takes_its_own_addresses_from_among_all(driver):
     launched = []
     driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
-    launch.BoundStage(stage_of("sm_80"), {"q": 5, "k": 3, "v": 2, "o": 6, "lse": 1, "workspace": 4})([1, 2, 3, 4, 5, 6, 7], 0)
+    launch.BoundStage(stage_of("sm_80"), {"q": 5, "k": 3, "v": 2, "o": 6, "lse": 1, "workspace": 4})(
+        [1, 2, 3, 4, 5, 6, 7], 0
+    )
     assert launched == [(6, 4, 3, 7, 2)]
 
 

@@ -17,15 +17,13 @@ from pathlib import Path
 import pytest
 
 from fa2cupy import TileConfig
-from fa2cupy.jit import cache
-from fa2cupy.jit import compiler
-from fa2cupy.gpu import counters
-from fa2cupy.gpu import launch
-from fa2cupy.system import locks
+from fa2cupy.gpu import counters, launch
+from fa2cupy.jit import cache, compiler
 from fa2cupy.jit.cache import cached_kernel, entry_path
-from fa2cupy.system.locks import ForkGate, file_lock, new_lock
 from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.system import locks
+from fa2cupy.system.locks import ForkGate, file_lock, new_lock
 
 SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 OTHER = dataclasses.replace(SPEC, head_dim=32)

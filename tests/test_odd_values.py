@@ -24,6 +24,8 @@ FAMILIES = {
         ("backward", "backward_dkdv"), TileConfig(32, 32, 4, 2))),
     "sm90": ("bfloat16", 64, {"forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 64, 12, 2)}),
 }  # fmt: skip
+
+
 def on(*names: str):
     """The families that a test runs on."""
     marks = {name: () if name.startswith("numpy") else pytest.mark.simulated for name in names}

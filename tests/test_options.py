@@ -75,13 +75,19 @@ def test_attention_hands_every_keyword_on(both, value, return_lse):
     of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}
     assert options.keys() == of_forward | of_backward, "a keyword that attention does not have, or has for itself"
     assert both["forward"].arguments == {"q": "q", "k": "k", "v": "v", **{n: options[n] for n in of_forward}}
-    for call, dlse in ((lambda: backprop("do"), None), (lambda: backprop("do", "dlse"), "dlse"), (lambda: backprop("do", dlse="x"), "x")):
+    for call, dlse in (
+        (lambda: backprop("do"), None),
+        (lambda: backprop("do", "dlse"), "dlse"),
+        (lambda: backprop("do", dlse="x"), "x"),
+    ):
         assert call() == "the gradients"
         arrays = {"q": "q", "k": "k", "v": "v", "o": "the o", "lse": "the lse", "do": "do", "dlse": dlse}
         assert both["backward"].arguments == {**arrays, **{n: options[n] for n in of_backward}}
 
 
-@pytest.mark.parametrize("function", (closure.attention, api.forward, api.backward), ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", (closure.attention, api.forward, api.backward), ids=lambda function: function.__name__
+)
 def test_a_keyword_that_the_functions_share_has_the_same_default_in_each(function):
     for one in inspect.signature(function).parameters.values():
         for other in (api.forward, api.backward):
@@ -97,7 +103,9 @@ def test_the_backends_are_called_with_every_argument_under_its_name(operation, m
     public = getattr(api, operation)
     spy = Spy(getattr(cpu, operation), "the results")
     monkeypatch.setattr(api, "backend_of", lambda name, array: types.SimpleNamespace(**{operation: spy}))
-    arrays = [name for name, one in inspect.signature(public).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    arrays = [
+        name for name, one in inspect.signature(public).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
     options = {name: Option(name) for name in keywords_of(public)}
     assert public(*arrays, **options) == "the results"
     wanted = {**{name: name for name in arrays}, **options}

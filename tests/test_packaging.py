@@ -23,11 +23,17 @@ pytestmark = pytest.mark.skipif(not (CHECKOUT / "setup.cfg").is_file(), reason="
 
 
 def files_of(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def has_setuptools() -> bool:
-    return importlib.util.find_spec("setuptools") is not None and int(metadata.version("setuptools").split(".")[0]) >= 77
+    return (
+        importlib.util.find_spec("setuptools") is not None and int(metadata.version("setuptools").split(".")[0]) >= 77
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,18 @@ def wheel(source_tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     # Where setuptools is not at hand, pip fetches it.
     isolation = ["--no-build-isolation"] if has_setuptools() else []
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, *isolation, source_tree]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        folder,
+        *isolation,
+        source_tree,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode and re.search("No matching distribution found for setuptools", result.stderr):
         pytest.skip("neither setuptools>=77 nor a package index is at hand to build with")
@@ -162,7 +179,9 @@ for dtype in ("float16", "float32"):
             print(render_kernel(spec).digest)
 """
     )
-    assert len(set(output.split())) == len(output.split()) - 2  # both methods have the same delta kernel, in both dtypes
+    assert (
+        len(set(output.split())) == len(output.split()) - 2
+    )  # both methods have the same delta kernel, in both dtypes
 
 
 def test_installed_wheel_attends_on_numpy_arrays(run_installed):

@@ -12,17 +12,17 @@ import pytest
 from support import plans
 
 from fa2cupy import TileConfig
-from fa2cupy.jit.compiler import compile_source
-from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import UnsupportedProblemError
-from fa2cupy.problem.features import FeatureSettings
+from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
+from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.params import param_layout
+from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
-from fa2cupy.jit.source import KernelSource, render_kernel
-from fa2cupy.families.operations import TILED
+from fa2cupy.problem.features import FeatureSettings
 
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -110,14 +110,20 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
 
 
 def packed(**changes) -> dict[str, object]:
-    settings = FeatureSettings(num_sequences=5, max_seqlen_q=90, max_seqlen_k=120, arrays=("cu_seqlens_q", "cu_seqlens_k"))
+    settings = FeatureSettings(
+        num_sequences=5, max_seqlen_q=90, max_seqlen_k=120, arrays=("cu_seqlens_q", "cu_seqlens_k")
+    )
     return {"batch": 1, "settings": dataclasses.replace(settings, **changes)}
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
     clear, stage = forward_plan(family=family, causal=True, **packed()).stages
-    assert (clear.spec.operation, clear.spec.family, clear.blocks) == ("clear_forward", "common", -(-300 // clear.threads))
+    assert (clear.spec.operation, clear.spec.family, clear.blocks) == (
+        "clear_forward",
+        "common",
+        -(-300 // clear.threads),
+    )
     values = record(stage)
     assert values["num_tiles"] == 300 // stage.spec.tile.b_r + 5 and values["batch"] == 1
     wanted = {"max_seqlen_q": 90, "max_seqlen_k": 120, "total_q": 300, "total_k": 500, "num_sequences": 5}
@@ -126,7 +132,9 @@ def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
         plan = backward_plan(method, causal=True, **packed())
         assert operations(plan)[:2] == ["delta", "clear_backward"]
         assert plan.cleared == (("dq_accum",) if method == "single_pass" else ())
-        assert all(record(s)["num_tiles"] == 300 // s.spec.tile.b_r + 5 for s in plan.stages if "dq" in s.spec.operation)
+        assert all(
+            record(s)["num_tiles"] == 300 // s.spec.tile.b_r + 5 for s in plan.stages if "dq" in s.spec.operation
+        )
 
 
 def test_maps_of_packed_sequences_are_those_of_any_lengths():
@@ -157,7 +165,9 @@ def with_gradients(dtype: str, method: str) -> Plan:
     return plans.backward_plan(of_call, H100, WITH_SCORES, method, extras=("dlse", "dbias", "dsink"))
 
 
-@pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
+@pytest.mark.parametrize(
+    ("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")]
+)
 def test_each_stage_has_the_features_that_are_its_own(dtype, method):
     """dlse goes into delta, a sink into lse and its own gradient; dbias is added up where a block owns query tiles."""
     scores = {"window", "bias"}
@@ -169,12 +179,16 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
         "backward_dkdv": scores,
     }
     plan = with_gradients(dtype, method)
-    assert {stage.spec.operation: set(stage.spec.features) for stage in plan.stages} == {op: wanted[op] for op in operations(plan)}
+    assert {stage.spec.operation: set(stage.spec.features) for stage in plan.stages} == {
+        op: wanted[op] for op in operations(plan)
+    }
     forward = plans.forward_plan(problem(settings=FeatureSettings(arrays=("sink",))), H100, WITH_SCORES)
     assert [stage.spec.features for stage in forward.stages] == [("sink",)]
 
 
-@pytest.mark.parametrize(("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")])
+@pytest.mark.parametrize(
+    ("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")]
+)
 def test_what_gradients_are_added_to_is_cleared(dtype, method):
     wanted = {"dk", "dv", "dbias_accum"} if method == "single_pass" else {"dbias_accum"}
     assert set(with_gradients(dtype, method).cleared) == wanted
@@ -226,7 +240,9 @@ def lengths_in(stage: Stage) -> tuple[int, int] | None:
 @pytest.mark.parametrize(("dtype", "method"), packed_calls())
 def test_offsets_of_one_element_are_no_sequence_and_what_is_left_is_cleared(dtype, method):
     stages = packed_stages(dtype, method, {"q": [0], "k": [0]})
-    assert [stage.spec.operation for stage in stages] == (["clear_forward"] if method is None else ["delta", "clear_backward"])
+    assert [stage.spec.operation for stage in stages] == (
+        ["clear_forward"] if method is None else ["delta", "clear_backward"]
+    )
     clear = stages[-1]
     assert record(clear)["num_sequences"] == 0
     assert clear.blocks * clear.threads >= (TOTALS["q"] if method is None else max(TOTALS.values()))
@@ -265,19 +281,33 @@ def test_the_longest_length_is_what_was_promised_and_at_most_the_total(dtype, me
 @pytest.mark.parametrize(("dtype", "method"), packed_calls())
 def test_there_are_tiles_for_sequences_of_any_lengths(dtype, method):
     """Each begins with a tile of its own, so that there are most tiles for many of one row more than tiles have."""
-    for ends in ([0, 400], [0, 1, 400], [*range(401)], [0, 129, 129, 258, 387, 400], [*range(0, 390, 65), 400], [0, 0, 400]):
+    for ends in (
+        [0, 400],
+        [0, 1, 400],
+        [*range(401)],
+        [0, 129, 129, 258, 387, 400],
+        [*range(0, 390, 65), 400],
+        [0, 0, 400],
+    ):
         offsets = {"q": ends, "k": [end if end < 400 else 600 for end in ends]}
         for stage in packed_stages(dtype, method, offsets):
             values = record(stage)
             if stage.spec.operation not in TILED and stage.spec.operation != "convert_dq":
                 continue
-            by_keys = stage.spec.operation == "backward_dkdv" or (stage.spec.operation == "backward" and dtype == "float16")
+            by_keys = stage.spec.operation == "backward_dkdv" or (
+                stage.spec.operation == "backward" and dtype == "float16"
+            )
             side, rows = ("k", stage.spec.tile.b_c) if by_keys else ("q", stage.spec.tile.b_r)
             needed = sum(-(-(b - a) // rows) for a, b in itertools.pairwise(offsets[side]))
             assert needed <= values["num_tiles"] <= needed + len(ends)
 
 
-ODD_STRIDES = {"reversed": (8000, -800, 80), "unaligned": (8000, 804, 80), "broadcast": (8000, 800, 0), "far": (2**39, 800, 80)}
+ODD_STRIDES = {
+    "reversed": (8000, -800, 80),
+    "unaligned": (8000, 804, 80),
+    "broadcast": (8000, 800, 0),
+    "far": (2**39, 800, 80),
+}
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "o"))
@@ -335,7 +365,10 @@ def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
     assert plans.backward_plan(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
     # An array that only another kernel of the call has tensor maps of: all of them are of one family.
     strides = {**STRIDES, "dk": (8000, -800, 80)}
-    assert {s.spec.family for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {"common", "sm80"}
+    assert {s.spec.family for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {
+        "common",
+        "sm80",
+    }
     strides = {**STRIDES, "o": (8000, -800, 80)}
     assert plans.backward_plan(problem(), H100, strides, "two_pass").stages[1].spec.family == "sm90"
 
@@ -454,7 +487,11 @@ def test_nothing_grows_with_the_product_of_the_lengths():
 # ---------------------------------------------------------------------------------------------------------- empty problems
 
 
-EMPTY = {"batch": {"batch": 0}, "heads": {"num_heads": 0, "num_heads_kv": 0}, "queries and keys": {"seqlen_q": 0, "seqlen_k": 0}}
+EMPTY = {
+    "batch": {"batch": 0},
+    "heads": {"num_heads": 0, "num_heads_kv": 0},
+    "queries and keys": {"seqlen_q": 0, "seqlen_k": 0},
+}
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -540,7 +577,11 @@ def test_under_a_mask_a_section_has_whole_groups_by_the_columns_of_their_heads()
     for head_dim, groups in ((64, 64), (128, 32), (256, 16)):
         (stage,) = forward_plan(device, head_dim=head_dim, **many).stages
         assert record(stage)["heads_per_section"] == 4 * groups
-        by_keys = {s.spec.operation: s for m in ("single_pass", "two_pass") for s in backward_plan(m, device, head_dim=head_dim, **many).stages}
+        by_keys = {
+            s.spec.operation: s
+            for m in ("single_pass", "two_pass")
+            for s in backward_plan(m, device, head_dim=head_dim, **many).stages
+        }
         assert record(by_keys["backward_dq"])["heads_per_section"] == 4 * groups
         assert record(by_keys["backward_dkdv"])["heads_per_section"] == groups // 2
         assert record(by_keys["backward"])["heads_per_section"] == groups // 8
@@ -568,7 +609,14 @@ def test_where_no_size_divides_the_groups_the_last_section_misses_little(groups)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (2**20, 1), (2**20, 0), (0, 2**20), (1, 2**20)])
 def test_block_arithmetic_stays_in_32_bits(arch, seqlen_q, seqlen_k):
     device = DeviceInfo.named(arch)
-    changes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": True, "num_heads": 64, "num_heads_kv": 1, "head_dim": 8}
+    changes = {
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "causal": True,
+        "num_heads": 64,
+        "num_heads_kv": 1,
+        "head_dim": 8,
+    }
     for plan in (
         forward_plan(device, **changes),
         backward_plan("two_pass", device, **changes),

@@ -29,10 +29,10 @@ from common.measure import Candidate, Problem
 
 from fa2cupy import legal_configs
 from fa2cupy.families import tuning
-from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.tile import TileConfig
+from fa2cupy.jit.spec import KernelSpec
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="compiling needs CuPy")
@@ -212,7 +212,19 @@ def test_benchmark_aborts_rows_with_wrong_results(small_benchmark, tmp_path, mon
 
     monkeypatch.setattr(check.HeadCheck, "verify", verify)
     monkeypatch.setattr(measure, "Gpu", FakeGpu)
-    arguments = "--dtypes float16 --head-dims 64 --seqlens 64 --rounds 1 --sections speed --peers".split()
+    arguments = [
+        "--dtypes",
+        "float16",
+        "--head-dims",
+        "64",
+        "--seqlens",
+        "64",
+        "--rounds",
+        "1",
+        "--sections",
+        "speed",
+        "--peers",
+    ]
     assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 1
     assert "WRONG: float16 d=64 seqlen=64" in capsys.readouterr().err
     assert {row["operation"] for row in measure.read_csv(tmp_path / "benchmark.csv")} == {"forward", "two_pass"}
@@ -279,7 +291,9 @@ def test_methods_from_checks_to_files(small_methods, tmp_path):
     assert [(row["tokens"], row["seqlen"], row["batch"]) for row in rows[::2]] == [
         ("32", "32", "1"), ("64", "32", "2"), ("64", "64", "1"),
     ]  # fmt: skip
-    assert {row["ratio"] for row in rows} == {"1"} and {row["default"] for row in rows} == {"two_pass"}  # sequences are short
+    assert {row["ratio"] for row in rows} == {"1"} and {row["default"] for row in rows} == {
+        "two_pass"
+    }  # sequences are short
     assert (tmp_path / "methods.png").exists() == HAS_MATPLOTLIB
     if HAS_MATPLOTLIB:
         (tmp_path / "methods.png").unlink()
@@ -366,7 +380,7 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
     monkeypatch.setattr(measure, "Gpu", FakeGpu)
     monkeypatch.setattr(features, "FlexAttention", FakeFlex)
     monkeypatch.setattr(FakeFlex, "factor", 2)
-    arguments = "--features softcap alibi --head-dims 32 --seqlens 256 --rounds 1".split()
+    arguments = ["--features", "softcap", "alibi", "--head-dims", "32", "--seqlens", "256", "--rounds", "1"]
     assert features.main([*arguments, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert "WRONG: softcap bfloat16 d=32 seqlen=256" in told and "torch flex: result 0 differs" in told
@@ -408,9 +422,7 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
             case = case.shrunk()
         with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
             q, k, v, do = map(place, case.inputs(np))
-            options = {
-                name: place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()
-            }
+            options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()}
             o, lse = fake_gpu.forward(q, k, v, family=family, **options)
             if operation == "backward":
                 launched.clear()
@@ -459,10 +471,19 @@ def test_csv_round_trip_and_summary(tmp_path):
     path = tmp_path / "benchmark.csv"
     measure.write_csv(path, benchmark.COLUMNS, rows)
     assert benchmark.summary(measure.read_csv(path)) == benchmark.summary(rows)
-    assert (
-        benchmark.summary(rows)[0].split()
-        == "torch flash forward float16 d=64 worst 2.00 median 2.00 (4 sizes)".split()
-    )
+    assert benchmark.summary(rows)[0].split() == [
+        "torch",
+        "flash",
+        "forward",
+        "float16",
+        "d=64",
+        "worst",
+        "2.00",
+        "median",
+        "2.00",
+        "(4",
+        "sizes)",
+    ]
 
 
 def test_the_table_has_speeds_and_the_ratios_measured_beside_them():
@@ -621,9 +642,25 @@ def test_scripts_find_the_package_of_a_bare_checkout_from_anywhere(script, packa
 
 @needs_cupy
 def test_sweep_for_a_named_architecture(tmp_path, capsys):
-    arguments = (
-        "--arch sm_80 --operation forward --head-dim 64 --b-r 64 --b-c 64 --warps 4 --stages 1 2 --blocks 1".split()
-    )
+    arguments = [
+        "--arch",
+        "sm_80",
+        "--operation",
+        "forward",
+        "--head-dim",
+        "64",
+        "--b-r",
+        "64",
+        "--b-c",
+        "64",
+        "--warps",
+        "4",
+        "--stages",
+        "1",
+        "2",
+        "--blocks",
+        "1",
+    ]
     assert sweep.main([*arguments, "--jobs", "2", "--out", str(tmp_path)]) == 0
     rows = measure.read_csv(tmp_path / "sweep-forward-float16-d64-s4096.csv")
     assert [(row["b_r"], row["b_c"], row["num_warps"], row["num_stages"]) for row in rows] == [
@@ -780,7 +817,24 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(sweep, "compile_all", lambda specs, jobs, advance: [Report(registers=128)] * len(specs))
     monkeypatch.setattr(sweep, "TOKENS", {"float16": 96})
     monkeypatch.setattr(sweep, "MODEL_DIM", 64)
-    filters = "--b-r 32 64 --b-c 32 64 --stages 1 --blocks 1 --seqlen 48 --head-dim 64 --save --warps".split()
+    filters = [
+        "--b-r",
+        "32",
+        "64",
+        "--b-c",
+        "32",
+        "64",
+        "--stages",
+        "1",
+        "--blocks",
+        "1",
+        "--seqlen",
+        "48",
+        "--head-dim",
+        "64",
+        "--save",
+        "--warps",
+    ]
     warps = "2" if operation in ("forward", "backward_dq") else "4"
     assert sweep.main(["--operation", operation, "--family", "sm80", *filters, warps, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.csv")

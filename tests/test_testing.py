@@ -270,7 +270,9 @@ class TestRootMeanSquare:
     )
     def test_another_rounding_fails(self, dtype, broken, name):
         expected, results = self.results(dtype, broken)
-        with pytest.raises(AssertionError, match=rf"^{name}: error .*\n  (root mean square .* % of the allowed|problem)"):
+        with pytest.raises(
+            AssertionError, match=rf"^{name}: error .*\n  (root mean square .* % of the allowed|problem)"
+        ):
             expected.check(**{name: results[name]})
 
     def test_of_a_peaked_softmax_the_given_o_has_most_of_the_error(self):
@@ -281,7 +283,9 @@ class TestRootMeanSquare:
         comparisons = Expectation(q, k, v, do).check(dq=dq, dk=dk)
         assert {comparison.rms_allowed for comparison in comparisons.values()} == {np.inf}
 
-    @pytest.mark.parametrize("sizes", [{"seqlen_k": 63}, {"seqlen_q": 1, "seqlen_k": 80, "num_heads": 1, "head_dim": 8}], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [{"seqlen_k": 63}, {"seqlen_q": 1, "seqlen_k": 80, "num_heads": 1, "head_dim": 8}], ids=str
+    )
     def test_few_keys_and_few_errors_have_no_bound(self, sizes):
         q, k, v, _ = make_inputs("float16", **sizes)
         o, _ = fa2cupy.forward(q, k, v)

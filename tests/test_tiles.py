@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from fa2cupy import TileConfig, legal_configs
-from fa2cupy.families import tuning
-from fa2cupy.jit.compiler import compile_source
-from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
+from fa2cupy.families import tuning
 from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
 from fa2cupy.families.choice import choose_tile as choose_tile_of
-from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
-from fa2cupy.problem.attention import AttentionProblem
-from fa2cupy.settings import tuning_file
+from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
+from fa2cupy.families.operations import TILED
+from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.families.operations import TILED
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
 from fa2cupy.problem.options import CallOptions
+from fa2cupy.settings import tuning_file
 
 H100 = DeviceInfo.named("sm_90")
 # GPUs before Ampere, which the simt family serves with less shared memory.
@@ -143,14 +143,18 @@ def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operatio
 
 
 @pytest.mark.parametrize("operation", TILED)
-@pytest.mark.parametrize(("dtype", "arch"), [("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"), ("float64", "sm_86")])
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [("float16", "sm_80"), ("float16", "sm_90"), ("bfloat16", "sm_120"), ("float64", "sm_86")]
+)
 def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(operation, dtype, arch):
     family = choose_family(operation, dtype, DeviceInfo.named(arch)).name
     for head_dim in (40, 128, 256):
         tiles = legal_configs(operation, dtype=dtype, head_dim=head_dim, arch=arch)
         assert len(set(tiles)) == len(tiles) > 0
         device = DeviceInfo.named(arch)
-        assert not [tile for tile in tiles if family_named(family).why_illegal(operation, dtype, head_dim, tile, device)]
+        assert not [
+            tile for tile in tiles if family_named(family).why_illegal(operation, dtype, head_dim, tile, device)
+        ]
         assert choose_tile(operation, family, problem(dtype, head_dim), device) in tiles
 
 
@@ -249,7 +253,11 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 
 
 DROPPED = FeatureSettings(dropout_p=0.5, seed=0)
-CAPPED, WINDOW, SINK = FeatureSettings(softcap=30.0), FeatureSettings(window=(1023, None)), FeatureSettings(arrays=("sink",))
+CAPPED, WINDOW, SINK = (
+    FeatureSettings(softcap=30.0),
+    FeatureSettings(window=(1023, None)),
+    FeatureSettings(arrays=("sink",)),
+)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +284,9 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, TILED):
             if not row.supports(operation, dtype, device):
                 continue
-            for head_dim, causal, features in itertools.product(head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED)):
+            for head_dim, causal, features in itertools.product(
+                head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED)
+            ):
                 call = problem(dtype, head_dim, causal).with_settings(features)
                 try:
                     tile = choose_tile(operation, row.name, call, device)
@@ -449,7 +459,9 @@ def backward_problem(head_dim: int, seqlen_q: int, causal: bool) -> AttentionPro
     return AttentionProblem("float16", 1, seqlen_q, 4096, 2, 2, head_dim, causal, 1.0, "bshd", 4)
 
 
-@pytest.mark.parametrize("problem", [backward_problem(d, n, c) for d in (8, 128, 136) for n in (1, 9999) for c in (False, True)])
+@pytest.mark.parametrize(
+    "problem", [backward_problem(d, n, c) for d in (8, 128, 136) for n in (1, 9999) for c in (False, True)]
+)
 @pytest.mark.parametrize("family", [row.name for row in FAMILIES if "backward" in row.operations])
 def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
     assert choose_method(family, problem, None, True) == choose_method(family, problem, "two_pass", True) == "two_pass"

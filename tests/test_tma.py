@@ -14,11 +14,11 @@ from support import plans
 from support.fake_cupy import place
 from support.fake_gpu import fake_gpu, forward
 
+from fa2cupy.errors import KernelLaunchError
 from fa2cupy.families import sm90
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import counters, launch
 from fa2cupy.gpu import tensor_maps as tma
-from fa2cupy.families.device import DeviceInfo
-from fa2cupy.errors import KernelLaunchError
 from fa2cupy.plan.tensor_maps import TensorLayout, packed_layout, tensor_layout
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.testing import make_inputs
@@ -100,7 +100,9 @@ def driver():
     return pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [(LAYOUT, "FLOAT16"), (PACKED_LAYOUT, "BFLOAT16")], ids=("batch", "packed"))
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(LAYOUT, "FLOAT16"), (PACKED_LAYOUT, "BFLOAT16")], ids=("batch", "packed")
+)
 def test_every_argument_of_the_driver_is_what_the_kernels_rely_on(driver, layout, dtype):
     kind, rank, address, *lists, interleave, swizzle, promotion, fill = tma.encode_arguments(layout, 0x7F0000001230)
     assert kind == getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")

@@ -13,11 +13,11 @@ import pytest
 from fa2cupy import TileConfig
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.system.folders import UntrustedError
-from fa2cupy.system.locks import file_lock
-from fa2cupy.settings import tuning_file
 from fa2cupy.families.sm80 import SM80
 from fa2cupy.families.tuning import save_tuned_tile, tuned_tile
+from fa2cupy.settings import tuning_file
+from fa2cupy.system.folders import UntrustedError
+from fa2cupy.system.locks import file_lock
 
 H100 = DeviceInfo.named("sm_90")
 TILE, OTHER = TileConfig(64, 48, 4), TileConfig(64, 80, 4)

@@ -190,9 +190,7 @@ class TestPackedProjections:
         offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, 20, 21, 47], "int32"))
         dqkv = np.full_like(qkv, np.nan)
         o, lse = fa2cupy.forward(*views, **offsets, causal=True)
-        fa2cupy.backward(
-            *views, o, lse, do, **offsets, causal=True, out=(dqkv[:, :4], dqkv[:, 4:5], dqkv[:, 5:])
-        )
+        fa2cupy.backward(*views, o, lse, do, **offsets, causal=True, out=(dqkv[:, :4], dqkv[:, 4:5], dqkv[:, 5:]))
         results = run((*(view.copy() for view in views), do), **offsets, causal=True)
         np.testing.assert_array_equal(dqkv, np.concatenate([results["dq"], results["dk"], results["dv"]], axis=1))
 

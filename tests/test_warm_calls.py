@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.fake_cupy import FakeArray, current_device, place  # noqa: E402
-from support.fake_gpu import backward, fake_gpu, forward  # noqa: E402
-from support.feature_cases import booleans, numbers  # noqa: E402
-from support.launch_record import Launch  # noqa: E402
-from support.strided_arrays import gapped, shifted  # noqa: E402
+from support.fake_cupy import FakeArray, current_device, place
+from support.fake_gpu import backward, fake_gpu, forward
+from support.feature_cases import booleans, numbers
+from support.launch_record import Launch
+from support.strided_arrays import gapped, shifted
 
-import fa2cupy  # noqa: E402
-from fa2cupy import TileConfig  # noqa: E402
-from fa2cupy.gpu import signatures  # noqa: E402
-from fa2cupy.problem.features import FeatureKeywords  # noqa: E402
+import fa2cupy
+from fa2cupy import TileConfig
+from fa2cupy.gpu import signatures
+from fa2cupy.problem.features import FeatureKeywords
 
 #: As many heads as rows, so that both layouts are legal.
 BATCH, ROWS, HEADS, COLUMNS = 3, 16, 16, 64
@@ -41,7 +41,9 @@ class Calls:
     def of(self, operation: str, arrays: dict, **options) -> list[tuple]:
         """Stages of a call, which of the caller's arrays they were given as they are, and what the results are."""
         self._seen.clear()
-        given = [x for x in (*arrays.values(), *options.values(), *(options.get("out") or ())) if isinstance(x, FakeArray)]
+        given = [
+            x for x in (*arrays.values(), *options.values(), *(options.get("out") or ())) if isinstance(x, FakeArray)
+        ]
         self._callers = {x.ctypes.data for x in given}
         if operation == "forward":
             results = forward(*(arrays[name] for name in ("q", "k", "v")), **options)
@@ -60,7 +62,10 @@ def calls(monkeypatch):
 def arrays_of(dtype: str = "float16", wide: str = "float32") -> dict[str, FakeArray]:
     shape = (BATCH, ROWS, HEADS, COLUMNS)
     names = {"q": shape, "k": shape, "v": shape, "o": shape, "lse": (BATCH, HEADS, ROWS), "do": shape}
-    return {name: place(numbers(shape, wide if name == "lse" else dtype, n)) for n, (name, shape) in enumerate(names.items())}
+    return {
+        name: place(numbers(shape, wide if name == "lse" else dtype, n))
+        for n, (name, shape) in enumerate(names.items())
+    }
 
 
 def packed(arrays: dict[str, FakeArray]) -> dict[str, FakeArray]:
@@ -105,7 +110,9 @@ OPTIONS = {
 SAME = (("sink", "backward"),)
 #: Of backward alone.
 OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "delta", "dlse")
-CASES = [(name, op) for name in OPTIONS for op in ("forward", "backward") if op == "backward" or name not in OF_BACKWARD]
+CASES = [
+    (name, op) for name in OPTIONS for op in ("forward", "backward") if op == "backward" or name not in OF_BACKWARD
+]
 
 
 def test_every_keyword_has_its_case():
@@ -122,7 +129,9 @@ def both_calls(name: str) -> tuple[dict, list[dict]]:
     if name.startswith("cu_seqlens"):  # which must be of equal length
         options[1] = dict.fromkeys(OFFSETS, values[1])
     renamed = [{"scale" if key == "softmax_scale" else key: x for key, x in given.items()} for given in options]
-    return arrays, [{key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()} for given in renamed]
+    return arrays, [
+        {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()} for given in renamed
+    ]
 
 
 @pytest.mark.parametrize(("name", "operation"), CASES)

@@ -66,7 +66,7 @@ def delta(o, do, out, options: CallOptions):
 
 def backward(
     q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object] = _NOTHING
-):  # fmt: skip
+):
     """`fa2cupy.backward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
     optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
@@ -102,7 +102,7 @@ def backward(
 
 
 def _online_softmax(head: Head, q, k, v, b_r: int, b_c: int) -> tuple[np.ndarray, np.ndarray]:
-    """o and lse of one head's rows; `q` comes scaled."""
+    """O and lse of one head's rows; `q` comes scaled."""
     o, lse = np.zeros((len(q), v.shape[1]), q.dtype), np.empty((len(q), 1), q.dtype)
     for queries in head.query_tiles(b_r):
         o_tile = o[queries]
@@ -231,7 +231,9 @@ def _results(request: Request, out, inputs: Mapping[str, np.ndarray]) -> list[np
     """The caller's arrays where there are any, checked, else new ones."""
     given = unpack_out(out, tuple(result.name for result in request.results))
     written = {
-        output_name(result.name): array for result, array in zip(request.results, given, strict=True) if array is not None
+        output_name(result.name): array
+        for result, array in zip(request.results, given, strict=True)
+        if array is not None
     }
     array_backend(inputs, written)
     check_outputs(request.results, given)

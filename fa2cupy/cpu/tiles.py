@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .scores import HeadTerms, ScoreTerms
-from ..problem.features import NO_SETTINGS
 from ..problem.attention import AttentionProblem
+from ..problem.features import NO_SETTINGS
 from ..problem.sequences import Sequence, sequences_of
+from .scores import HeadTerms, ScoreTerms
 
 __all__ = ["Head", "heads_of", "rows", "store"]
 

@@ -85,7 +85,9 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
     if not (deterministic and with_atomics):
         return method
     if method == "single_pass":
-        raise ValueError("method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None")
+        raise ValueError(
+            "method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None"
+        )
     return "two_pass"
 
 
@@ -181,7 +183,9 @@ def choose_tile(
     if requested is not None:
         reason = family.why_illegal(operation, problem.dtype, problem.head_dim, requested, device)
         if reason:
-            raise ValueError(f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}")
+            raise ValueError(
+                f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}"
+            )
         return requested
     tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
     return tuned or family.default_tile(operation, problem, device)

@@ -215,7 +215,9 @@ class Family(ABC):
     def candidate_tiles(self) -> Iterator[TileConfig]:
         """The tiles that a sweep tries, legal or not."""
         warps, stages, blocks_per_sm = (2, 4, 8, 12, 16), (1, 2, 3, 4), (1, 2, 3, 4)
-        return itertools.starmap(TileConfig, itertools.product(self.query_rows, self.key_rows, warps, stages, blocks_per_sm))
+        return itertools.starmap(
+            TileConfig, itertools.product(self.query_rows, self.key_rows, warps, stages, blocks_per_sm)
+        )
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:

@@ -44,8 +44,16 @@ class Operation:
 
 #: What changes the scores, or which of them there are.
 _OF_SCORES = (
-    "window", "softcap", "alibi_slopes", "bias", "wide_bias", "mask", "key_padding_mask", "dropout_p", "cu_seqlens",
-)  # fmt: skip
+    "window",
+    "softcap",
+    "alibi_slopes",
+    "bias",
+    "wide_bias",
+    "mask",
+    "key_padding_mask",
+    "dropout_p",
+    "cu_seqlens",
+)
 
 #: All operations by name. ``backward`` is the one tiled kernel of ``single_pass``, the next two those of ``two_pass``.
 OPERATIONS = {
@@ -96,9 +104,7 @@ OPERATIONS = {
             ("cu_seqlens",),
             num_warps=4,
             is_common=True,
-            record=Record(
-                "dq:output dk:output dv:output", ("dq", "dk", "dv"), (), ("num_heads", "heads_per_group")
-            ),
+            record=Record("dq:output dk:output dv:output", ("dq", "dk", "dv"), (), ("num_heads", "heads_per_group")),
         ),
     )
 }

@@ -35,7 +35,10 @@ _RECORDS = {
         LENGTHS + SCHEDULE,
     ),
     "backward": Record(
-        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS} dq_accum:output_accum", (), SCALES, LENGTHS + SCHEDULE
+        f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS} dq_accum:output_accum",
+        (),
+        SCALES,
+        LENGTHS + SCHEDULE,
     ),
     "backward_dq": Record(
         f"{_GRADIENT_MAPS} dq:output_map {_STATISTICS} tile_counter:counter", (), SCALES, LENGTHS + SCHEDULE
@@ -226,7 +229,9 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, opera
         return f"num_stages={tile.num_stages} is not from 2 to 4"
     if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
         return f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, or 1 of more"
-    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]  # the second is what setmaxnreg leaves them
+    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[
+        groups
+    ]  # the second is what setmaxnreg leaves them
     if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
         return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
     if accumulators + operands > available:
@@ -257,7 +262,7 @@ def _why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str |
         )
     if tile.b_r % 16 or tile.b_r > 128:
         return f"b_r={tile.b_r} is not a multiple of 16 up to 128"
-    if with_dq and (head_dim <= 64 and tile.b_r != 128 or head_dim > _WIDE and tile.b_r != 64):
+    if with_dq and ((head_dim <= 64 and tile.b_r != 128) or (head_dim > _WIDE and tile.b_r != 64)):
         return f"dQ of b_r={tile.b_r} rows does not divide between two warp groups"
     if with_dq and tile.b_r % 64 == 0 and 64 < head_dim <= _WIDE and tile.b_r != 64:
         return f"dQ of b_r={tile.b_r} rows by 64 columns is more than a warp group multiplies"

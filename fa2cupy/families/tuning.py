@@ -10,10 +10,10 @@ import os
 import warnings
 from pathlib import Path
 
-from .device import DeviceInfo
+from ..settings import tuning_file
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock
-from ..settings import tuning_file
+from .device import DeviceInfo
 from .family import Family
 from .tile import TileConfig
 

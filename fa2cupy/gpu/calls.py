@@ -34,9 +34,7 @@ def delta(o, do, out, options: CallOptions):
     return run(_DELTA, (o, do, out), options)[0]
 
 
-def backward(
-    q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object]
-):  # fmt: skip
+def backward(q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object]):
     """`fa2cupy.backward` on CuPy arrays."""
     if not keywords and dlse is None and options.return_dbias is False and options.return_dsink is False:
         results = (None, None, None) if out is None else unpack_out(out, _BACKWARD.results)

@@ -56,7 +56,9 @@ class CopyingCall:
             if is_capturing(cupy.cuda.get_current_stream().ptr):
                 # All that is allocated from here on is the graph's; results are not.
                 kinds = zip(self.results, given, strict=True)
-                given = tuple([cupy.ndarray(kind.shape, kind.dtype) if array is None else array for kind, array in kinds])
+                given = tuple(
+                    [cupy.ndarray(kind.shape, kind.dtype) if array is None else array for kind, array in kinds]
+                )
             with temporaries():
                 return self._run(arrays[: self.first_result], addresses, given)
 

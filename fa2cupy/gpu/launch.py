@@ -7,15 +7,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from operator import getitem, itemgetter
 
+from ..errors import INSTALL_CUDA, KernelLaunchError
 from ..jit.cache import cached_kernel
 from ..jit.compiler import CompiledKernel
+from ..jit.params import TILE_COUNTER
+from ..jit.spec import KernelSpec
+from ..plan.stages import Plan, Stage
+from ..system.locks import new_lock
 from .counters import tile_counters
 from .tensor_maps import tensor_maps
-from ..errors import INSTALL_CUDA, KernelLaunchError
-from ..system.locks import new_lock
-from ..jit.params import TILE_COUNTER
-from ..plan.stages import Plan, Stage
-from ..jit.spec import KernelSpec
 
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
 

@@ -111,9 +111,7 @@ class _Kernels:
         return strides
 
 
-def _check(
-    call: str, named: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]
-) -> Request:
+def _check(call: str, named: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
     if call == "delta":
         return check_delta(named, options)
     return (check_forward if call == "forward" else check_backward)(named, options, keywords)

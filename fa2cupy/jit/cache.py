@@ -17,11 +17,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from .compiler import CompiledKernel, compile_options, compile_source, nvrtc_build
-from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, limit_folder
+from ..settings import cache_dir, cache_limit, cache_path
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock, new_lock
-from ..settings import cache_dir, cache_limit, cache_path
+from .compiler import CompiledKernel, compile_options, compile_source, nvrtc_build
+from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, limit_folder
 from .source import KernelSource, render_kernel
 from .spec import KernelSpec
 

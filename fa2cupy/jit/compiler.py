@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import INSTALL_CUDA, KernelCompileError
+from ..settings import dump_directory
 from ..system.folders import replace_file, warn_once
 from ..system.locks import ForkGate, new_lock
-from ..settings import dump_directory
 from .source import KernelSource
 
 __all__ = ["CompiledKernel", "compile_options", "compile_source", "nvrtc_build", "nvrtc_version"]
@@ -160,7 +160,9 @@ def compile_source(source: KernelSource) -> CompiledKernel:
         log=log,
         seconds=seconds,
     )
-    _log.info("compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes)
+    _log.info(
+        "compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes
+    )
     _dump(source, kernel)
     return kernel
 

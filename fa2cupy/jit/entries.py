@@ -15,9 +15,9 @@ import re
 import time
 from pathlib import Path
 
-from .compiler import CompiledKernel
-from ..system.folders import UNFINISHED
 from ..settings import cache_limit
+from ..system.folders import UNFINISHED
+from .compiler import CompiledKernel
 
 __all__ = ["LOCK", "SUFFIX", "clear_folder", "decode", "encode", "kernel_sizes", "limit_folder"]
 

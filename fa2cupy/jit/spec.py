@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..problem.features import FEATURES
 from ..families.choice import family_named
 from ..families.operations import operation_named
 from ..families.tile import TileConfig
+from ..problem.features import FEATURES
 from .params import ParamLayout, param_layout
 
 __all__ = ["CPP_NAMES", "KernelSpec"]
@@ -95,6 +95,4 @@ class KernelSpec:
 
     def __str__(self) -> str:
         causal = "".join(f", {name}" for name in (*(["causal"] if self.causal else []), *self.features))
-        return (
-            f"{self.operation} ({self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile})"
-        )
+        return f"{self.operation} ({self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile})"

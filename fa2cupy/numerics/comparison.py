@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from .arrays import device_context
 from ..problem.attention import AttentionProblem
+from .arrays import device_context
 
 __all__ = ["Comparison", "assert_within_baseline", "largest"]
 
@@ -107,7 +107,9 @@ def _rms_allowed(name: str, problem: AttentionProblem, wanted, baseline, baselin
         return np.inf
     fewest, most = _ROUNDINGS
     applies = rms > 0 and fewest * rounding <= rms <= most * rounding
-    return _RMS_FACTORS[name] * rms if applies and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
+    return (
+        _RMS_FACTORS[name] * rms if applies and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
+    )
 
 
 def _number_of_errors(distance, rms: float) -> float:

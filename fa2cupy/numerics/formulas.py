@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from ..problem import philox
-from .arrays import array_module, matmul
 from ..problem.attention import AttentionProblem
 from ..problem.sequences import Sequence, sequences_of
+from .arrays import array_module, matmul
 
 __all__ = ["Formulas"]
 
@@ -44,7 +44,7 @@ class Formulas:
         self.sequences = sequences_of(problem, keywords)
 
     def forward(self, q, k, v):
-        """o and lse."""
+        """O and lse."""
         o = self.xp.zeros(self.problem.o_shape, self.rounded)
         lse = self.xp.full(self.problem.lse_shape, -np.inf, self.work)
         for part in self._heads():

@@ -110,7 +110,9 @@ def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arra
         if getattr(array.flags, "writeable", True) is False:
             raise ValueError(f"{name}: the array is read-only")
         if _overlaps_itself((array.shape, array.strides, array.itemsize)):
-            raise ValueError(f"{name}: elements share memory (strides {array.strides}), so that they cannot hold a result each")
+            raise ValueError(
+                f"{name}: elements share memory (strides {array.strides}), so that they cannot hold a result each"
+            )
 
 
 def _overlaps_itself(layout: Layout) -> bool:
@@ -129,7 +131,9 @@ def _overlaps_itself(layout: Layout) -> bool:
 def check_overlap(outputs: Mapping[str, object], inputs: Mapping[str, object]) -> None:
     """No output shares memory with an input or another output."""
     arrays = {**inputs, **outputs}
-    check = OverlapCheck([(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs))
+    check = OverlapCheck(
+        [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
+    )
     check([array.ctypes.data for array in arrays.values()])
 
 
@@ -144,7 +148,9 @@ class OverlapCheck:
     """
 
     def __init__(self, arrays: Sequence[tuple[str, tuple, tuple, int] | None], num_inputs: int):
-        present = [(position, *array) for position, array in enumerate(arrays) if array is not None and 0 not in array[1]]
+        present = [
+            (position, *array) for position, array in enumerate(arrays) if array is not None and 0 not in array[1]
+        ]
         self._pairs = []
         for position, name, *layout in present:
             low, high = _extent(layout)
@@ -179,5 +185,9 @@ class _Shadow:
     def __init__(self, layout: Layout, address: int):
         shape, strides, itemsize = layout
         self.__array_interface__ = {
-            "version": 3, "shape": shape, "strides": strides, "typestr": f"|V{itemsize}", "data": (address, False),
-        }  # fmt: skip
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{itemsize}",
+            "data": (address, False),
+        }

@@ -17,8 +17,14 @@ from .keywords import check_keywords
 from .options import CallOptions
 
 __all__ = [
-    "Request", "Result", "check_backward", "check_delta", "check_forward", "problem_from_arrays", "problem_from_outputs",
-]  # fmt: skip
+    "Request",
+    "Result",
+    "check_backward",
+    "check_delta",
+    "check_forward",
+    "problem_from_arrays",
+    "problem_from_outputs",
+]
 
 
 class Result(NamedTuple):
@@ -40,7 +46,9 @@ def check_forward(arrays: Mapping[str, object], options: CallOptions, keywords: 
     """Checks a call of `fa2cupy.forward`: q, k and v by name, its options, and the keywords of features."""
     problem = _problem(arrays, options, keywords)
     statistic = np.dtype(problem.accumulator_dtype)
-    return Request(problem, (Result("o", problem.o_shape, arrays["q"].dtype), Result("lse", problem.lse_shape, statistic)))
+    return Request(
+        problem, (Result("o", problem.o_shape, arrays["q"].dtype), Result("lse", problem.lse_shape, statistic))
+    )
 
 
 def check_delta(arrays: Mapping[str, object], options: CallOptions) -> Request:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from .keywords import similar
 from .attention import MAX_HEAD_DIM
 from .dtypes import DTYPES
+from .keywords import similar
 
 __all__ = [
     "CALL_KEYWORDS",
@@ -24,9 +24,19 @@ __all__ = [
 
 #: What calls can have, by the keywords that ask for it; `cu_seqlens` stands for both offsets.
 CALL_KEYWORDS = (
-    "window", "softcap", "alibi_slopes", "bias", "mask", "key_padding_mask", "sink", "dropout_p", "cu_seqlens", "dlse",
-    "return_dbias", "return_dsink",
-)  # fmt: skip
+    "window",
+    "softcap",
+    "alibi_slopes",
+    "bias",
+    "mask",
+    "key_padding_mask",
+    "sink",
+    "dropout_p",
+    "cu_seqlens",
+    "dlse",
+    "return_dbias",
+    "return_dsink",
+)
 
 
 def one_or_many(value) -> list:

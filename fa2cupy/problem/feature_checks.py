@@ -10,9 +10,20 @@ from typing import Protocol
 from .arguments import check_bool
 
 __all__ = [
-    "OFFSETS", "Problem", "check_broadcast", "check_cap", "check_dropout", "check_key_padding", "check_packed",
-    "check_sink", "check_slopes", "check_wide_bias", "check_window", "extra_gradients", "finite_number",
-]  # fmt: skip
+    "OFFSETS",
+    "Problem",
+    "check_broadcast",
+    "check_cap",
+    "check_dropout",
+    "check_key_padding",
+    "check_packed",
+    "check_sink",
+    "check_slopes",
+    "check_wide_bias",
+    "check_window",
+    "extra_gradients",
+    "finite_number",
+]
 
 #: The arrays that say where packed sequences start.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")

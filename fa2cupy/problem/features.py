@@ -59,9 +59,18 @@ from .philox import dropout_scale, dropout_threshold
 from .softcap import softcap_values
 
 __all__ = [
-    "ARRAY_KEYWORDS", "FEATURES", "NO_SETTINGS", "OFFSETS", "Feature", "FeatureArray", "FeatureKeywords", "FeatureSettings",
-    "Sizes", "feature_arrays", "features_in_registers",
-]  # fmt: skip
+    "ARRAY_KEYWORDS",
+    "FEATURES",
+    "NO_SETTINGS",
+    "OFFSETS",
+    "Feature",
+    "FeatureArray",
+    "FeatureKeywords",
+    "FeatureSettings",
+    "Sizes",
+    "feature_arrays",
+    "features_in_registers",
+]
 
 
 class FeatureKeywords(TypedDict, total=False):

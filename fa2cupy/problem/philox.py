@@ -67,8 +67,11 @@ def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
     for _ in range(_ROUNDS):
         first, second = _M0 * c0, _M1 * c2
         c0, c1, c2, c3 = (
-            (second >> _HALF) ^ c1 ^ np.uint64(k0), second & _LOW, (first >> _HALF) ^ c3 ^ np.uint64(k1), first & _LOW
-        )  # fmt: skip
+            (second >> _HALF) ^ c1 ^ np.uint64(k0),
+            second & _LOW,
+            (first >> _HALF) ^ c3 ^ np.uint64(k1),
+            first & _LOW,
+        )
         k0, k1 = (k0 + _W0) % 2**32, (k1 + _W1) % 2**32
     return c0, c1, c2, c3
 

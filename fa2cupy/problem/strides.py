@@ -48,7 +48,12 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
     def elements(length: int, *inner: int) -> int:
         return 0 if length == 1 else math.prod(inner)
 
-    return elements(batch, heads, queries, keys), elements(heads, queries, keys), elements(queries, keys), elements(keys)
+    return (
+        elements(batch, heads, queries, keys),
+        elements(heads, queries, keys),
+        elements(queries, keys),
+        elements(keys),
+    )
 
 
 def feature_strides(keywords: Mapping[str, object]) -> dict[str, ScoreStrides]:

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from common.measure import Problem, Tensors, flops
 
-from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.choice import choose
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
-from fa2cupy.problem.strides import contiguous_score_strides, feature_strides
-from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.testing import make_inputs
 from fa2cupy.problem.options import CallOptions
+from fa2cupy.problem.strides import contiguous_score_strides, feature_strides
+from fa2cupy.testing import make_inputs
 
 __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
 

@@ -26,16 +26,24 @@ import numpy as np
 from common import SCRIPTS
 
 from fa2cupy import precompile
-from fa2cupy.jit.cache import cached_kernel
-from fa2cupy.families.device import DeviceInfo
 from fa2cupy.errors import KernelCompileError
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.jit.cache import cached_kernel
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import MAX_HEAD_DIM
 from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it from here)
-from fa2cupy.jit.spec import KernelSpec
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
 #: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
-_PRODUCTS = {"forward": 2, "single_pass": 5, "two_pass": 5, "training": 7, "backward": 5, "backward_dq": 3, "backward_dkdv": 4}
+_PRODUCTS = {
+    "forward": 2,
+    "single_pass": 5,
+    "two_pass": 5,
+    "training": 7,
+    "backward": 5,
+    "backward_dq": 3,
+    "backward_dkdv": 4,
+}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

@@ -43,8 +43,8 @@ def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
 
 def _child(dtype: str, head_dim: str, causal: str) -> None:
     import fa2cupy
-    from fa2cupy.jit.cache import cached_kernel
     from fa2cupy.inspection import default_specs
+    from fa2cupy.jit.cache import cached_kernel
 
     gpu = Gpu()
     problem = Problem(dtype, int(head_dim), 1024, 1, 2, causal == "1")

@@ -217,7 +217,7 @@ class Transformer:
         return logits, lambda dlogits: norm_backprop(head_backprop(self._operand(dlogits), wide))
 
     def _linear(self, x, name: str, dtype: np.dtype | None = None) -> tuple[object, Callable]:
-        """x W, in `dtype`; its backprop takes a second argument, the dtype of dx."""
+        """X W, in `dtype`; its backprop takes a second argument, the dtype of dx."""
         matmul, weight = self.arrays.matmul, self.parameters.operand[name]
 
         def backprop(dy, dtype=None):

@@ -222,5 +222,3 @@ def bits_of(machine: Machine, operand: Operand, ty: str) -> Any:
         return machine.source(operand, bits)
     value = machine.registers.constant(operand, ty)
     return machine.full(value.view(NUMPY[bits]), NUMPY[bits])
-
-

@@ -113,15 +113,15 @@ class Memory:
         rubbish = np.full(count * np.dtype(dtype).itemsize, 0xCB, np.uint8)
         return self.map(rubbish.view(dtype).reshape(shape), name, tracked=True)
 
-    def map(
-        self, data: np.ndarray, name: str, *, tracked: bool, align: int = _ALIGNMENT, at: int | None = None
-    ) -> int:
+    def map(self, data: np.ndarray, name: str, *, tracked: bool, align: int = _ALIGNMENT, at: int | None = None) -> int:
         """`at` is an address of the caller's, for parts of an array that is larger than the host's memory."""
         address = -(-self._next // align) * align if at is None else at
         buffer = Buffer(address, data, name or f"buffer{len(self._buffers)}", tracked)
         place = bisect.bisect(self._starts, address)
         ends = [b.address + b.nbytes for b in self._buffers[max(place - 1, 0) : place]]
-        if any(end > address for end in ends) or any(n < address + buffer.nbytes for n in self._starts[place : place + 1]):
+        if any(end > address for end in ends) or any(
+            n < address + buffer.nbytes for n in self._starts[place : place + 1]
+        ):
             raise PtxError(f"{buffer.name} at 0x{address:x} overlaps another buffer")
         self._next = max(self._next, address + len(buffer.data) + _GAP)
         self._starts.insert(place, address)

@@ -242,7 +242,9 @@ class RaceDetector:
         for kind, copies in self.copies.items():
             late = copies.unfinished(threads)
             if len(late):
-                raise PtxError(f"the thread ends with {_COPY_NAMES[kind]} in flight: it has not waited for it", int(late[0]))
+                raise PtxError(
+                    f"the thread ends with {_COPY_NAMES[kind]} in flight: it has not waited for it", int(late[0])
+                )
 
     def check_block_end(self, block: int, thread: int) -> None:
         """A block ends, and its shared memory with it."""
@@ -252,7 +254,8 @@ class RaceDetector:
             if owner == block and self.agent_clock[block // size, agent] > self.seen[warps, agent].max():
                 where = self.machine.shared.describe(offset)
                 raise PtxError(
-                    f"the block ends with a TMA load in flight: nobody has waited for it at the mbarrier at {where}", thread
+                    f"the block ends with a TMA load in flight: nobody has waited for it at the mbarrier at {where}",
+                    thread,
                 )
 
     # Accesses. Offsets are bytes in the shared memory of the batch.

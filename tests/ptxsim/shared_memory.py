@@ -136,9 +136,7 @@ class SharedMemory(ByteStore):
                 machine.race.strong_read(machine.threads[ix], offset, nbytes, order)
         return self.gather(offset, nbytes)
 
-    def store(
-        self, ix: Any, offset: np.ndarray, nbytes: int, words: np.ndarray, order: Order | None = None
-    ) -> None:
+    def store(self, ix: Any, offset: np.ndarray, nbytes: int, words: np.ndarray, order: Order | None = None) -> None:
         machine = self.machine
         if machine.race is not None:
             if order is None:

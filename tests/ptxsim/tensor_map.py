@@ -70,7 +70,9 @@ def tensor_map(
     if len(strides) != rank - 1 or len(box) != rank or not 1 <= rank <= _MAX_RANK:
         raise PtxError(f"tensor_map: {rank} dims, {len(strides)} strides and {len(box)} box sizes do not fit together")
     if address % 16 or any(stride % 16 or not 0 < stride < _MAX_STRIDE for stride in strides):
-        raise PtxError("tensor_map: the address and all strides must be multiples of 16 bytes, strides above 0 and below 2**40")
+        raise PtxError(
+            "tensor_map: the address and all strides must be multiples of 16 bytes, strides above 0 and below 2**40"
+        )
     if any(not 1 <= extent <= _MAX_SIZE for extent in dims):
         raise PtxError("tensor_map: dims must be 1 to 2**32")
     if any(not 1 <= extent <= _MAX_BOX for extent in box) or box[0] * size % 16:
@@ -86,15 +88,15 @@ def tensor_map(
     return np.frombuffer(data.ljust(_NBYTES, b"\0"), f"V{_NBYTES}")[0]
 
 
-def driver_tensor_map(
-    dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill
-) -> np.void:
+def driver_tensor_map(dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> np.void:
     """`tensor_map` from the arguments of ``cuTensorMapEncodeTiled``, as cuda.bindings takes them."""
     kind = {"FLOAT16": "f16", "BFLOAT16": "bf16", "FLOAT32": "f32"}.get(_suffix(dtype, "DATA_TYPE"))
     span = {"NONE": 0, "32B": 32, "64B": 64, "128B": 128}.get(_suffix(swizzle, "SWIZZLE"))
     modes = (_suffix(interleave, "INTERLEAVE"), _suffix(fill, "FLOAT_OOB_FILL"))
     if kind is None or span is None or modes != ("NONE", "NONE") or any(int(step) != 1 for step in steps):
-        raise PtxError(f"tensor_map: {dtype}, {swizzle}, {interleave}, {fill} or element strides {steps} are not implemented")
+        raise PtxError(
+            f"tensor_map: {dtype}, {swizzle}, {interleave}, {fill} or element strides {steps} are not implemented"
+        )
     _suffix(promotion, "L2_PROMOTION")  # changes nothing that arrives
     lists = [[int(x) for x in numbers] for numbers in (dims, strides, box)]
     if rank != len(dims):

@@ -168,13 +168,13 @@ class WgmmaRegisters:
         copies = [(to, of) for to, of in now.items() if of != _TOUCHED and to in self._of_wgmmas]
         touched = [row for row, state in now.items() if state == _TOUCHED]
         to, of = ([pair[k] for pair in copies] for k in (0, 1))
-        return _Effect(*(np.array(sorted(x) if isinstance(x, set) else x, int) for x in (used, written, touched, to, of)))
+        return _Effect(
+            *(np.array(sorted(x) if isinstance(x, set) else x, int) for x in (used, written, touched, to, of))
+        )
 
     def conflicts(self, effect: _Effect) -> bool:
         """Whether an unfinished wgmma, of whatever warp, uses the same registers."""
-        return bool(self._busy) and bool(
-            self._accumulator[effect.used].any() or self._operand[effect.written].any()
-        )
+        return bool(self._busy) and bool(self._accumulator[effect.used].any() or self._operand[effect.written].any())
 
     def check(self, pc: int, ix: Any) -> None:
         """One of the instructions, for the warps that execute it."""

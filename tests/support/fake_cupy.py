@@ -105,7 +105,9 @@ class FakeCupy(types.SimpleNamespace):
             get_current_stream=lambda: types.SimpleNamespace(ptr=self.stream + _devices[-1]),
             alloc=lambda nbytes: self._alloc(nbytes, _allocators[-1]),
             malloc_async=lambda nbytes: self._alloc(nbytes, "graph"),
-            using_allocator=lambda allocator: _using_allocator("graph" if allocator == self.cuda.malloc_async else "pool"),
+            using_allocator=lambda allocator: _using_allocator(
+                "graph" if allocator == self.cuda.malloc_async else "pool"
+            ),
         )
 
     def is_capturing(self, stream: int) -> bool:

@@ -31,13 +31,29 @@ def delta(o, do, *, layout="bshd", out=None):
 
 
 def backward(
-    q, k, v, o, lse, do, *, causal=False, scale=None, delta=None, method=None, deterministic=False, layout="bshd",
-    out=None, config=None, family=None, dlse=None, return_dbias=False, return_dsink=False, **features,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    *,
+    causal=False,
+    scale=None,
+    delta=None,
+    method=None,
+    deterministic=False,
+    layout="bshd",
+    out=None,
+    config=None,
+    family=None,
+    dlse=None,
+    return_dbias=False,
+    return_dsink=False,
+    **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
-    options = CallOptions(
-        causal, scale, layout, config, family, method, deterministic, return_dbias, return_dsink
-    )
+    options = CallOptions(causal, scale, layout, config, family, method, deterministic, return_dbias, return_dsink)
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 
 
@@ -55,7 +71,9 @@ def fake_gpu(
 
         def bound(stage: Stage):
             def launch(addresses: list[int], stream: int) -> None:
-                assert current_ordinal() == loaded_on, f"a kernel of device {loaded_on} is launched on {current_ordinal()}"
+                assert current_ordinal() == loaded_on, (
+                    f"a kernel of device {loaded_on} is launched on {current_ordinal()}"
+                )
                 cupy.launches.append((loaded_on, stream))
                 launched.append(stage)
                 run(Launch(plan, stage, {name: addresses[position] for name, position in positions.items()}))
@@ -68,7 +86,9 @@ def fake_gpu(
     for module in (calls, copies, device_memory, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
-    monkeypatch.setattr(prepared, "runtime", types.SimpleNamespace(getDevice=current_ordinal, free=lambda pointer: None))
+    monkeypatch.setattr(
+        prepared, "runtime", types.SimpleNamespace(getDevice=current_ordinal, free=lambda pointer: None)
+    )
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: infos[current_ordinal()]))
     monkeypatch.setattr(signatures, "_prepared", {})

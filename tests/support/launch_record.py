@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
-from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
-from fa2cupy.plan.stages import Plan, Stage
-from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
+from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 
@@ -57,7 +57,9 @@ class Launch:
             check_map(tensor, self.array(name))
 
     def record(
-        self, addresses: Mapping[str, int], encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128)
+        self,
+        addresses: Mapping[str, int],
+        encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128),
     ) -> bytes:
         """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
         front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
@@ -142,7 +144,11 @@ class _Memory:
     def __init__(self, address: int, shape: tuple, strides: tuple | None, dtype: np.dtype):
         typestr = dtype.str if dtype.kind != "V" and dtype.num < 256 else "<u2"
         self.__array_interface__ = {
-            "version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": typestr,
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
         }
 
 

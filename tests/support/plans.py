@@ -13,7 +13,9 @@ __all__ = ["backward_plan", "delta_plan", "forward_plan"]
 def forward_plan(problem, device, strides, config=None, family=None) -> Plan:
     """The plan of a forward with tiles and a family of the test's own, if any."""
     options = CallOptions(config=config, family=family)
-    return plan_forward(problem, device, strides, choose("forward", problem, device, strides, options, is_launched=False))
+    return plan_forward(
+        problem, device, strides, choose("forward", problem, device, strides, options, is_launched=False)
+    )
 
 
 def delta_plan(problem, device, strides) -> Plan:

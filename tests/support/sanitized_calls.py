@@ -10,12 +10,12 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a package that is installed
 
-import cupy  # noqa: E402  (after the path is complete)
-import numpy as np  # noqa: E402
-from support.feature_cases import extras, options_of  # noqa: E402
+import cupy
+import numpy as np
+from support.feature_cases import extras, options_of
 
-import fa2cupy  # noqa: E402
-from fa2cupy.testing import make_inputs  # noqa: E402
+import fa2cupy
+from fa2cupy.testing import make_inputs
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.
 KINDS = (
@@ -45,7 +45,13 @@ def plain() -> None:
     """Forward, delta and both backward methods; ragged tiles, a diagonal, grouped heads, and rows that see nothing."""
     for dtype, head_dim in KINDS:
         for causal, (seqlen_q, seqlen_k) in ((False, (70, 150)), (True, (150, 130))):
-            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": 2, "num_heads_kv": 1, "head_dim": head_dim}
+            sizes = {
+                "seqlen_q": seqlen_q,
+                "seqlen_k": seqlen_k,
+                "num_heads": 2,
+                "num_heads_kv": 1,
+                "head_dim": head_dim,
+            }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
             fa2cupy.forward(q, k, v, causal=causal)
             # The results of kernels that store by TMA count as never written, so that nobody is to read them.

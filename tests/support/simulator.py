@@ -22,12 +22,12 @@ from ptxsim.tensor_map import driver_tensor_map
 from support.fake_gpu import fake_gpu
 from support.launch_record import TILE_COUNTER, Launch, memory_at
 
-from fa2cupy.jit.compiler import compile_options
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.plan.stages import Stage
+from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.jit.compiler import compile_options
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
-from fa2cupy.gpu.tensor_maps import encode_arguments
+from fa2cupy.plan.stages import Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
 
 __all__ = ["compiled_module", "simulated_gpu"]
