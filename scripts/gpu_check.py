@@ -7,8 +7,8 @@
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
 skipped, the same once more with each array alone in pages of its own (``pytest --isolate``), what each tool of
-compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be held against the code that
-it is about (``--verify`` does). Commit it with the change that it checks.
+compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be held against the code
+that it is about (``--verify`` does). Commit it with the change that it checks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
 
 STEPS = ("tests", "isolated", "sanitizers", "benchmark")
-# What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the block's
-# barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model the second
-# and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one loop for both
-# roles synccheck finds nothing; either costs up to 15 % of the speed.
+# What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the
+# block's barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model
+# the second and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one
+# loop for both roles synccheck finds nothing; either costs up to 15 % of the speed.
 NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80")
-# In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck takes what the other lanes have read before for
-# unordered with the next write (write after read; nothing else is reported): with all lanes arriving it finds nothing.
+# In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck takes what the other lanes have read
+# before for unordered with the next write (write after read; nothing else is reported): with all lanes arriving it
+# finds nothing.
 ONE_LANE_ARRIVES = ("fa2_backward_sm90", "fa2_backward_dkdv_sm90")
 TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_ARRIVES, "synccheck": NOT_MODELLED}
 # Those of the tests, which are compiled ahead on all CPUs.
@@ -181,8 +182,8 @@ def _run_sanitizers(folder: Path) -> dict[str, str]:
 
 
 def _sanitize(sanitizer: str, tool: str) -> str:
-    # initcheck has to see the kernels that wrote the inputs, too. cuda-bindings asks the driver for functions that it may
-    # not have, which is an error of the API each time.
+    # initcheck has to see the kernels that wrote the inputs, too. cuda-bindings asks the driver for functions that it
+    # may not have, which is an error of the API each time.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=fa2_"]
     for name in TOOLS[tool]:

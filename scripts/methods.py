@@ -4,12 +4,12 @@
     python scripts/methods.py --head-dims 128 --tokens 4096
     python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
 
-`single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven and
-needs no sums. Both compute the same gradients, which is checked first. Then they take turns, on inputs larger than twice
-the L2 cache where there are that many. ``tokens`` are batch * seqlen; num_heads * head_dim is 2048, so that tokens set
-the size of the grid. ``ratio`` is the median over rounds of the time of `two_pass` over that of `single_pass`: above 1
-the atomics pay. What `fa2cupy.backward` takes by default is in `fa2cupy/families.py`, from these numbers. Writes
-methods.csv and methods.png.
+`single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven
+and needs no sums. Both compute the same gradients, which is checked first. Then they take turns, on inputs larger than
+twice the L2 cache where there are that many. ``tokens`` are batch * seqlen; num_heads * head_dim is 2048, so that
+tokens set the size of the grid. ``ratio`` is the median over rounds of the time of `two_pass` over that of
+`single_pass`: above 1 the atomics pay. What `fa2cupy.backward` takes by default is in `fa2cupy/families.py`, from these
+numbers. Writes methods.csv and methods.png.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python scripts/train_lm.py --attention both             fused and unfused, one after the other
     python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
 
-Model, gradients and optimizer are in ``language_model/model.py`` and use the array module alone, with ``fa2cupy.attention`` for
-attention. With ``--attention unfused`` the same training, from the same weights on the same bytes, goes through a
-written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
+Model, gradients and optimizer are in ``language_model/model.py`` and use the array module alone, with
+``fa2cupy.attention`` for attention. With ``--attention unfused`` the same training, from the same weights on the same
+bytes, goes through a written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
 
 Everything is measured in bits per byte. The line to beat is what zlib at level 9 needs for the held-out files in one
 stream. The model gets them in windows of its context length, each byte predicted once, and knows nothing from before a

@@ -30,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist inherit
-    # the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them longer.
+    # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist
+    # inherit the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them
+    # longer.
     if hasattr(config, "workerinput"):
         return
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
@@ -134,7 +135,7 @@ def tuning_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_python(tmp_path):
-    """Runs a script in a new process that imports the same fa2cupy from another folder, and checks that it ends well."""
+    """Runs a script in a new process that imports the same fa2cupy, from another folder, and checks its exit status."""
 
     def run(script: str, **environment: str) -> subprocess.CompletedProcess:
         package = Path(fa2cupy.__file__).resolve().parent.parent

@@ -288,7 +288,7 @@ def test_ctrl_c_in_a_process(tmp_path):
     environment = {**os.environ, "FA2CUPY_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for what runs in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of shells ignore it
     )  # fmt: skip
     assert process.stderr.readline() == "compiling [1/40]\n"
     process.send_signal(signal.SIGINT)

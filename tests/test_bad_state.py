@@ -49,7 +49,7 @@ def nvrtc():
     return nvrtc
 
 
-# --------------------------------------------------------------------------------------------------------------- no CuPy
+# -------------------------------------------------------------------------------------------------------------- no CuPy
 
 
 def test_without_cupy_numpy_arrays_work(run_python):
@@ -99,7 +99,7 @@ def test_what_is_only_arithmetic_works_without_cupy(run_python, state):
     assert result.stdout == "True\n"
 
 
-# --------------------------------------------------------------------------------------------------------------- no NVRTC
+# ------------------------------------------------------------------------------------------------------------- no NVRTC
 
 
 def test_without_nvrtc_compiling_says_what_to_install(nvrtc, isolated_cache, monkeypatch):
@@ -159,7 +159,7 @@ def test_an_nvrtc_too_new_for_the_architecture_says_so(nvrtc, monkeypatch):
         compile_source(render_kernel(SPEC))
 
 
-# ------------------------------------------------------------------------------------------------------ no GPU, old driver
+# --------------------------------------------------------------------------------------------------- no GPU, old driver
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ print(tuning.tuned_tile(*arguments), locked)
     assert result.stdout == f"True 1\n{TileConfig(64, 48, 4)} [(2, 1), (2, 1)]\n"
 
 
-# ----------------------------------------------------------------------------------------------------------- no templates
+# --------------------------------------------------------------------------------------------------------- no templates
 
 
 def test_without_the_templates_rendering_says_how_to_get_them(run_python, tmp_path):

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: what is found again, what is not, and what happens when the disk does not play along."""
+"""The cache of compiled kernels: what is found again, what is not, and what happens if the disk fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------- hit and miss
+# --------------------------------------------------------------------------------------------------------- hit and miss
 
 
 def test_first_request_compiles_and_leaves_one_entry(compilations, isolated_cache):
@@ -154,7 +154,7 @@ def test_a_lookup_does_not_hash_the_machine_code():
     hash(CompiledKernel("symbol", Bytes(b"code"), 24, 0, 8, "log", 0.5))
 
 
-# --------------------------------------------------------------------------------------------------------- damaged entries
+# ------------------------------------------------------------------------------------------------------ damaged entries
 
 
 def with_report(key: str, data: bytes, report: bytes) -> bytes:
@@ -248,7 +248,7 @@ def test_an_entry_that_cannot_be_read_is_replaced_without_a_word(fake_compiler, 
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# --------------------------------------------------------------------------------------------- folders that take nothing
+# -------------------------------------------------------------------------------------------- folders that take nothing
 
 
 def full_disk(*_arguments, **_options):
@@ -467,7 +467,7 @@ def test_no_limit_is_zero_and_a_wrong_one_is_one_warning(limit, kept, megabytes,
     assert all("FA2CUPY_CACHE_LIMIT" in message and limit in message for message in messages)
 
 
-# ------------------------------------------------------------------------------------------------- clearing, and settings
+# ----------------------------------------------------------------------------------------------- clearing, and settings
 
 
 def test_clearing_deletes_kernels_and_nothing_else(compilations, isolated_cache):

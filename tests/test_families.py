@@ -1,4 +1,4 @@
-"""Families as objects: what is decided by one belongs to it, is decided once for a call, and a new one is one module."""
+"""Families as objects: each owns its decisions, a call is decided once, and a new family is one module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem(dtype: str = "float16", **changes) -> AttentionProblem:
     return AttentionProblem(**{"dtype": dtype, "batch": 1, **sizes, **given, **changes})
 
 
-# ------------------------------------------------------------------------------------------------------ the tables are whole
+# ------------------------------------------------------------------------------------------------- the tables are whole
 
 
 def test_operations_are_the_entry_files():
@@ -58,7 +58,7 @@ def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family
         assert family.owns(operation) in ("queries", "keys")
 
 
-# ------------------------------------------------------------------------------------ what does not exist is an error by name
+# ------------------------------------------------------------------------------ what does not exist is an error by name
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_no_formula_serves_an_operation_that_it_is_not_for(family):
             family.record(operation)
 
 
-# ------------------------------------------------------------------------------------------------------- one choice for a call
+# ------------------------------------------------------------------------------------------------ one choice for a call
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_kernels_are_chosen_once_for_a_call(monkeypatch, dtype, copied):
     assert calls == ["forward", "delta", "backward"]
 
 
-# ------------------------------------------------------------------------------------------------------------- a family more
+# -------------------------------------------------------------------------------------------------------- a family more
 
 
 class Toy(Simt):

@@ -1,8 +1,8 @@
 """Arrays of more elements than 32 bits count, executed without a GPU and without their memory.
 
-A problem of 2**28 heads is planned, and of each kernel the block that owns the last head runs, by a number that is added to
-its `blockIdx.x`. Of arrays only what belongs to that head exists in the interpreter's memory, at the address where it would
-be: an offset that is computed in 32 bits leads to where nothing is.
+A problem of 2**28 heads is planned, and of each kernel the block that owns the last head runs, by a number that is
+added to its `blockIdx.x`. Of arrays only what belongs to that head exists in the interpreter's memory, at the address
+where it would be: an offset that is computed in 32 bits leads to where nothing is.
 """
 
 from __future__ import annotations

@@ -322,7 +322,8 @@ def test_lengths_are_not_part_of_what_is_compiled():
     assert settings_of(window=(10**12, 0)).features == settings_of(window=(1, 1)).features == ("window",)
     assert settings_of().record(Sizes(37, 53, (10**12, 0), 1.0)) == {}
     assert settings_of(window=(1, 1)).record(Sizes(37, 53, (10**12, 0), 1.0)) == {"window_left": 53, "window_right": 0}
-    # Queries see keys so far to the right, keys queries so far to the left, that both lengths matter: no limit cuts them off.
+    # Queries see keys so far to the right, keys queries so far to the left, that both lengths matter: no limit cuts
+    # them off.
     for seqlen_q, seqlen_k in ((37, 53), (53, 37)):
         for band in ((10**12, 10**12), (None, None)):
             record = settings_of(window=(1, 1)).record(Sizes(seqlen_q, seqlen_k, band, 1.0))

@@ -293,7 +293,7 @@ BIASES = (("", 61), ("", 64), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
 
 
 class TestDbias:
-    """Elements share sums by axes on which the bias repeats, and are added in pairs where rows begin on even elements."""
+    """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements."""
 
     @pytest.mark.parametrize(
         ("family", "repeated", "keys"),

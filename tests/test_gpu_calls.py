@@ -1,4 +1,4 @@
-"""Calls on CuPy arrays without a GPU: which arrays are copied, what the launch records say, what is reused and what is refused."""
+"""Calls on CuPy arrays without a GPU: which arrays are copied, what records say, what is reused and refused."""
 
 from __future__ import annotations
 
@@ -77,8 +77,11 @@ def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch,
 
 @pytest.mark.parametrize(
     ("shape", "strides", "taken"),
-    (((2, 5, 8), (80, 16, 2), True), ((2, 5, 8), (80, 16, 4), False), ((2, 5, 1), (80, 16, 4), True), ((2, 5, 8), (88, 16, 2), False),
-     ((2, 5, 8), (80, 24, 2), False), ((1, 5, 8), (88, 16, 2), True), ((2, 1, 8), (80, 24, 2), True), ((0, 5, 8), (88, 24, 4), True)),
+    (
+        ((2, 5, 8), (80, 16, 2), True), ((2, 5, 8), (80, 16, 4), False), ((2, 5, 1), (80, 16, 4), True),
+        ((2, 5, 8), (88, 16, 2), False), ((2, 5, 8), (80, 24, 2), False), ((1, 5, 8), (88, 16, 2), True),
+        ((2, 1, 8), (80, 24, 2), True), ((0, 5, 8), (88, 24, 4), True),
+    ),
 )  # fmt: skip
 def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, strides, taken):
     """Strides of axes of length 1 mean nothing."""
@@ -247,7 +250,7 @@ def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
     assert not (launched and empty in ("batch", "num_heads"))
 
 
-# ----------------------------------------------------------------------------------------- memory of calls, also in graphs
+# -------------------------------------------------------------------------------------- memory of calls, also in graphs
 
 
 def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set, **options) -> tuple[set, set]:
@@ -297,7 +300,7 @@ def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, 
     assert [x.allocator for x in subtracted] == ["graph"]
 
 
-# ---------------------------------------------------------------------------------------------- what a signature is made of
+# ------------------------------------------------------------------------------------------ what a signature is made of
 
 
 @pytest.mark.parametrize(
@@ -344,7 +347,7 @@ def test_options_that_cannot_be_hashed_are_planned_once(launched, monkeypatch, o
     assert len(prepared) == 1
 
 
-# ------------------------------------------------------------------------------------ calls that Hopper's kernels do not take
+# ------------------------------------------------------------------------------ calls that Hopper's kernels do not take
 
 
 def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, str]]:
@@ -382,7 +385,7 @@ def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
     assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
 
 
-# ---------------------------------------------------------------------------------------- devices that are not the current one
+# --------------------------------------------------------------------------------- devices that are not the current one
 
 
 @pytest.mark.parametrize("view", (place, gapped), ids=lambda view: view.__name__)
@@ -390,7 +393,7 @@ def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 @pytest.mark.parametrize(("device", "current"), [(1, 0), (0, 1)], ids=("the second", "the first"))
 def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current, dtype, method, view):
-    """Kernels, their architecture, streams, workspaces, copies and results; fake_gpu.py refuses kernels of another device."""
+    """Kernels, architecture, streams, workspaces, copies, results; fake_gpu.py refuses kernels of another device."""
     archs = ("sm_90", "sm_80")
     held = []
     original = prepared.KernelCall._run

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.gpu
 
 HALF, WIDE = ("float16", "bfloat16"), ("float32", "float64")
 LENGTHS = ((113, 203), (300, 170), (1, 147), (513, 512))
-#: Several kernels' main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of whole and split rows.
+#: Several kernels' main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of whole and split
+# rows.
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -58,7 +59,7 @@ def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) ->
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_each_feature_in_half_precision(head_dim, name):
-    """The device's own family for every head_dim; of the others one for each, in turn: compiling takes the time here."""
+    """The device's own family for every head_dim; one of the others for each, in turn: compiling takes the time."""
     turn = HEAD_DIMS.index(head_dim) + ROWS.index(name)
     lengths, dtype = LENGTHS[turn % len(LENGTHS)], HALF[turn % 2]
     first, *others = families_of(dtype)
@@ -142,9 +143,9 @@ def test_a_new_seed_is_no_new_kernel(method):
     inputs = draw("float16", (128, 128), 64)
     q, k, v, do = inputs
     outputs = []
-    for seed in (1, 2, 1):
-        o, lse = fa2cupy.forward(q, k, v, dropout_p=0.5, seed=seed)
-        outputs.append((o, *fa2cupy.backward(q, k, v, o, lse, do, dropout_p=0.5, seed=seed, method="two_pass")))
+    for number in (1, 2, 1):
+        o, lse = fa2cupy.forward(q, k, v, dropout_p=0.5, seed=number)
+        outputs.append((o, *fa2cupy.backward(q, k, v, o, lse, do, dropout_p=0.5, seed=number, method="two_pass")))
         prepared = len(signatures._prepared)
     assert len(signatures._prepared) == prepared
     assert not cp.array_equal(outputs[0][0], outputs[1][0])

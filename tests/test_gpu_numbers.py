@@ -181,7 +181,7 @@ def test_any_finite_scale(dtype, scale):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("magnitude", (4.0, 30.0))
 def test_scores_that_keep_growing_leave_the_first_reference(dtype, head_dim, magnitude):
-    """Later tiles (the loop runs from the last key to the first) have ever larger scores than the reference was set by."""
+    """Later tiles (the loop runs from the last key to the first) have ever larger scores than the first row shift."""
     q, k, v, do = draw(dtype, (200, 700), (2, 1), head_dim, batch=1)
     ramp = cp.linspace(magnitude, 0.01, 700, dtype="float32")[None, :, None, None]
     k = (k.astype("float32") * ramp).astype(k.dtype)
@@ -255,7 +255,7 @@ def test_axes_left_out_give_results_of_the_same_rank(dtype, layout, rank):
 @pytest.mark.large
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_sizes_beyond_32_bit_offsets(dtype):
-    """More than 2**31 elements in q, o, do and dq; the rows of a full attention are checked where the offsets are largest."""
+    """More than 2**31 elements in q, o, do and dq; rows of a full attention are checked at the largest offsets."""
     heads, head_dim, seqlen_k = 16, 128, 40
     seqlen_q = 2**31 // (heads * head_dim) + 100
     if cp.cuda.Device().mem_info[0] < (34 if dtype == "float16" else 60) * 2**30:

@@ -195,7 +195,8 @@ MIXED = [
     ("float16", 64, {}), ("float16", 64, {"causal": True}), ("bfloat16", 128, {"causal": True}), ("bfloat16", 128, {}),
     ("float16", 59, {"causal": True}), ("bfloat16", 192, {}), ("float16", 256, {"causal": True}), ("float32", 64, {}),
     ("float32", 40, {"causal": True}), ("float64", 64, {}), ("float16", 64, {"softcap": 5.0}),
-    ("bfloat16", 64, {"window": (60, 10)}), ("float16", 64, "packed"), ("bfloat16", 128, "packed"), ("float32", 64, "packed"),
+    ("bfloat16", 64, {"window": (60, 10)}), ("float16", 64, "packed"), ("bfloat16", 128, "packed"),
+    ("float32", 64, "packed"),
 ]  # fmt: skip
 
 

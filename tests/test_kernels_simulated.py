@@ -246,7 +246,7 @@ def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, h
 
 
 def test_rows_without_a_key_of_several_pairs_of_warps(launched):
-    """Beyond head_dim 128 two warps share rows of O, which goes where Q's copy, by all warps, may still be under way."""
+    """Beyond head_dim 128 two warps share rows of O, which goes where all warps may still be copying Q."""
     tiles = {**small_tiles("float16", 160), "forward": TileConfig(64, 32, 4, 2)}
     check(draw("float16", (200, 40), 160), launched, methods=(), causal=True, config=tiles)
 
@@ -340,7 +340,7 @@ def test_delta_of_its_own(launched, dtype, head_dim):
     check_delta(o, do, run_delta(o, do))
 
 
-# -------------------------------------------------------------------------------------------------------- Hopper's forward
+# ----------------------------------------------------------------------------------------------------- Hopper's forward
 
 #: Of one warp group that multiplies, and of two and three, whose last key tiles the first groups pass over.
 GROUPS = (TileConfig(64, 48, 8, 2, 2), TileConfig(128, 64, 12, 2), TileConfig(192, 64, 16, 3))
@@ -467,7 +467,7 @@ class TestReferenceOfTheSoftmax:
         self.check(launched, inputs, tile, causal=False)
 
 
-# ------------------------------------------------------------------------------------------------------- Hopper's backward
+# ---------------------------------------------------------------------------------------------------- Hopper's backward
 
 #: By the widest rows that they are for: keys of a group of their own, or divided between dK and dV.
 BY_KEYS = {64: TileConfig(128, 128, 12, 2), 128: TileConfig(80, 128, 12, 2), 256: TileConfig(64, 64, 12, 2)}
@@ -650,7 +650,7 @@ def test_heads_in_several_sections_in_the_hopper_backward(monkeypatch):
         assert stage_values(launched[-1])["heads_per_section"] == 1
 
 
-# ------------------------------------------------------------------------------------------------------------ Hopper's dQ
+# ---------------------------------------------------------------------------------------------------------- Hopper's dQ
 
 
 @pytest.fixture
@@ -672,7 +672,8 @@ def test_dq_on_hopper_at_every_head_dim(dq_launched, dtype, head_dim, causal):
         assert (dq_launched[-1].spec.family, dq_launched[-1].spec.tile) == ("sm90", tile)
 
 
-#: Both orders of the products, with dQ's own way out and through dO, with one and two stages of V, Q loaded ahead or not.
+#: Both orders of the products, with dQ's own way out and through dO, with one and two stages of V, Q loaded ahead or
+# not.
 DQ_TILES = (
     (64, TileConfig(64, 48, 8, 2, 2)),
     (64, TileConfig(128, 64, 12, 3)),
@@ -753,7 +754,8 @@ def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
     assert all(np.array_equal(found[0].view(np.uint16), other.view(np.uint16)) for other in found)
 
 
-#: Of the baseline's root mean square, what rounding each operand of a product once leaves of o, dq, dk and dv, and a twentieth
+#: Of the baseline's root mean square, what rounding each operand of a product once leaves of o, dq, dk and dv, and a
+# twentieth
 #: more. The bounds of `fa2cupy.testing` are wider: they are for all problems.
 ROUNDED_ONCE = {"float16": (0.60, 0.565, 0.51, 0.575), "bfloat16": (0.57, 0.51, 0.47, 0.54)}
 

@@ -1,4 +1,4 @@
-"""Kernels in the driver: loaded once for each device, given the shared memory they need, launched with their own record."""
+"""Kernels in the driver: loaded once for each device, given their shared memory, launched with their own record."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def spec_of(num_stages: int) -> KernelSpec:
     return KernelSpec("forward", "sm80", "sm_80", "float16", 64, False, TileConfig(64, 64, 4, num_stages))
 
 
-# ---------------------------------------------------------------------------------------------------------------- loading
+# -------------------------------------------------------------------------------------------------------------- loading
 
 
 @pytest.mark.parametrize(("num_stages", "kib"), [(2, 40), (4, 72)])
@@ -107,7 +107,7 @@ def test_two_kernels_are_two_functions(driver):
     assert [launch.load_kernel(spec_of(n)).symbol for n in (2, 4)] == [spec_of(n).symbol for n in (2, 4)]
 
 
-# -------------------------------------------------------------------------------------------------------------- launching
+# ------------------------------------------------------------------------------------------------------------ launching
 
 POSITIONS = {name: position for position, name in enumerate(("q", "k", "v", "o", "lse"))}
 

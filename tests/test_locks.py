@@ -203,7 +203,7 @@ def test_processes_that_start_together_compile_a_kernel_once(fake_compiler, monk
 
     monkeypatch.setattr(cache, "compile_source", slow)
     children = [fork(lambda: cached_kernel(SPEC)) for _ in range(8)]
-    assert all([succeeds(child) for child in children])
+    assert all(succeeds(child) for child in children)
     assert log.read_text() == "x"
     assert [path.name for path in entry_path(SPEC).parent.iterdir()] == [entry_path(SPEC).name]  # no lock is left
 

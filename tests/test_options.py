@@ -39,7 +39,7 @@ class Spy:
         return self._result
 
 
-# --------------------------------------------------------------------------------------------- from attention to the others
+# ----------------------------------------------------------------------------------------- from attention to the others
 
 
 class Option:
@@ -95,7 +95,7 @@ def test_a_keyword_that_the_functions_share_has_the_same_default_in_each(functio
             assert shared is None or shared.default == one.default, one.name
 
 
-# ----------------------------------------------------------------------------------- from the public functions to a backend
+# ------------------------------------------------------------------------------- from the public functions to a backend
 
 
 @pytest.mark.parametrize("operation", ("forward", "delta", "backward"))
@@ -125,7 +125,7 @@ def test_the_backends_take_the_same_arguments_in_the_same_order(operation):
     assert mine == other
 
 
-# ------------------------------------------------------------------------------------- gradients of a bias, deterministically
+# ------------------------------------------------------------------------------- gradients of a bias, deterministically
 
 SIZES = {"batch": 2, "seqlen_q": 5, "seqlen_k": 7, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
 FULL = (2, 4, 5, 7)

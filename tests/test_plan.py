@@ -74,7 +74,7 @@ def record(stage: Stage) -> dict[str, object]:
     return values
 
 
-# ----------------------------------------------------------------------------------------------------------------- stages
+# --------------------------------------------------------------------------------------------------------------- stages
 
 
 def test_forward_is_one_launch_with_a_block_for_each_query_tile_of_each_head():
@@ -152,7 +152,7 @@ def test_without_packed_rows_nothing_is_launched():
     assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
 
 
-# ------------------------------------------------------------------------------------------ what features do to the stages
+# --------------------------------------------------------------------------------------- what features do to the stages
 
 
 WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias_accum"), (0, 0, 500, 1))}
@@ -484,7 +484,7 @@ def test_nothing_grows_with_the_product_of_the_lengths():
         assert nbytes[1] == 2 * nbytes[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- empty problems
+# ------------------------------------------------------------------------------------------------------- empty problems
 
 
 EMPTY = {
@@ -526,7 +526,7 @@ def test_without_keys_o_and_dq_are_still_written(method, causal, dtype):
     assert "dq" in {name for stage in plan.stages for name in stage.spec.params.pointers}
 
 
-# ----------------------------------------------------------------------------------------- the order in which tiles are taken
+# ----------------------------------------------------------------------------------- the order in which tiles are taken
 
 
 def blocks_of(stage: Stage) -> list[tuple[int, int, int]]:
@@ -628,7 +628,7 @@ def test_block_arithmetic_stays_in_32_bits(arch, seqlen_q, seqlen_k):
             assert values["num_tiles"] * values["scheduled_heads"] * values["batch"] + stage.blocks < 2**31
 
 
-# ------------------------------------------------------------------------------------------------------------- the record
+# ----------------------------------------------------------------------------------------------------------- the record
 
 
 def every_layout() -> list:

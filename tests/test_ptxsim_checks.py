@@ -428,7 +428,8 @@ def test_copies_fences_and_mbarriers_of_single_lanes_out_of_order(name, threads,
 STRONG = r"""
 // warp 0 fills s and raises a flag, for which warp 1 waits
 extern "C" __global__ void flag(int* o, int kind) {
-  __shared__ int s[32], flags[1]; int t = threadIdx.x % 32, x = 0; unsigned f = (unsigned)__cvta_generic_to_shared(flags);
+  __shared__ int s[32], flags[1];
+  int t = threadIdx.x % 32, x = 0; unsigned f = (unsigned)__cvta_generic_to_shared(flags);
   if (threadIdx.x == 0) flags[0] = 0;
   __syncthreads();
   if (threadIdx.x < 32) {

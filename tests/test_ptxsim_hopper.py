@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant_
   const u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : SPAN == 32 ? 3 : 0;
   const u64 mode = swizzle << 62 | (u64)(8 * BOX / 16) << 32 | (u64)(64 * BOX / 16) << 16;
   u32 a[4][4];
-  for (int q = 0; q < 4; q++) for (int r = 0; r < 4; r++) 
+  for (int q = 0; q < 4; q++) for (int r = 0; r < 4; r++)
     a[q][r] = A[(t / 32 * 16 + lane / 4 + 8 * (r & 1)) * 32 + q * 8 + lane % 4 + 4 * (r >> 1)];
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

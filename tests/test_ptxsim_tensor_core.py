@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(128) product(const unsigned short* 
     for (int i = t; i < 192 * 4; i += 128) {
       int row = i / 4, chunk = i & 3, k = kb * 32 + chunk * 8; int left = (K - k) * 2;
       left = left < 0 ? 0 : left > 16 ? 16 : left;
-      const unsigned short* p = (row < 128 ? A + (long long)row * K : B + (long long)(row - 128) * K) + 
+      const unsigned short* p = (row < 128 ? A + (long long)row * K : B + (long long)(row - 128) * K) +
         (left ? k : 0);
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"(s0 + stage * 192 * 80 + row * 80 + chunk * 16), "l"(p), "r"(left));

@@ -47,7 +47,7 @@ def test_no_test_is_imported():
     assert not {f"{path.relative_to(TESTS)} imports {name}" for path in files for name in of_tests(path)}
 
 
-# ----------------------------------------------------------------------------------------------- the floors of the package
+# -------------------------------------------------------------------------------------------- the floors of the package
 
 
 PACKAGE = CHECKOUT / "fa2cupy"

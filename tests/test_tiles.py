@@ -61,7 +61,7 @@ def head_dims_of(dtype: str) -> range:
     return range(8, 257, 8) if dtype in ("float16", "bfloat16") else range(1, 257, 5)
 
 
-# ------------------------------------------------------------------------------------------------------------ TileConfig
+# ----------------------------------------------------------------------------------------------------------- TileConfig
 
 
 @pytest.mark.parametrize("field", ("b_r", "b_c", "num_warps", "num_stages", "blocks_per_sm"))
@@ -81,7 +81,7 @@ def test_padding_covers_head_dim_and_adds_less_than_a_warp(family):
         assert family_named(family).padded_head_dim(padded) == padded
 
 
-# ----------------------------------------------------------------------------------------------------------- legal or not
+# --------------------------------------------------------------------------------------------------------- legal or not
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
         compile_source(render_kernel(spec))
 
 
-# -------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 
 DROPPED = FeatureSettings(dropout_p=0.5, seed=0)
@@ -318,7 +318,7 @@ def test_measured_rows_name_the_gpu_and_the_date():
         assert not row.measured or re.fullmatch(r".+, \d{4}-\d{2}-\d{2}", row.measured), row
 
 
-# ------------------------------------------------------------------------------------- which tile, family and method it is
+# ---------------------------------------------------------------------------------- which tile, family and method it is
 
 
 def default_tile() -> TileConfig:

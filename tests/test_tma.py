@@ -40,7 +40,7 @@ def encoded(monkeypatch):
     tma.tensor_maps.cache_clear()
 
 
-# ------------------------------------------------------------------------------------------------------------------- maps
+# ----------------------------------------------------------------------------------------------------------------- maps
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_map_that_the_driver_refuses_is_reported_with_its_layout(encoding, dri
         tma.encode(LAYOUT, 4096)
 
 
-# --------------------------------------------------------------------------------------------------- without cuda-bindings
+# ------------------------------------------------------------------------------------------------ without cuda-bindings
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
     assert "pip install" in str(warning.message)
 
 
-# --------------------------------------------------------------------------------------------------------------- counters
+# ------------------------------------------------------------------------------------------------------------- counters
 
 
 class FakeDevice:
@@ -231,7 +231,7 @@ def test_every_captured_launch_has_a_counter_of_its_own_and_allocates_nothing(de
     assert tiles.address(78) not in {eager, *captured} and len(device.memory) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------- record
+# --------------------------------------------------------------------------------------------------------------- record
 
 
 def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypatch):

@@ -154,11 +154,11 @@ def check_each_is_itself(calls: Calls, operation: str, both: list[tuple[dict, di
             assert calls.of(operation, arrays, **options) == cold[index]
 
 
-# ----------------------------------------------------------------------------------------------------------------- arrays
+# --------------------------------------------------------------------------------------------------------------- arrays
 
 
 def all_arrays(operation: str, is_packed: bool) -> tuple[dict[str, FakeArray], dict]:
-    """The operation's arrays and those in keywords, one of each but delta: with it o is not read, and dlse is subtracted."""
+    """The operation's arrays and those in keywords, but delta: with it o is not read, and dlse is subtracted."""
     arrays = packed(arrays_of()) if is_packed else arrays_of()
     names = ("alibi_slopes", "bias", "mask", "key_padding_mask", "sink")
     options = {name: next(x for x in reversed(OPTIONS[name]) if isinstance(x, np.ndarray)) for name in names}
@@ -360,7 +360,7 @@ def test_what_an_array_is_for_is_part_of_the_call(calls, operation, one, other):
     check_each_is_itself(calls, operation, [(arrays_of(), one), (arrays_of(), other)])
 
 
-# ----------------------------------------------------------------------------------------------------------------- copies
+# --------------------------------------------------------------------------------------------------------------- copies
 
 
 @pytest.mark.parametrize(("name", "operation"), CASES)
@@ -374,7 +374,7 @@ def test_a_call_on_copies_launches_what_the_call_on_their_originals_does(calls, 
         assert all(not taken & {"q", "k", "v"} for _, _, taken, _ in launches)
 
 
-# ---------------------------------------------------------------------------------------------- how many, and what is kept
+# ------------------------------------------------------------------------------------------- how many, and what is kept
 
 
 def test_seeds_travel_with_the_call_and_prepare_nothing(calls):

@@ -169,7 +169,7 @@ class TorchFlash(TorchPeer):
 
 
 class TorchCudnn(TorchPeer):
-    """cuDNN's attention through PyTorch, which offers no deterministic mode for it: beside ``two_pass`` it is the same."""
+    """cuDNN's attention through PyTorch, which has no deterministic mode for it: it is the same beside ``two_pass``."""
 
     name = "torch cudnn"
 

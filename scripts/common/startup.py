@@ -1,4 +1,4 @@
-"""First calls: what compilation, the disk cache and loading cost. Run as a module it is the process that is measured."""
+"""First calls: what compilation, the disk cache and loading cost. Run as a module, this is the process measured."""
 
 from __future__ import annotations
 

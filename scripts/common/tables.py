@@ -11,7 +11,7 @@ _TITLES = {"forward": "forward", "single_pass": "backward, `single_pass`", "two_
 
 
 def speed_table(rows: Iterable[Mapping[str, str]], dtype: str, peer: str) -> list[str]:
-    """TFLOP/s of ours and, in parentheses, the ratio that was measured beside it: full / causal, by head_dim and seqlen.
+    """TFLOP/s of ours and, in parentheses, the ratio measured beside it: full / causal, by head_dim and seqlen.
 
     Parameters
     ----------

@@ -18,8 +18,9 @@ OPTIONS = ("-std=c++17", "-lineinfo")
 def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = OPTIONS) -> str:
     """PTX text of a CUDA C++ source for a virtual architecture, which keeps NVRTC from assembling it.
 
-    Where FA2CUPY_CACHE_DIR names a folder, as it does in the tests, it is kept there: compiling takes longer than a small
-    launch, and the processes of a test run ask for the same kernels. Sources that include headers are compiled anew.
+    Where FA2CUPY_CACHE_DIR names a folder, as it does in the tests, it is kept there: compiling takes longer than a
+    small launch, and the processes of a test run ask for the same kernels. Sources that include headers are compiled
+    anew.
 
     Raises
     ------

@@ -95,7 +95,7 @@ class KernelParser:
             registers=self.registers,
             variables=self.variables,
             local_bytes=self.local_bytes,
-            cluster=(cluster + (1, 1, 1))[:3],
+            cluster=((*cluster, 1, 1, 1))[:3],
             max_threads=self._directive(r"(?:max|req)ntid"),
         )
 

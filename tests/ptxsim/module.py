@@ -93,8 +93,8 @@ class Module:
         memory : Memory, optional
             Where the pointers among the arguments point to.
         race_check : bool
-            Report races through shared memory, missing fences of proxies and of wgmma, early use of wgmma's registers, and
-            what ends while copies are under way.
+            Report races through shared memory, missing fences of proxies and of wgmma, early use of wgmma's registers,
+            and what ends while copies are under way.
         check_uninit : bool
             Report reads of shared memory, and of `empty` buffers, that nobody has written.
         batch : int, optional
@@ -147,7 +147,7 @@ class Module:
 
 def _three(extent: int | Sequence[int]) -> tuple[int, int, int]:
     values = tuple(int(x) for x in (extent if isinstance(extent, (tuple, list)) else (extent,)))
-    return (values + (1, 1, 1))[:3]
+    return ((*values, 1, 1, 1))[:3]
 
 
 def _keep(key: tuple, machine: Machine) -> None:

@@ -61,7 +61,7 @@ def backward(
 def fake_gpu(
     monkeypatch, device: DeviceInfo | str | tuple = "sm_90", run: Callable[[Launch], None] = run_formulas
 ) -> Iterator[list[Stage]]:
-    """Makes fa2cupy.gpu run on the host, with one device or those of a tuple; gives the list of the stages that were launched."""
+    """Makes fa2cupy.gpu run on the host, with one device or those of a tuple; gives the stages that were launched."""
     launched: list[Stage] = []
     devices = device if isinstance(device, tuple) else (device,)
     infos = [x if isinstance(x, DeviceInfo) else DeviceInfo.named(x) for x in devices]

@@ -55,7 +55,8 @@ def options_of(name: str, dtype: str, sizes: dict) -> dict:
 
 ROWS = (
     "causal", "window", "window left", "window right", "softcap", "softcap large", "alibi", "alibi by batch", "bias",
-    "bias of heads", "bias of keys", "bias of one row", "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
+    "bias of heads", "bias of keys", "bias of one row", "bias of queries", "mask", "mask of rows", "padding", "sink",
+    "dropout",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """An allocator for CuPy that leaves every array alone: in pages of its own, before and behind which nothing is mapped.
 
-CuPy's pool puts arrays side by side, where an access outside of one meets another and goes unnoticed. Here it faults. Arrays
-lie at the beginning of their pages and at the end, by turns. Used by ``pytest --isolate``.
+CuPy's pool puts arrays side by side, where an access outside of one meets another and goes unnoticed. Here it faults.
+Arrays lie at the beginning of their pages and at the end, by turns. Used by ``pytest --isolate``.
 """
 
 from __future__ import annotations

@@ -101,8 +101,9 @@ class Launch:
 def check_map(layout: TensorLayout, array: np.ndarray) -> None:
     """Holds a tensor map of a (batch, row, head, column) array against what driver and hardware require of it.
 
-    The driver takes it; it begins at the array's first element, because a load of a box without an element of the tensor
-    touches the map's address; and what is inside of its axes, as far as kernels ask for it, is the array and nothing else.
+    The driver takes it; it begins at the array's first element, because a load of a box without an element of the
+    tensor touches the map's address; and what is inside of its axes, as far as kernels ask for it, is the array and
+    nothing else.
     """
     address = array.ctypes.data
     tensor = TensorMap(bytes(driver_tensor_map(*encode_arguments(layout, address))))

@@ -63,7 +63,8 @@ def at_level(inputs: tuple, score: float) -> tuple:
 
 
 def jumping(inputs: tuple, most: float) -> tuple:
-    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large an
+    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large
+    an
     exponential as the others, by rows from 2**0 on."""
     q, k, v, do = inputs
     q *= q.dtype.type(0.25)

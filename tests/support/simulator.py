@@ -85,7 +85,7 @@ def simulated_gpu(
 def _execute(
     launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool, partly_written: dict[int, np.ndarray]
 ) -> None:
-    """`partly_written`: by address, which elements of outputs kernels have written that clear what others leave over."""
+    """`partly_written`: by address, the elements of outputs that clearing kernels have written."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
