@@ -1,4 +1,4 @@
-"""CuPy on host memory, as much of it as gpu.py, prepared.py and device_memory.py call."""
+"""CuPy on host memory, as much of it as fa2cupy.gpu calls."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _using_allocator(name: str) -> Iterator[None]:
 
 
 class FakeCupy(types.SimpleNamespace):
-    """The functions of CuPy that gpu.py, prepared.py and device_memory.py call.
+    """The functions of CuPy that fa2cupy.gpu calls.
 
     Attributes
     ----------

@@ -56,7 +56,7 @@ def simulated_gpu(
     patch: Patch | None = None,
     with_counter: bool = True,
 ) -> Iterator[list[Stage]]:
-    """Makes gpu.py run in the interpreter; gives the list of the stages that were launched.
+    """Makes fa2cupy.gpu run in the interpreter; gives the list of the stages that were launched.
 
     Parameters
     ----------
