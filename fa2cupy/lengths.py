@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,8 @@ def cu_seqlens(lengths: Sequence[int] | Array) -> tuple[Array, int]:
     if isinstance(lengths, np.ma.MaskedArray):
         raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
     xp = array_module(lengths)
-    host = np.asarray(lengths) if xp is np else xp.asnumpy(lengths)
+    given: Any = lengths  # only CuPy arrays have `get`
+    host = np.asarray(given if xp is np else given.get())
     if host.ndim != 1:
         raise ValueError(f"lengths: expected shape (batch,), got {host.shape}")
     if host.size == 0:
