@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         action="append",
         metavar="NAME",
-        help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_KEYWORDS)}",
+        help=f"features of the calls, which have them all; repeat it for other calls: {', '.join(CALL_KEYWORDS)}",
     )
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)

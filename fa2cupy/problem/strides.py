@@ -23,7 +23,7 @@ ScoreStrides = tuple[int, int, int, int]
 
 AnyStrides = Strides | ScoreStrides
 
-#: Score axes of the arrays that NumPy's rule, which aligns the last axes, does not fit: by name and number of axes.
+#: Score axes of the arrays whose axes are not the last axes of the scores, by name and number of axes.
 _AXES: dict[str, dict[int, tuple[int, ...]]] = {
     "alibi_slopes": {1: (1,), 2: (0, 1)},
     "key_padding_mask": {1: (3,), 2: (0, 3)},
