@@ -1,3 +1,3 @@
-"""The version, where setup.cfg can read it without importing the package."""
+"""The version, in a module that setup.cfg can read without importing the package."""
 
 __version__ = "0.1.0"

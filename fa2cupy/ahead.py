@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of the calls that use them."""
+"""Compilation of kernels ahead of the calls that use them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import numpy.typing as npt
 
 from .families.device import DeviceInfo, current_device
 from .families.tile import TileConfig
@@ -24,7 +26,7 @@ __all__ = ["precompile"]
 def precompile(
     archs: str | Iterable[str] | None = None,
     *,
-    dtypes: object | Iterable = ("float16", "bfloat16"),
+    dtypes: npt.DTypeLike | Iterable[npt.DTypeLike] = ("float16", "bfloat16"),
     head_dims: int | Iterable[int] = (64, 128),
     causal: bool | Iterable[bool] = (False, True),
     methods: str | Iterable[str] = ("single_pass", "two_pass"),
@@ -35,42 +37,42 @@ def precompile(
     jobs: int | None = None,
     progress: bool = False,
 ) -> list[CompiledKernel]:
-    """Compiles the kernels of calls into the disk cache, so that such calls need not wait. Needs no GPU.
+    """Compiles the kernels of calls into the disk cache, so that the calls need not wait for them. Needs no GPU.
 
     Parameters
     ----------
     archs : str or iterable of str, optional
-        Such as ``["sm_80", "sm_90"]``; the current device's by default.
+        Architectures such as ``["sm_80", "sm_90"]``; by default that of the current device.
     dtypes, head_dims, causal, methods : optional
-        The calls: the forward, and the backward by each method, for every combination. Each is one value or several;
+        One value or several each. The calls are the forward, and the backward with each method, for every combination;
         ``methods=()`` leaves the backward out.
     features : str, iterable of str, or iterable of those, optional
-        What these calls have besides, by keyword: ``("window", "softcap")`` is a call that has both,
-        ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, one of them without any. Names are those of
-        `forward`, ``"cu_seqlens"`` for packed sequences, and of `backward` ``"dlse"``, ``"return_dbias"`` and
-        ``"return_dsink"``. The values make no difference.
+        Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
+        ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
+        the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, and ``"dlse"``, ``"return_dbias"`` and
+        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values.
     head_dim_v : int, optional
-        Columns of v where they are not head_dim.
+        Columns of v if they differ from head_dim.
     config : TileConfig, or dict of TileConfig by operation, optional
         Tiles instead of the default ones, as for `forward` and `backward`.
     family : str, optional
         As for `forward`.
     jobs : int, optional
-        Kernels compiled side by side; one per CPU by default.
+        Number of kernels that are compiled at a time; one per CPU by default.
     progress : bool, optional
         Shows a progress bar on stderr.
 
     Returns
     -------
     list of CompiledKernel
-        Each with its registers, spills and compile time.
+        The kernels, with their registers, spills and compile times.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not of the kinds above, or `config` is not legal.
+        An argument is not as described above, or `config` is not legal.
     UnsupportedProblemError
-        There is no such architecture, or it has no kernel for a dtype or head_dim.
+        An architecture is unknown, or has no kernel for a dtype or head_dim.
     KernelCompileError
         NVRTC is missing, or refused a kernel.
     RuntimeError
@@ -78,9 +80,9 @@ def precompile(
 
     Notes
     -----
-    Kernels do not depend on lengths, numbers of heads or values, so that these serve all such calls but a few: on
-    Hopper, 16-bit calls with a ``softmax_scale`` or strides that are not positive, or without cuda-bindings, take the
-    kernels of ``family="sm80"``. A bias may have either of its dtypes.
+    Kernels do not depend on lengths, numbers of heads or values, so that these kernels serve all such calls, with one
+    exception: on Hopper, 16-bit calls with a ``softmax_scale`` or strides that are not positive, or without
+    cuda-bindings, take the kernels of ``family="sm80"``. Calls with a bias in either of its dtypes are covered.
 
     Examples
     --------
@@ -96,18 +98,18 @@ def precompile(
     dtypes = [check_dtype(dtype) for dtype in one_or_many(dtypes)]
     columns = [0 if head_dim_v is None else check_head_dim(head_dim_v, "head_dim_v")]
     head_dims = [max(check_head_dim(head_dim, "head_dims"), *columns) for head_dim in one_or_many(head_dims)]
-    masks, methods = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
+    masks, passes = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
     for masked in masks:
         check_bool("causal", masked)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
     specs = dict.fromkeys(
         spec
         for device, dtype, head_dim, masked, method, names in itertools.product(
-            devices, dtypes, head_dims, masks, methods, combinations
+            devices, dtypes, head_dims, masks, passes, combinations
         )
         for spec in default_specs(device, dtype, head_dim, masked, method, family, features=names, config=config)
     )
-    return _compile_all(list(specs), jobs or os.cpu_count(), progress)
+    return _compile_all(list(specs), jobs or os.cpu_count() or 1, progress)
 
 
 def _compile_all(specs: list[KernelSpec], jobs: int, progress: bool) -> list[CompiledKernel]:
@@ -119,6 +121,6 @@ def _compile_all(specs: list[KernelSpec], jobs: int, progress: bool) -> list[Com
                 kernel.result()
                 if bar is not None:
                     bar.update()
-        finally:  # an error or Ctrl-C leaves the rest, and does not wait for what is being compiled
+        finally:  # after an error or Ctrl-C, cancels pending kernels and does not wait for running ones
             pool.shutdown(wait=False, cancel_futures=True)
     return [kernel.result() for kernel in kernels]

@@ -1,4 +1,4 @@
-"""The public functions. Each checks which kind of arrays came and hands over to that backend."""
+"""The public functions. Each calls the backend of its arrays: NumPy's or CuPy's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from .backends import backend_of
 from .families.tile import TileConfig
+from .problem.array_types import Array
 from .problem.keywords import check_keywords, takes_features
 from .problem.options import CallOptions
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
     from .problem.features import FeatureKeywords
 
@@ -20,118 +21,124 @@ __all__ = ["backward", "delta", "forward"]
 
 @takes_features
 def forward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    out: tuple | None = None,
+    out: tuple[Array | None, ...] | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, Array]:
     """Exact attention without the score matrix: ``softmax(softmax_scale * q k^T) v``.
 
     Parameters
     ----------
     q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
         Queries: a NumPy or CuPy array of float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64, head_dim up to
-        256. Axes may be left out from the front: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results
-        of the same rank.
+        256. The first axes may be omitted: (seqlen_q, num_heads, head_dim) and (seqlen_q, head_dim) give results of the
+        same rank.
     k, v : ndarray, shape (batch, seqlen_k, num_heads_kv, head_dim)
         Keys and values, of q's dtype and device. num_heads must be a multiple of num_heads_kv: query head ``h``
         reads K/V head ``h // (num_heads // num_heads_kv)`` (multi-head, grouped-query and multi-query attention). v
-        may have a head_dim of its own, which then is o's. Views such as ``qkv[:, :, 0]`` of a packed array are
-        taken as they are.
+        may have another head_dim than q and k; o then has that of v. Views such as ``qkv[:, :, 0]`` of a packed array
+        are not copied.
     causal : bool, optional
-        Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: aligned to the bottom right.
+        Key ``j`` is visible to query ``i`` iff ``j <= i + seqlen_k - seqlen_q``: the mask is aligned to the bottom
+        right.
     softmax_scale : float, optional
         Factor of the scores, any finite number; ``head_dim ** -0.5`` by default.
     layout : {"bshd", "bhsd"}, optional
-        ``"bhsd"`` takes and gives (batch, heads, seqlen, head_dim).
+        Order of the axes of inputs and results; ``"bhsd"`` is (batch, heads, seqlen, head_dim).
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
     config : TileConfig, or dict of TileConfig by operation, optional
-        Tile of the kernel instead of the default; see `legal_configs`. NumPy takes ``b_r`` and ``b_c`` from it.
+        Tile of the kernel instead of the default; see `legal_configs`. NumPy uses its ``b_r`` and ``b_c``.
     family : str, optional
-        Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the one that the device, dtype and strides call
-        for; for tests and sweeps. NumPy ignores it.
+        Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the best one for the device, dtype and strides;
+        for tests and sweeps. NumPy ignores it.
 
     Returns
     -------
     o : ndarray, shape of q, with the columns of v
         Output, in q's dtype. A row without a visible key is 0.
     lse : ndarray, shape (batch, num_heads, seqlen_q)
-        Natural logarithm of the sum of exponentials of the scaled, masked scores, features included, which
-        `backward` needs; float32 (float64 for float64 data). A row without a visible key has ``-inf``, or the sink.
+        Natural logarithm of the sum of exponentials of the scaled, masked scores, features included; float32 (float64
+        for float64 data). `backward` needs it. A row without a visible key has ``-inf``, or the sink.
 
     Other Parameters
     ----------------
     window : tuple (left, right) of int or None
-        Key ``j`` is visible to query ``i`` iff ``d - left <= j <= d + right`` with ``d = i + seqlen_k - seqlen_q``; None
-        is no limit. With `causal`, both hold. Time grows with the window, not with seqlen_k.
+        Key ``j`` is visible to query ``i`` iff ``d - left <= j <= d + right`` with ``d = i + seqlen_k - seqlen_q``;
+        None is no limit. With `causal`, a key must satisfy both conditions. Time grows with the window, not with
+        seqlen_k.
     softcap : float
         Scores become ``softcap * tanh(scores / softcap)``, before biases and masks.
     alibi_slopes : ndarray, shape (num_heads,) or (batch, num_heads)
-        ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores; slopes have either sign. dtype of lse; no
-        gradient.
+        ``-slope * abs(i + seqlen_k - seqlen_q - j)`` is added to the scores, with slopes of either sign in the dtype of
+        lse. There is no gradient for them.
     bias : ndarray, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
-        Added to the scores, in q's dtype or that of lse, and never expanded. ``-inf`` hides a key. Elements for keys
-        that are hidden otherwise are ignored, NaN included.
+        Added to the scores, in q's dtype or that of lse; a broadcast bias is not expanded in memory. ``-inf`` hides a
+        key. Elements for keys that are hidden by other means are ignored, even if they are NaN.
     mask : ndarray of bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
     key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
         True where a key is visible, to all queries and heads.
     sink : ndarray, shape (num_heads,)
-        A logit for each query head that joins the softmax without a value, in the dtype of lse; ``-inf`` is none.
+        A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
+        is no sink.
     dropout_p : float
-        Probability, from 0 to below 1, that an element of the softmax is dropped; the others grow by ``1 / (1 - p)``.
-        lse is that without dropout.
+        Probability, from 0 to below 1, that an element of the softmax is dropped; the others are multiplied by
+        ``1 / (1 - dropout_p)``. lse is that without dropout.
     seed : int
-        Below 2**64; dropout needs it. What is dropped depends on it and on the element's place (batch, head, i, j)
-        only: the same in `backward`, for any tile, method and device, bit for bit (see ``fa2cupy/philox.py``).
+        From 0 to below 2**64; dropout needs it. The dropped elements depend only on the seed and on their positions
+        (batch, head, i, j), so that they are the same in `backward` and for every tile, method and device (see
+        ``fa2cupy/problem/philox.py``).
     cu_seqlens_q, cu_seqlens_k : ndarray of int32, shape (batch + 1,)
         Packed sequences: q, k and v have 3 axes, (total, num_heads, head_dim), and sequence ``b`` has the rows from
-        ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. lse has the shape (num_heads, total). All else holds for each
-        sequence alone, with i and j counted from its start; rows of no sequence get 0, and ``-inf`` in lse. bias
-        and masks have the shapes of a padded batch, with max_seqlen_q and max_seqlen_k.
+        ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. lse has the shape (num_heads, total). All other definitions apply to
+        each sequence alone, with i and j counted from its start. Rows outside all sequences get 0, and ``-inf`` in lse.
+        bias and masks have the shapes of a padded batch, with max_seqlen_q and max_seqlen_k.
     max_seqlen_q, max_seqlen_k : int
-        No sequence is longer; by default the total, and no more than that if larger. NumPy raises ValueError for a
-        sequence that is longer, and for offsets that do not grow or leave the arrays. On the GPU, which does not read
-        offsets on the host, the rows of a sequence beyond the longest length are rows of no sequence.
+        Upper bounds of the lengths of sequences. The default is the total, and larger values count as the total. NumPy
+        raises ValueError for longer sequences, and for offsets that decrease or leave the arrays. On the GPU, where
+        offsets are not read on the host, the rows of a sequence beyond the bound count as rows outside all sequences.
 
     Raises
     ------
     TypeError
-        Not NumPy or CuPy arrays, different or unknown dtypes, an option of the wrong type, an unknown keyword.
+        An argument is not a NumPy or CuPy array, or both are mixed; dtypes differ or are not supported; an option has
+        the wrong type; a keyword is unknown.
     ValueError
-        Shapes, devices or values that do not fit; `out` is read-only or overlaps; `config` is not legal.
+        Shapes, devices or values do not fit; `out` is read-only or overlaps; `config` is not legal.
     UnsupportedProblemError
-        head_dim above 256, or no kernel for the dtype or a feature on this GPU.
+        head_dim is above 256, or no kernel supports the dtype or a feature on this GPU.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.
 
     Notes
     -----
-    FlashAttention-2 (Dao 2023), Algorithm 1: query tiles of B_r rows meet key tiles of B_c rows with an online softmax,
-    so that memory beyond inputs and results is O(1). Scores, statistics and sums are float32 (float64 for float64).
+    The algorithm is FlashAttention-2 (Dao 2023), Algorithm 1: for each query tile of B_r rows an online softmax runs
+    over key tiles of B_c rows, so that memory beyond inputs and results is O(1). Scores, statistics and sums are
+    float32 (float64 for float64 data).
 
-    All features combine. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma 2);
-    ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014, with
-    the Philox generator of Salmon et al. 2011.
+    All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
+    2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
+    with the Philox generator of Salmon et al. 2011.
 
-    Strides are taken as they are while the last axis is contiguous and, for 16-bit data, rows start on 16 bytes;
-    anything else is copied first, and so is 16-bit data whose head_dim is not a multiple of 8, and data whose v has a
-    head_dim of its own. The work is queued on CuPy's current stream of the arrays' device, without a synchronisation;
-    the first call of a kind compiles its kernel. On the GPU offsets are clamped to the arrays; decreasing offsets raise
-    no error and give undefined results.
+    On the GPU, arrays are used in place if the last axis is contiguous and, for 16-bit data, rows are aligned to 16
+    bytes. Other arrays are copied first, and so are 16-bit data whose head_dim is not a multiple of 8, and data whose v
+    has another head_dim than q. The work is queued on CuPy's current stream of the arrays' device, without a
+    synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the GPU;
+    decreasing offsets raise no error there and give undefined results.
 
-    Calls can be captured into a CUDA graph once a call of the same kind has loaded its kernels. Copies, and workspaces of
-    `backward`, then are memory of the graph: it is allocated and freed by nodes of the graph, and held between launches by
-    CUDA's memory pool for graphs, up to the largest amount that one call of the graph needs. Results are allocated as
-    ever: keep them, like the inputs, for as long as the graph is launched, or pass `out`.
+    Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies, and workspaces
+    of `backward`, are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for
+    graphs holds it between launches, up to the largest amount that one call of the graph needs. Results are allocated
+    as in other calls: keep them, like the inputs, as long as the graph is launched, or pass `out`.
 
     Examples
     --------
@@ -147,13 +154,13 @@ def forward(
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
-def delta(o, do, *, layout: str = "bshd", out=None):
-    """Row sums of ``do * o``, which the softmax gradient subtracts from ``do v^T``.
+def delta(o: Array, do: Array, *, layout: str = "bshd", out: Array | None = None) -> Array:
+    """Row sums of ``do * o``, which the gradient of the softmax subtracts from ``do v^T``.
 
     Parameters
     ----------
     o, do : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
-        Output of `forward`, packed or not, and the gradient that arrives for it.
+        Output of `forward`, packed or not, and its gradient.
     layout : {"bshd", "bhsd"}, optional
         As for `forward`.
     out : ndarray, optional
@@ -166,89 +173,91 @@ def delta(o, do, *, layout: str = "bshd", out=None):
 
     Notes
     -----
-    FlashAttention-2 (Dao 2023), Algorithm 2, line 4. `backward` computes it by itself unless given one. Errors are those
-    of `forward`.
+    It is line 4 of Algorithm 2 of FlashAttention-2 (Dao 2023). `backward` computes it unless it is passed. Errors are
+    those of `forward`.
     """
     return backend_of("o", o).delta(o, do, out, CallOptions(layout=layout))
 
 
 @takes_features
 def backward(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    do,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    do: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    delta=None,
-    dlse=None,
+    delta: Array | None = None,
+    dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     method: str | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
-    out: tuple | None = None,
+    out: tuple[Array | None, ...] | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, ...]:
     """Gradients of `forward` for q, k and v.
 
     Parameters
     ----------
     q, k, v : ndarray
-        As given to `forward`, with the same `causal`, `softmax_scale`, `layout` and features.
+        The arguments of `forward`. `causal`, `softmax_scale`, `layout` and features must be the same, too.
     o, lse : ndarray
-        What `forward` returned.
+        The results of `forward`.
     do : ndarray, shape of o
         Gradient for o.
     causal, softmax_scale, layout, **keywords
         As for `forward`.
     delta : ndarray, shape (batch, num_heads, seqlen_q), optional
-        Result of `delta`, if it is at hand.
+        Result of `delta`, if the caller has it.
     dlse : ndarray, shape and dtype of lse, optional
-        Gradient for lse, as of a z-loss or of merging partial results.
+        Gradient for lse, for example that of a z-loss or of merged partial results.
     return_dbias, return_dsink : bool, optional
-        Also give the gradient of `bias`, of `sink`.
+        Also returns the gradient of `bias`, and of `sink`.
     method : {None, "single_pass", "two_pass"}, optional
-        ``"single_pass"`` takes every tile once, and adds up one kind of gradient in memory atomically. ``"two_pass"``
-        takes every tile twice, for dq and for dk and dv, without atomics or workspace. None takes the faster one.
+        ``"single_pass"`` computes every tile of scores once, and adds up dq, or dk and dv, in memory with atomics.
+        ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
+        faster one.
     deterministic : bool, optional
-        Only take a method whose results are equal, bit by bit, from run to run.
+        Allows only methods whose results are bit-reproducible from run to run.
     out : tuple of (ndarray or None), optional
-        Arrays ``(dq, dk, dv)``, and dbias and dsink if asked for, to write the results to. They must not overlap each
-        other or an input; views such as ``dqkv[:, :, 0]`` of a packed array do not.
+        Arrays ``(dq, dk, dv)``, and dbias and dsink if requested, to write the results to. They must not overlap each
+        other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not overlap.
     config : TileConfig, or dict of TileConfig by operation, optional
-        Tile of the kernel ``"backward"`` (single_pass), or of ``"backward_dq"`` and ``"backward_dkdv"`` (two_pass); one
-        tile alone is for all of them.
+        Tile of the kernel ``"backward"`` (single_pass), or tiles of ``"backward_dq"`` and ``"backward_dkdv"``
+        (two_pass); a single TileConfig applies to all of them.
     family : str, optional
-        As for `forward`; it must have every kernel of the method.
+        As for `forward`; the family must have every kernel of the method.
 
     Returns
     -------
     dq, dk, dv : ndarray, shapes of q, k, v
-        In their dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32.
+        Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
+        (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        Those that were asked for. dbias is summed over repeated axes in lse's dtype, on the GPU atomically, and takes
-        ``"two_pass"`` of 16-bit data there.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics. On the GPU,
+        dbias of 16-bit data implies ``"two_pass"``.
 
     Notes
     -----
     With P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = softmax_scale dS K and
-    dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. What features
-    add is at the top of ``fa2cupy/features.py``. Errors are those of `forward`.
+    dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. The docstring of
+    ``fa2cupy/problem/features.py`` has the terms that features add. Errors are those of `forward`.
 
-    On the GPU a call holds, besides inputs and results, delta (4 bytes a row of a head, 8 for float64) unless it is given;
-    in ``single_pass`` of 16-bit data a dq in float32, rows rounded up to whole tiles of up to 128 and head_dim to a multiple
-    of 16; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call holds
-    the same in memory of its graph.
+    On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
+    for float64); in ``single_pass`` of 16-bit data a float32 dq, with rows rounded up to whole tiles of up to 128 and
+    head_dim to a multiple of 16; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward`
+    makes. A captured call allocates the same as memory of its graph.
 
-    ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU depends on the method's atomics: for
-    float16 and bfloat16 dk and dv are bit-reproducible and dq, added up in a float32 workspace of its size, is not; for
-    float32 and float64 it is the other way round.
+    ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
+    atomic additions varies: for float16 and bfloat16 in dq, which is added up in a float32 workspace of its size, and
+    for float32 and float64 in dk and dv. Its other results are bit-reproducible.
     """
     check_keywords(backward, keywords)
     options = CallOptions(

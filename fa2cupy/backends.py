@@ -1,9 +1,10 @@
-"""Which backend a call runs on: NumPy's for NumPy arrays, kernels for CuPy's."""
+"""The backend of a call: ``cpu`` for NumPy arrays, ``gpu`` for CuPy arrays."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
 
 import numpy as np
 
@@ -13,19 +14,19 @@ from .problem.arguments import array_backend
 __all__ = ["backend_of"]
 
 
-def backend_of(name: str, array):
-    """The module with `forward`, `delta` and `backward` for an array; errors call the array by its name."""
+def backend_of(name: str, array: object) -> ModuleType:
+    """The module with `forward`, `delta` and `backward` for an array; `name` is the argument's name in errors."""
     if isinstance(array, np.ndarray):
         return cpu
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray):
-        array_backend({name: array})  # says how to convert it
+        array_backend({name: array})  # raises TypeError and says how to convert the array
     return _gpu()
 
 
 @functools.lru_cache(maxsize=None)
-def _gpu():
-    # Imported at first use: NumPy users need no CuPy, and CuPy is there once someone has an array of it.
+def _gpu() -> ModuleType:
+    # Imported at first use, because calls on NumPy arrays must not need CuPy.
     from .gpu import calls as gpu
 
     return gpu

@@ -23,13 +23,13 @@ _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as shells report SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     options = _parser().parse_args(arguments)
     return run_command("fa2cupy", lambda: _run(options))
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status, also where Ctrl-C or a reader that has seen enough ends it."""
+    """Runs a command and returns its exit status, also if Ctrl-C or a closed pipe ends it."""
     try:
         status = command()
         sys.stdout.flush()
@@ -38,7 +38,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # what is still to be written, at exit at the latest, goes nowhere
+        with contextlib.suppress(OSError):  # discards buffered output, which would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
 
@@ -46,7 +46,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         return options.run(options)
-    except (RuntimeError, UnsupportedProblemError) as error:  # no device, no compiler, or no kernel for what was asked
+    except (RuntimeError, UnsupportedProblemError) as error:  # no device, no compiler, or no kernel
         print(f"fa2cupy: {error}", file=sys.stderr)
         return 1
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         action="append",
         metavar="NAME",
-        help=f"of calls that have all of them; once more for other calls; of {', '.join(CALL_KEYWORDS)}",
+        help=f"features of the calls, which have them all; repeat it for other calls: {', '.join(CALL_KEYWORDS)}",
     )
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)
@@ -104,9 +104,8 @@ def _precompile(options: argparse.Namespace) -> int:
         print(f"fa2cupy: interrupted; what is compiled so far is kept in {cache_dir()}", file=sys.stderr)
         return _INTERRUPTED
     for kernel in kernels:
-        print(
-            f"{kernel.symbol:<72}{kernel.registers:4} registers{kernel.spill_bytes:5} bytes spilled {kernel.seconds:6.2f} s"
-        )
+        spilled = f"{kernel.spill_bytes:5} bytes spilled"
+        print(f"{kernel.symbol:<72}{kernel.registers:4} registers{spilled} {kernel.seconds:6.2f} s")
     print(f"{len(kernels)} kernels in {cache_dir()}")
     return 0
 

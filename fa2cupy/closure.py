@@ -1,18 +1,19 @@
-"""Attention as one call that gives its gradient along."""
+"""Attention as one call that returns its output and its gradient function."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .api import backward, forward
 from .families.tile import TileConfig
 from .problem.arguments import check_bool
+from .problem.array_types import Array
 from .problem.feature_checks import extra_gradients
 from .problem.keywords import check_keywords, takes_features
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
     from .problem.features import FeatureKeywords
 
@@ -21,9 +22,9 @@ __all__ = ["attention"]
 
 @takes_features
 def attention(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -36,8 +37,8 @@ def attention(
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     **keywords: Unpack[FeatureKeywords],
-) -> tuple:
-    """`forward`, and its gradient as a closure: the style of layer libraries.
+) -> tuple[Any, ...]:
+    """`forward`, and its gradient as a closure, as layer libraries and tapes need it.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ def attention(
     method, deterministic, return_dbias, return_dsink
         As for `backward`.
     return_lse : bool, optional
-        Also give lse, as for a z-loss.
+        Also returns lse, for example for a z-loss.
     config : dict of TileConfig by operation, optional
         As for `forward` and `backward`.
 
@@ -55,10 +56,10 @@ def attention(
     o : ndarray
         As from `forward`.
     lse : ndarray
-        As from `forward`; with `return_lse` only.
+        As from `forward`; only with `return_lse`.
     backprop : callable
-        ``backprop(do, dlse=None)`` gives what `backward` gives: ``(dq, dk, dv)`` and what else was asked for, of `do` and
-        of a gradient for lse. It keeps q, k, v, o, lse and the arrays of features alive.
+        ``backprop(do, dlse=None)`` returns the results of `backward`, ``(dq, dk, dv)`` and the other requested
+        gradients, for the gradients of o and lse. It keeps q, k, v, o, lse and the arrays of features alive.
 
     Raises
     ------
@@ -76,14 +77,25 @@ def attention(
     """
     check_keywords(attention, keywords)
     check_bool("return_lse", return_lse)
-    shared = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, "config": config, "family": family}
+    shared: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "layout": layout,
+        "config": config,
+        "family": family,
+    }
     shared |= keywords
-    own = {"method": method, "deterministic": deterministic, "return_dbias": return_dbias, "return_dsink": return_dsink}
-    extra_gradients(keywords, return_dbias, return_dsink)  # rather now than after the forward
+    own: dict[str, Any] = {
+        "method": method,
+        "deterministic": deterministic,
+        "return_dbias": return_dbias,
+        "return_dsink": return_dsink,
+    }
+    extra_gradients(keywords, return_dbias, return_dsink)  # errors are raised before the forward runs
     o, lse = forward(q, k, v, **shared)
 
-    def backprop(do, dlse=None):
-        """Gradients of the call of `fa2cupy.attention` that gave this function: see `fa2cupy.backward`.
+    def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
+        """Gradients of the call of `fa2cupy.attention` that returned this function: see `fa2cupy.backward`.
 
         Parameters
         ----------
@@ -96,7 +108,7 @@ def attention(
         -------
         dq, dk, dv : ndarray
         dbias, dsink : ndarray
-            Those that were asked for.
+            The requested ones.
         """
         return backward(q, k, v, o, lse, do, dlse=dlse, **own, **shared)
 

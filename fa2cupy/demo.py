@@ -1,4 +1,4 @@
-"""The demonstration: every operation that this machine can run, checked against float64 and timed."""
+"""A demonstration: every operation that this machine can run, checked against float64 and timed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -19,20 +21,31 @@ from .families.operations import TILED
 from .inspection import default_specs
 from .jit.cache import cached_kernel
 from .jit.compiler import nvrtc_version
+from .problem.array_types import Array
 from .testing import Comparison, Expectation, check_delta, make_inputs
 
 __all__ = ["run_demo"]
 
-_TENSOR_CORE_SIZE = {"batch": 2, "seqlen_q": 2048, "num_heads": 8, "head_dim": 128}
-_SIMT_SIZE = {"batch": 1, "seqlen_q": 1024, "num_heads": 4, "head_dim": 64}
-_CPU_SIZE = {"batch": 1, "seqlen_q": 512, "num_heads": 4, "head_dim": 64}
+
+class _Size(TypedDict):
+    """Sizes of the arrays."""
+
+    batch: int
+    seqlen_q: int
+    num_heads: int
+    head_dim: int
+
+
+_TENSOR_CORE_SIZE: _Size = {"batch": 2, "seqlen_q": 2048, "num_heads": 8, "head_dim": 128}
+_SIMT_SIZE: _Size = {"batch": 1, "seqlen_q": 1024, "num_heads": 4, "head_dim": 64}
+_CPU_SIZE: _Size = {"batch": 1, "seqlen_q": 512, "num_heads": 4, "head_dim": 64}
 _TOOLCHAIN_ARCHS = ("sm_80", "sm_90")
 _METHODS = ("single_pass", "two_pass")
 
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One row of the table. `work` is in floating-point operations, 0 where they are not what takes the time."""
+    """One row of the table. `work` is a number of floating-point operations, 0 for operations limited by memory."""
 
     operation: str
     dtype: str
@@ -49,7 +62,8 @@ class _Measurement:
         rate = f"{self.work / self.milliseconds / 1e9:.3g}" if self.work else "-"
         return (
             f"{self.operation:<22}{self.dtype:<10}{'causal' if self.causal else 'full':<8}{self.kernels:<50}"
-            f"{worst.error:8.1e} of {worst.allowed:.1e} ({worst.name:>5}){compiled:>10}{self.milliseconds:9.3f} ms{rate:>9}"
+            f"{worst.error:8.1e} of {worst.allowed:.1e} ({worst.name:>5})"
+            f"{compiled:>10}{self.milliseconds:9.3f} ms{rate:>9}"
         )
 
 
@@ -88,12 +102,12 @@ def run_demo(device: str = "auto") -> int:
 def _why_no_gpu() -> str | None:
     try:
         DeviceInfo.current()
-    except Exception as error:  # no CuPy, no driver, no device: whatever it is, the demonstration goes on without
+    except Exception as error:  # noqa: BLE001  (without CuPy, driver or device, for any reason, NumPy runs instead)
         return str(error)
     return None
 
 
-def _print_table(dtypes: list[str], xp, info: DeviceInfo | None) -> int:
+def _print_table(dtypes: list[str], xp: ModuleType, info: DeviceInfo | None) -> int:
     print(_HEADER)
     try:
         for dtype, causal in itertools.product(dtypes, (False, True)):
@@ -106,7 +120,7 @@ def _print_table(dtypes: list[str], xp, info: DeviceInfo | None) -> int:
     return 0
 
 
-def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[_Measurement]:
+def _measure(dtype: str, causal: bool, xp: ModuleType, info: DeviceInfo | None) -> Iterator[_Measurement]:
     size = _CPU_SIZE if info is None else _TENSOR_CORE_SIZE if dtype in ("float16", "bfloat16") else _SIMT_SIZE
     q, k, v, do = make_inputs(dtype, **size, xp=xp)
     expected = Expectation(q, k, v, do, causal=causal)
@@ -114,7 +128,11 @@ def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[
     clock = _host_milliseconds if info is None else _device_milliseconds
 
     def row(
-        operation: str, call: Callable, comparisons: tuple, products: int, method: str | None = None
+        operation: str,
+        call: Callable[[], object],
+        comparisons: tuple[Comparison, ...],
+        products: int,
+        method: str | None = None,
     ) -> _Measurement:
         kernels, seconds = _kernels(operation, dtype, size["head_dim"], causal, method, info)
         return _Measurement(
@@ -131,7 +149,7 @@ def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[
 
     for method in _METHODS:
 
-        def backward(method: str = method, **options):
+        def backward(method: str = method, **options: Any) -> tuple[Array, ...]:
             return api.backward(q, k, v, o, lse, do, causal=causal, method=method, **options)
 
         dq, dk, dv = backward(out=expected.unwritten("dq", "dk", "dv"))
@@ -142,7 +160,7 @@ def _measure(dtype: str, causal: bool, xp, info: DeviceInfo | None) -> Iterator[
 def _kernels(
     operation: str, dtype: str, head_dim: int, causal: bool, method: str | None, info: DeviceInfo | None
 ) -> tuple[str, float | None]:
-    """Family and tiles of a call, and what its kernels took to compile (when they were compiled)."""
+    """Family and tiles of a call, and the seconds that the compilation of its kernels took; None for NumPy."""
     if info is None:
         b_r, b_c = default_tile()
         return ("numpy" if operation == "delta" else f"numpy {b_r} x {b_c}"), None
@@ -155,7 +173,7 @@ def _kernels(
     return f"{family} {'; '.join(tile.split(',')[0] for tile in tiles) if len(tiles) > 1 else ''.join(tiles)}", seconds
 
 
-def _host_milliseconds(call: Callable) -> float:
+def _host_milliseconds(call: Callable[[], object]) -> float:
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -164,7 +182,7 @@ def _host_milliseconds(call: Callable) -> float:
     return 1e3 * statistics.median(times)
 
 
-def _device_milliseconds(call: Callable, calls: int = 10) -> float:
+def _device_milliseconds(call: Callable[[], object], calls: int = 10) -> float:
     import cupy
 
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
@@ -177,7 +195,7 @@ def _device_milliseconds(call: Callable, calls: int = 10) -> float:
 
 
 def _show_toolchain() -> int:
-    """Compiles one kernel of each family, which needs CuPy and NVRTC but no GPU."""
+    """Compiles kernels for two architectures and two dtypes, which needs CuPy and NVRTC but no GPU."""
     try:
         print(f"NVRTC {'.'.join(map(str, nvrtc_version()))} compiles, for GPUs that are not here:")
         for arch, dtype in itertools.product(_TOOLCHAIN_ARCHS, ("float16", "float32")):

@@ -1,9 +1,11 @@
-"""What there is: legal tiles, default kernels, and the state of the installation."""
+"""Inspection of legal tiles, default kernels, and the installation."""
 
 from __future__ import annotations
 
 import platform
 from importlib import metadata
+
+import numpy.typing as npt
 
 from ._version import __version__
 from .errors import KernelCompileError
@@ -23,36 +25,36 @@ __all__ = ["default_specs", "info", "legal_configs"]
 def legal_configs(
     operation: str,
     *,
-    dtype: str = "float16",
+    dtype: npt.DTypeLike = "float16",
     head_dim: int = 128,
     arch: str | None = None,
     family: str | None = None,
 ) -> list[TileConfig]:
-    """The tiles that a kernel can have on a device.
+    """The legal tiles of a kernel on a device.
 
     Parameters
     ----------
     operation : {"forward", "backward", "backward_dq", "backward_dkdv"}
-        Which kernel: ``backward`` is the one of ``single_pass``, the other two those of ``two_pass``.
+        The kernel: ``backward`` is that of ``single_pass``, the other two are those of ``two_pass``.
     dtype : str or dtype, optional
     head_dim : int, optional
     arch : str, optional
         Architecture such as ``"sm_86"``; the current device by default.
     family : str, optional
-        Kernel family; by default the one that the device and dtype call for.
+        Kernel family; by default the best one for the device and dtype.
 
     Returns
     -------
     list of TileConfig
-        Those whose shape the kernel supports and whose accumulators, shared memory and threads fit the device. Whether
-        one also compiles without spills is for a sweep to find out.
+        The tiles whose shape the kernel supports and whose accumulators, shared memory and threads fit the device. The
+        compiler may still spill registers for some of them; a sweep shows which.
 
     Raises
     ------
     TypeError, ValueError
-        `operation` or `family` does not exist, or `dtype` or `head_dim` is none.
+        `operation` or `family` does not exist, or `dtype` or `head_dim` is not valid.
     UnsupportedProblemError
-        head_dim above 256, or no family has the dtype on the device.
+        head_dim is above 256, or no family supports the dtype on the device.
     RuntimeError
         There is no device, and `arch` does not name one.
 
@@ -112,7 +114,7 @@ def _driver() -> str:
 
         version = runtime.driverGetVersion()
         return f"for CUDA {version // 1000}.{version % 1000 // 10}" if version else "none"
-    except Exception as error:  # CuPy absent, or without a driver: both are answers here
+    except Exception as error:  # noqa: BLE001  (no CuPy or no driver, for any reason, is part of the report)
         return f"none ({error})"
 
 
@@ -120,5 +122,5 @@ def _device() -> str:
     try:
         device = DeviceInfo.current()
         return f"{device.name} ({device.arch})"
-    except Exception as error:  # as above
+    except Exception as error:  # noqa: BLE001  (as above)
         return f"none ({error})"

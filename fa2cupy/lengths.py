@@ -1,41 +1,45 @@
-"""From the lengths of sequences to the offsets of packed ones."""
+"""Offsets of packed sequences, computed from their lengths."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from .numerics.arrays import array_module, device_context
+from .problem.array_types import Array
 
 __all__ = ["cu_seqlens"]
 
 _LARGEST = 2**31 - 1
 
 
-def cu_seqlens(lengths) -> tuple[object, int]:
-    """The offsets of packed sequences, and the longest length, which `forward` and `backward` take.
+def cu_seqlens(lengths: Sequence[int] | Array) -> tuple[Array, int]:
+    """The offsets of packed sequences and the longest length, for `forward` and `backward`.
 
     Parameters
     ----------
     lengths : sequence of int, or ndarray of an integer dtype, shape (batch,)
-        Rows of each sequence, in the order in which they lie one behind the other.
+        Numbers of rows of the sequences, in their order in the packed arrays.
 
     Returns
     -------
     cu_seqlens : ndarray of int32, shape (batch + 1,)
-        A NumPy array, or a CuPy array on the device of `lengths` where these are one.
+        A NumPy array, or a CuPy array on the device of `lengths` if that is a CuPy array.
     max_seqlen : int
-        The longest of the lengths; 0 if there are none.
+        The largest length; 0 if there are none.
 
     Raises
     ------
     TypeError
         `lengths` are no integers.
     ValueError
-        They have not one axis, one is negative, or all together are 2**31 or more.
+        `lengths` do not have one axis, one of them is negative, or their sum is 2**31 or more.
 
     Notes
     -----
-    Lengths on a GPU are read on the host, which waits for them.
+    Lengths on a GPU are copied to the host, which synchronises with the GPU.
 
     Examples
     --------
@@ -46,11 +50,12 @@ def cu_seqlens(lengths) -> tuple[object, int]:
     if isinstance(lengths, np.ma.MaskedArray):
         raise TypeError("lengths: expected an array without a mask of its own, got a numpy.ma.MaskedArray")
     xp = array_module(lengths)
-    host = np.asarray(lengths if xp is np else lengths.get())
+    given: Any = lengths  # only CuPy arrays have `get`
+    host = np.asarray(given if xp is np else given.get())
     if host.ndim != 1:
         raise ValueError(f"lengths: expected shape (batch,), got {host.shape}")
     if host.size == 0:
-        host = host.astype("int64")  # an empty list has no dtype of its own
+        host = host.astype("int64")  # NumPy makes an empty list float64
     if host.dtype.kind not in "iu":
         raise TypeError(f"lengths: expected integers, got dtype {host.dtype}")
     shortest, longest = int(host.min(initial=0)), int(host.max(initial=0))

@@ -1,4 +1,4 @@
-"""The environment variables, all of them."""
+"""The environment variables of the package, with their defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache_dir() -> Path:
     """Folder of the compiled kernels.
 
     ``FA2CUPY_CACHE_DIR`` if set, else ``fa2cupy`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
-    It is created by the first compilation, for the user alone.
+    The first compilation creates it. Only the user can access it.
 
     Returns
     -------
@@ -29,12 +29,12 @@ def cache_dir() -> Path:
 
 
 def cache_path() -> list[Path]:
-    """Folders that others fill, to look into after `cache_dir`: ``FA2CUPY_CACHE_PATH``, written like ``PATH``."""
+    """Shared cache folders that are searched after `cache_dir`: ``FA2CUPY_CACHE_PATH``, a list like ``PATH``."""
     return [Path(each).absolute() for each in os.environ.get("FA2CUPY_CACHE_PATH", "").split(os.pathsep) if each]
 
 
 def cache_limit() -> int | None:
-    """The most bytes that `cache_dir` keeps: ``FA2CUPY_CACHE_LIMIT`` in MiB, else 1 GiB; None (for 0) is any number."""
+    """Largest size of `cache_dir` in bytes, from ``FA2CUPY_CACHE_LIMIT`` in MiB (default 1024; 0 is no limit, None)."""
     chosen = os.environ.get("FA2CUPY_CACHE_LIMIT") or str(_DEFAULT_LIMIT_MIB)
     if not chosen.isdecimal():
         text = f"FA2CUPY_CACHE_LIMIT: expected a number of MiB (0 is no limit), got {chosen!r}"
@@ -44,18 +44,18 @@ def cache_limit() -> int | None:
 
 
 def tuning_file() -> Path:
-    """The user's own tile choices, as ``scripts/sweep.py --save`` writes them; need not exist."""
+    """Path of the user's tuning file, which ``scripts/sweep.py --save`` writes. It need not exist."""
     return _user_folder("XDG_CONFIG_HOME", ".config") / "fa2cupy" / "tuning.json"
 
 
 def dump_directory() -> Path | None:
-    """Where rendered sources, cubins and logs are written, or None: ``FA2CUPY_DUMP_DIR``."""
+    """Folder for rendered sources, cubins and logs: ``FA2CUPY_DUMP_DIR``; None if it is not set."""
     chosen = os.environ.get("FA2CUPY_DUMP_DIR")
     return Path(chosen) if chosen else None
 
 
 def configure_logging() -> None:
-    """Prints the package's log lines on stderr from the level in ``FA2CUPY_LOG`` (such as ``info``) up."""
+    """Prints log messages of the package on stderr, from the level in ``FA2CUPY_LOG`` (such as ``info``) up."""
     level = os.environ.get("FA2CUPY_LOG", "").upper()
     if not level:
         return
@@ -70,12 +70,12 @@ def configure_logging() -> None:
 
 
 def _user_folder(variable: str, default: str) -> Path:
-    chosen = _absolute(variable)  # the XDG specification says to ignore others
+    chosen = _absolute(variable)  # the XDG specification says to ignore relative paths
     if chosen:
         return chosen
     try:
         return Path.home() / default
-    except RuntimeError:  # no home folder: a container user without an entry in passwd
+    except RuntimeError:  # no home folder, as for a container's user without an entry in passwd
         return (_absolute("TMPDIR") or Path("/tmp")) / f"fa2cupy-{os.getuid()}"
 
 

@@ -1,1 +1,1 @@
-"""The kernel families: what each takes, its tiles and records, and the choice among them."""
+"""The kernel families: the problems that each supports, its tiles and records, and the choice among them."""

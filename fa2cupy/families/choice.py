@@ -1,4 +1,4 @@
-"""The list of kernel families, and the choice for a call: family, method and tiles, made once."""
+"""The list of kernel families, and the choice of family, method and tiles for a call."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from .tuning import tuned_tile
 
 __all__ = ["FAMILIES", "Choice", "choose", "choose_family", "family_named", "requested_method", "used_features"]
 
-#: The first family that takes a call wins.
+#: The families in the order in which they are tried.
 FAMILIES: tuple[Family, ...] = (SM90, SM80, SIMT)
+
+_DEFAULTS = CallOptions()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What has been chosen for a call.
+    """The family, tiles and method of a call.
 
     Attributes
     ----------
     family : Family
-        Of all tiled kernels.
-    tiles : dict
-        The tiles of the tiled kernels, by operation in the order in which they are launched.
+        The family of all tiled kernels.
+    tiles : mapping of operation to TileConfig
+        The tiles of the tiled kernels, in the order of their launches.
     method : str or None
-        Of a backward.
+        The method of a backward, else None.
     """
 
     family: Family
@@ -46,17 +48,17 @@ class Choice:
 
 
 def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tuple[str, ...]:
-    """The features that a call asks for; `extras` are those of `choose`."""
+    """The features that a call uses; `extras` is that of `choose`."""
     return (*problem.features, *(name for name in extras if name in FEATURES))
 
 
 def family_named(name: str) -> Family:
-    """The family of a name.
+    """The family with this name.
 
     Raises
     ------
     ValueError
-        There is none.
+        No family has this name.
     """
     for family in FAMILIES:
         if family.name == name:
@@ -65,19 +67,19 @@ def family_named(name: str) -> Family:
 
 
 def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
-    """The method that the caller asks for, None for the faster one.
+    """The method that the caller requests; None is the faster one.
 
     Parameters
     ----------
     method, deterministic
         As for `fa2cupy.backward`.
     with_atomics : bool, optional
-        Whether ``single_pass`` adds in an order that differs from run to run, as it does on GPUs.
+        True if the order of ``single_pass``'s additions differs from run to run, as it does on GPUs.
 
     Raises
     ------
     TypeError, ValueError
-        They are none, or contradict each other.
+        An argument is not legal, or the two contradict each other.
     """
     if method not in (None, *METHODS):
         raise ValueError(f"method: expected None, 'single_pass' or 'two_pass', got {method!r}")
@@ -94,22 +96,23 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
 def choose_family(
     operation: str, dtype: str, device: DeviceInfo, family: str | None = None, features: tuple[str, ...] = ()
 ) -> Family:
-    """The family for an operation and dtype on a device where arrays lie as it wants them; `choose` goes by arrays.
+    """The family for an operation and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
 
     Parameters
     ----------
-    operation, dtype, device
+    operation, dtype : str
+    device : DeviceInfo
     family : str, optional
-        Insists on one by name.
-    needs : tuple of str, optional
-        FeatureSettings that it must have.
+        Name of the only family to consider.
+    features : tuple of str, optional
+        Features that it must have.
 
     Raises
     ------
     ValueError
         `operation` or `family` does not exist.
     UnsupportedProblemError
-        No family, or not the one asked for, supports the operation and dtype on the device, or has the features.
+        No family, or not the requested one, supports the operation and dtype on the device, or has the features.
     """
     return _supporting(operation, dtype, device, family, features)[0]
 
@@ -119,15 +122,15 @@ def choose(
     problem: AttentionProblem,
     device: DeviceInfo,
     strides: Mapping[str, AnyStrides],
-    options: CallOptions = CallOptions(),
+    options: CallOptions = _DEFAULTS,
     *,
     extras: Sequence[str] = (),
     is_launched: bool = True,
 ) -> Choice:
     """The family, method and tiles of all kernels of a call.
 
-    All tiled kernels of a call are of one family: the first that supports the problem with its features, and whose kernels
-    for its own method take the arrays.
+    All tiled kernels of a call are of one family: the first that supports the problem with its features, and whose
+    kernels for the method, which depends on the family, take the arrays.
 
     Parameters
     ----------
@@ -135,20 +138,20 @@ def choose(
     problem : AttentionProblem
     device : DeviceInfo
     strides : mapping
-        Of all tensors of the call, by the kernels' names.
+        Strides of all tensors of the call, by the kernels' names.
     options : CallOptions, optional
-        Of which `family`, `method`, `deterministic` and `config` matter.
+        Only `family`, `method`, `deterministic` and `config` are read.
     extras : sequence of str, optional
-        Of a backward: the input ``"dlse"`` and the results ``"dbias"`` and ``"dsink"`` that it has.
+        The optional input ``"dlse"`` and the optional results ``"dbias"`` and ``"dsink"`` of a backward.
     is_launched : bool, optional
-        Whether the kernels will run on this machine, and not only be compiled.
+        False if the kernels are only compiled, and will not run on this machine.
 
     Raises
     ------
     TypeError, ValueError
         An option is not legal.
     UnsupportedProblemError
-        No family takes the call, or not the one that `options` insists on.
+        No family, or not the requested one, takes the call.
     """
     refusals = []
     for family in _supporting(call, problem.dtype, device, options.family, used_features(problem, extras)):
@@ -168,14 +171,14 @@ def choose_tile(
     family: Family,
     problem: AttentionProblem,
     device: DeviceInfo,
-    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    config: object = None,
 ) -> TileConfig:
-    """The tile of one kernel: the caller's, else the user's tuning file's, else the family's default.
+    """The tile of one kernel: the caller's, else that of the user's tuning file, else the family's default.
 
     Raises
     ------
     TypeError, ValueError
-        `config` is not a TileConfig (or mapping), or not legal for the kernel on the device.
+        `config` is not None, a TileConfig or a mapping, or not legal for the kernel on the device.
     UnsupportedProblemError
         No default tile fits the device.
     """
@@ -204,7 +207,7 @@ def _why_not(
     strides: Mapping[str, AnyStrides],
     is_launched: bool,
 ) -> str | None:
-    """The reason why a family cannot run these kernels, as the end of a sentence about it; None if it can."""
+    """The reason why a family cannot run these kernels, as the end of a sentence; None if it can."""
     lacking = family.why_not_here() if is_launched and operations else None
     if lacking:
         return lacking

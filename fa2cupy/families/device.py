@@ -1,4 +1,4 @@
-"""The device: what tile choice, compilation and occupancy need to know of a GPU."""
+"""The properties of a GPU that the choice of tiles, compilation and occupancy depend on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["ARCHITECTURES", "DeviceInfo", "current_device"]
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A GPU, real or only named.
+    """A GPU: one of this machine, or an example of an architecture.
 
     Attributes
     ----------
     name : str
-        As the driver reports it, or the architecture's name.
+        As the driver reports it, or the GPU's common name.
     arch : str
         Compiler name of the compute capability, such as ``"sm_90"``.
     multiprocessors : int
@@ -25,6 +25,7 @@ class DeviceInfo:
         Bytes; the first is the opt-in maximum of dynamic shared memory.
     registers_per_multiprocessor, threads_per_multiprocessor : int
     l2_bytes : int
+        Size of the L2 cache.
     """
 
     name: str
@@ -43,19 +44,19 @@ class DeviceInfo:
 
     @property
     def reserved_shared_memory(self) -> int:
-        """Bytes that the system takes of a multiprocessor's shared memory for each block on it."""
+        """Bytes of a multiprocessor's shared memory that the system reserves for each resident block."""
         return _reserved_bytes(self.arch)
 
     @classmethod
     def current(cls) -> DeviceInfo:
-        """The CUDA device that is current in this thread (looked up once per device)."""
+        """The CUDA device that is current in this thread. Properties are queried once per device."""
         from cupy.cuda import runtime
 
         return _query(runtime.getDevice())
 
     @classmethod
     def named(cls, arch: str) -> DeviceInfo:
-        """An architecture by name, for work without that GPU: ``"sm_80"``, ``"sm_90"``, ..."""
+        """A typical GPU of an architecture (``"sm_80"``, ``"sm_90"``, ...), for work without such a GPU."""
         if not isinstance(arch, str):
             raise TypeError(f"arch: expected a str such as 'sm_90', got {type(arch).__name__}")
         name = arch.removesuffix("a")
@@ -64,7 +65,7 @@ class DeviceInfo:
         return ARCHITECTURES[name]
 
     def occupancy(self, threads: int, registers: int, shared_memory: int) -> float:
-        """Resident threads over the possible ones, by arithmetic (CUDA C++ Programming Guide, compute capabilities)."""
+        """Resident threads over the maximum, computed as the CUDA C++ Programming Guide says (compute capabilities)."""
         warps = -(-threads // 32)
         registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
         blocks = min(
@@ -77,7 +78,7 @@ class DeviceInfo:
 
 
 def current_device(instead: str) -> DeviceInfo:
-    """The current device; where there is none, the error says what to write `instead`."""
+    """The current device. If there is none, the error suggests the argument `instead`."""
     try:
         return DeviceInfo.current()
     except Exception as error:  # CuPy absent, or without a driver
@@ -102,17 +103,17 @@ def _query(ordinal: int) -> DeviceInfo:
 
 
 def _reserved_bytes(arch: str) -> int:
-    # Since Ampere 1 KiB (CUDA C++ Programming Guide, compute capabilities).
+    # 1 KiB since Ampere (CUDA C++ Programming Guide, compute capabilities).
     return 1024 if int(arch.removeprefix("sm_")) >= 80 else 0
 
 
 def _architecture(arch: str, name: str, multiprocessors: int, shared_kib: int, threads: int, l2_mib: int) -> DeviceInfo:
-    # A block can use all of a multiprocessor's shared memory but what the system keeps.
+    # A block can use all of a multiprocessor's shared memory except for the reserved part.
     shared, l2_bytes = shared_kib * 1024, l2_mib * 1024**2
     return DeviceInfo(name, arch, multiprocessors, shared - _reserved_bytes(arch), shared, 65536, threads, l2_bytes)
 
 
-#: One well-known GPU for each architecture: those before Ampere have the simt family only.
+#: One well-known GPU for each architecture. GPUs before Ampere have the simt family only.
 ARCHITECTURES = {
     info.arch: info
     for info in (

@@ -1,4 +1,4 @@
-"""What a kernel family is. Each has a module of its own, and `choice` lists them."""
+"""The base class of kernel families. Each family is one module, and ``choice.py`` lists them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .tile import TileConfig
 
 __all__ = ["ANY_NEWER", "Family", "TileRow", "register_shortage"]
 
-#: No newest GPU.
+#: A `max_compute_capability` that excludes no newer GPU.
 ANY_NEWER = 10_000
 
-_MAX_REGISTERS = 255
+_MAX_REGISTERS = 255  # of a thread, on all GPUs
 
 
 @dataclass(frozen=True)
 class TileRow:
-    """A default tile, and where it applies.
+    """A default tile, and the problems to which it applies.
 
     Attributes
     ----------
     head_dim : int
-        The largest (padded) head dimension.
+        The largest head dimension, padded as `Family.padded_head_dim` does.
     tile : TileConfig
     measured : str
-        GPU and date of the sweep behind it. Rows without one are by arithmetic (they fit, and keep their accumulators in
-        registers) and wait for a sweep: those of sm80 and simt are for GPUs with less shared memory.
+        GPU and date of the sweep that chose the tile. An empty one marks a tile that was computed and not measured: it
+        fits, and keeps its accumulators in registers. Such rows of sm80 and simt are for GPUs with less shared memory.
     dtypes : tuple of str or None
-        None is all of the family.
+        Dtypes to which the row applies; None is all of the family.
     features : tuple of str
-        If any, the row is for calls with one of them only.
+        The row applies only to calls with at least one of these features. If empty, it applies to all calls.
     """
 
     head_dim: int
@@ -50,34 +50,34 @@ class TileRow:
 
 
 class Family(ABC):
-    """A set of kernels that share their main loops: everything that depends on which family it is.
+    """A set of kernels that share their main loops, and all properties that differ between families.
 
     Attributes
     ----------
     name : str
     folder : str
-        Folder in ``kernels/``, and namespace, of its kernels.
+        Folder in ``kernels/`` and namespace of its kernels.
     operations : tuple of str
-        What it has kernels for, besides those that all families share.
+        Operations that it has kernels for, in addition to those that all families share.
     dtypes : tuple of str
     min_compute_capability, max_compute_capability : int
         Oldest and newest GPU that runs it.
     row_alignment : int
-        Bytes on whose multiples rows must start.
+        Alignment in bytes of the rows of q, k, v and the like.
     head_dim_step : int
-        What head_dim must be a multiple of.
+        The kernels' head_dim is a multiple of this.
     arch_suffix : str
-        What its code needs behind the architecture's name: ``"a"`` for instructions that only this one has.
+        Suffix of the architecture's name: ``"a"`` if the code uses instructions of this architecture only.
     features : tuple of str
-        The rows of `FEATURES` that its kernels have.
+        The rows of `FEATURES` that its kernels implement.
     needs_positive_scale : bool
-        Its kernels may take the sign of a score for that of its product.
+        True if its kernels rely on ``softmax_scale > 0``: scores then have the signs and the order of their products.
     backward_owns : str
-        Whose tiles the blocks of ``backward`` own. Those of ``"queries"`` add dK and dV to the results in place; those of
-        ``"keys"`` add dQ to a float32 workspace, which ``convert_dq`` reads.
+        The tiles that the blocks of ``backward`` own. With ``"queries"`` they add dK and dV to the results in place;
+        with ``"keys"`` they add dQ to a float32 workspace, which ``convert_dq`` reads.
     tiles : mapping of operation to tuple of TileRow
-        Default tiles. Of an operation's rows the first wins that applies, is legal on the device, and of which the
-        device's shared memory holds as many blocks as the tile counts on.
+        Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
+        multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
     query_rows, key_rows : sequence of int
         Values of b_r and b_c that a sweep tries.
     """
@@ -99,13 +99,13 @@ class Family(ABC):
 
     @property
     def folder(self) -> str:
-        """The family's name, unless it runs another one's kernels."""
+        """The family's name, unless it runs the kernels of another family."""
         return self.name
 
-    # What the family takes.
+    # Problems that the family supports.
 
     def supports(self, operation: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
-        """Whether the family has a kernel for the operation and dtype, with the features, on the device."""
+        """True if the family has a kernel for the operation and dtype, with the features, on the device."""
         return (
             (operation in self.operations or operation_named(operation).is_common)
             and set(features) <= set(self.features)
@@ -114,7 +114,7 @@ class Family(ABC):
         )
 
     def why_not_here(self) -> str | None:
-        """What this machine lacks for the family's calls, or None if it lacks nothing."""
+        """The reason why this machine cannot run the family's calls, or None if it can."""
         return None
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
@@ -123,28 +123,28 @@ class Family(ABC):
 
     @property
     def gpus(self) -> str:
-        """The GPUs that run it, in words."""
+        """The GPUs that run it, for messages."""
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
 
-    # What its kernels are.
+    # Its kernels.
 
     @abstractmethod
     def record(self, operation: str) -> Record:
-        """The parameter record of a kernel, but for what features add."""
+        """The parameter record of a kernel, without the members that features add."""
 
     def owns(self, operation: str) -> str | None:
-        """Whose tiles the blocks of a kernel own: ``"queries"``, ``"keys"``, or None if it has no tiles of scores."""
+        """The tiles that the blocks of a kernel own: ``"queries"``, ``"keys"``, or None if it computes no scores."""
         return self.backward_owns if operation == "backward" else operation_named(operation).owns
 
     def kernel_features(self, operation: str, used: Mapping[str, object]) -> tuple[str, ...]:
-        """Of the features that a call uses, those that the kernel must have, in the order of `FEATURES`."""
+        """The features that the kernel must have out of those that a call uses, in the order of `FEATURES`."""
         concerned = set(operation_named(operation).features)
         if self.owns(operation) == "keys":
-            concerned.discard("dbias")  # which kernels that own queries sum
+            concerned.discard("dbias")  # kernels that own queries sum it
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     @abstractmethod
@@ -152,10 +152,10 @@ class Family(ABC):
         """The faster method of the backward."""
 
     def method_with_dbias(self, method: str) -> str:
-        """The method of a backward that gives dbias: its kernels must own queries."""
+        """The method of a backward that returns dbias, which only kernels that own queries sum."""
         return method if self.backward_owns == "queries" else "two_pass"
 
-    # What a tile costs.
+    # Resources of a tile.
 
     @abstractmethod
     def padded_head_dim(self, head_dim: int) -> int:
@@ -163,11 +163,11 @@ class Family(ABC):
 
     @abstractmethod
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
-        """Dynamic shared memory of a block; the kernels assert the same number."""
+        """Bytes of a block's dynamic shared memory; the kernels assert the same number."""
 
     @abstractmethod
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
-        """The reason why a kernel's code cannot have this tile, or None if it can. `head_dim` is padded."""
+        """The reason why a kernel cannot be compiled for this tile, or None if it can. `head_dim` is padded."""
 
     def why_illegal(
         self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo
@@ -180,11 +180,12 @@ class Family(ABC):
             return f"num_warps={tile.num_warps} is more than the 32 of a block"
         needed = self.shared_memory_bytes(operation, dtype, head_dim, tile)
         if needed > device.shared_memory_per_block:
-            return f"it needs {needed} bytes of shared memory, {device.name} has {device.shared_memory_per_block} for a block"
+            available = device.shared_memory_per_block
+            return f"it needs {needed} bytes of shared memory, {device.name} has {available} for a block"
         return None
 
     def fits_blocks(self, operation: str, dtype: str, head_dim: int, tile: TileConfig, device: DeviceInfo) -> bool:
-        """Whether the device's shared memory holds as many blocks as the tile counts on."""
+        """True if a multiprocessor's shared memory holds `tile.blocks_per_sm` blocks."""
         needed = self.shared_memory_bytes(operation, dtype, head_dim, tile) + device.reserved_shared_memory
         return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
 
@@ -194,7 +195,7 @@ class Family(ABC):
         Raises
         ------
         UnsupportedProblemError
-            None does.
+            No row applies.
         """
         kernel = (operation, problem.dtype, problem.head_dim)
         for row in self.tiles[operation]:
@@ -208,8 +209,8 @@ class Family(ABC):
                 return row.tile
         raise UnsupportedProblemError(
             f"no default tile of {operation} ({self.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= takes "
-            "any of fa2cupy.legal_configs"
+            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= "
+            "takes any of fa2cupy.legal_configs"
         )
 
     def candidate_tiles(self) -> Iterator[TileConfig]:
@@ -221,9 +222,10 @@ class Family(ABC):
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:
-    """Why a thread's registers do not suffice, or None: what the tile itself occupies, and room for operands and addresses.
+    """The reason why a thread's registers do not suffice, or None if they do.
 
-    Beyond it the compiler spills.
+    `accumulators` are the registers of the tile itself, and `operands` a margin for operands and addresses. The
+    compiler spills if both together exceed the registers of a thread.
     """
     available = min(_MAX_REGISTERS, 65536 // (tile.num_threads * tile.blocks_per_sm))
     if accumulators + operands > available:

@@ -1,4 +1,4 @@
-"""The kernels that there are: one row for each entry file in ``kernels/``."""
+"""The operations: a table with one row for each entry file in ``kernels/``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
 
 @dataclass(frozen=True)
 class Operation:
-    """What a kernel computes, in whichever family.
+    """The work of a kernel, the same in all families.
 
     Attributes
     ----------
     name : str
         The entry file without its suffix.
     features : tuple of str
-        Rows of `fa2cupy.problem.features` that concern it. One with ``"cu_seqlens"`` knows packed sequences.
+        Rows of `fa2cupy.problem.features.FEATURES` that change it. ``"cu_seqlens"`` marks kernels that support packed
+        sequences.
     owns : str or None
-        Whose tiles the blocks of a tiled operation own: ``"queries"`` or ``"keys"``; None where that is the family's choice.
+        The tiles that the blocks of a tiled operation own: ``"queries"`` or ``"keys"``; None if the families differ.
     num_warps : int or None
-        Warps of a block; None for a tiled operation, whose tile is a choice.
+        Warps of a block; None for a tiled operation, whose tile says it.
     is_common : bool
-        Its body is in ``kernels/common``, the same for all families.
+        True if all families share its body, which then is in ``kernels/common``.
     record : Record or None
-        None where each family has its own.
+        Its parameter record; None if the families differ.
     """
 
     name: str
@@ -38,11 +39,11 @@ class Operation:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether its tile is a choice."""
+        """True if its tile is a parameter of the kernel."""
         return self.num_warps is None
 
 
-#: What changes the scores, or which of them there are.
+#: The features that change scores, hide them, or change the sequences that they belong to.
 _OF_SCORES = (
     "window",
     "softcap",
@@ -72,7 +73,7 @@ OPERATIONS = {
                 "o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")
             ),
         ),
-        # The gradient of the sinks.
+        # The gradient of the sink.
         Operation(
             "dsink",
             ("sink",),
@@ -82,7 +83,7 @@ OPERATIONS = {
                 "lse:input_accum delta:input_accum dsink:output_accum", (), (), ("num_heads", "seqlen_q", "batch")
             ),
         ),
-        # dQ from the workspace in which a family that owns keys sums it.
+        # dQ, converted from the workspace in which families whose blocks own keys sum it.
         Operation(
             "convert_dq",
             ("cu_seqlens",),
@@ -91,7 +92,7 @@ OPERATIONS = {
                 "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")
             ),
         ),
-        # Results of rows outside all packed sequences.
+        # The results of rows outside all packed sequences.
         Operation(
             "clear_forward",
             ("cu_seqlens",),
@@ -109,7 +110,7 @@ OPERATIONS = {
     )
 }
 
-#: Those whose tile is a choice: the keys of ``config=``.
+#: The tiled operations: the keys of ``config=``.
 TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled)
 
 #: The tiled operations of each method of the backward.
@@ -122,7 +123,7 @@ def operation_named(name: str) -> Operation:
     Raises
     ------
     ValueError
-        There is none of that name.
+        No operation has this name.
     """
     if name not in OPERATIONS:
         raise ValueError(f"operation: expected one of {list(OPERATIONS)}, got {name!r}")

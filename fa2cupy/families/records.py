@@ -1,4 +1,7 @@
-"""Parameter records of kernels, but for what features add. `fa2cupy.jit.params` makes the C struct and its bytes of them."""
+"""Parameter records of kernels, without the members that features add.
+
+`fa2cupy.jit.params` derives the C struct and its bytes from them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ class Record(NamedTuple):
     pointers : str
         Tensor maps and pointers as ``name:kind``, separated by spaces.
     strides : tuple of str
-        Tensors whose strides the kernel takes.
+        Tensors whose strides the record has.
     reals, ints : tuple of str
-        Numbers.
+        Names of floating-point and integer members.
     """
 
     pointers: str
@@ -26,10 +29,10 @@ class Record(NamedTuple):
     ints: tuple[str, ...] = ()
 
 
-#: What tiled kernels know of the problem, and of their grid.
+#: Integer members of all tiled kernels: sizes of the problem, and the schedule of the grid.
 LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
-#: Of gradients: from products to scores in base 2, and from dS to dQ and dK.
+#: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.
 SCALES = ("scale_log2", "softmax_scale")
 
 _BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
@@ -39,7 +42,7 @@ def _of_gradients(outputs: str, *strides: str) -> Record:
     return Record(f"{_BACKWARD_INPUTS} {outputs}", ("q", "k", "v", "dout", *strides), SCALES, LENGTHS + SCHEDULE)
 
 
-#: Of tiled kernels that read and write through pointers and strides.
+#: Records of tiled kernels that read and write through pointers and strides.
 POINTER_RECORDS = {
     "forward": Record(
         "q:input k:input v:input o:output lse:output_accum",
@@ -50,6 +53,6 @@ POINTER_RECORDS = {
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),
-    # With dQ summed in a workspace.
+    # The backward whose dQ is summed in a workspace.
     "backward_to_workspace": _of_gradients("dq_accum:output_accum dk:output dv:output", "dk", "dv"),
 }

@@ -1,4 +1,7 @@
-"""The simt family: IEEE arithmetic of float32 and float64, one warp lane for each column. The place to start reading."""
+"""The simt family: IEEE arithmetic in float32 and float64, with one warp lane for each column.
+
+Its kernels are the simplest, and the best ones to read first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["SIMT", "Simt"]
 _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
-#: Of each kernel: the side whose rows a warp has in registers, the other side, and how many matrices of them.
+#: For each kernel: the side whose rows a warp holds in registers, the other side, and the number of such matrices.
 _ROWS_OF_WARPS = {
     "forward": ("b_r", "b_c", 2),
     "backward": ("b_r", "b_c", 3),
@@ -31,7 +34,7 @@ class Simt(Family):
     row_alignment = 1
     head_dim_step = 1
     backward_owns = "queries"
-    # The backward keeps to the picture of 32 x 32 tiles, four warps and eight rows a warp while registers allow.
+    # The backward has tiles of 32 x 32 and four warps with eight rows each as long as registers suffice.
     tiles = {
         "forward": (
             TileRow(128, TileConfig(64, 32, 8, 1, 2), _H100, dtypes=_FLOAT),
@@ -81,7 +84,7 @@ class Simt(Family):
         return "two_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 32) * 32  # whole warps of lanes
+        return -(-head_dim // 32) * 32  # one lane for each column, in whole warps
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         element = itemsize(dtype)

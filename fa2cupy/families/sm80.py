@@ -1,4 +1,4 @@
-"""The sm80 family: tensor cores by ``mma.sync``, on Ampere and newer."""
+"""The sm80 family: tensor cores through ``mma.sync``, on Ampere and newer GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
-_WIDE = 128  # above it, two warps share the rows of the forward
+_WIDE = 128  # for a larger head_dim, two warps of the forward share their rows
 
 
 class Sm80(Family):
@@ -83,7 +83,7 @@ class Sm80(Family):
         return "single_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
-        step = 32 if head_dim > _WIDE else 16  # whole k-steps, and pairs of them where two warps share a row's columns
+        step = 32 if head_dim > _WIDE else 16  # a k-step of mma.sync, or one for each of two warps that share rows
         return -(-head_dim // step) * step
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
@@ -119,7 +119,7 @@ def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
 
 
 def _why_no_query_rows(tile: TileConfig, head_dim: int, score_fragments: int) -> str | None:
-    """Of kernels whose warps own rows of queries."""
+    """The reason why kernels whose warps own rows of queries cannot have this tile, or None if they can."""
     if tile.b_c % 16:
         return f"b_c={tile.b_c} is not a multiple of 16"
     if tile.b_r % (16 * tile.num_warps) or tile.b_r // tile.num_warps not in (16, 32, 64):
@@ -131,7 +131,7 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, score_fragments: int) ->
 
 
 def _why_no_key_rows(tile: TileConfig, head_dim: int, *, with_dq: bool = False) -> str | None:
-    """Of kernels whose pairs of warps own rows of keys."""
+    """The reason why kernels whose pairs of warps own rows of keys cannot have this tile, or None if they can."""
     pairs = tile.num_warps // 2
     if tile.num_warps % 2 or pairs > 15:
         return f"num_warps={tile.num_warps} is not an even number up to 30"
@@ -152,7 +152,7 @@ def _why_no_backward(tile: TileConfig, head_dim: int) -> str | None:
 
 
 def _dq_divides(tile: TileConfig, head_dim: int) -> bool:
-    """Whether dQ can be split 32 rows a warp (then columns must divide evenly), or 16."""
+    """True if dQ divides into bands of 32 rows whose columns the warps share evenly, or into bands of 16 rows."""
     bands = tile.b_r // 32
     if tile.b_r % 32 == 0 and tile.num_warps % bands == 0 and (head_dim // 16) % (tile.num_warps // bands) == 0:
         return True

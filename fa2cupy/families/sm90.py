@@ -17,13 +17,13 @@ from .tile import TileConfig
 __all__ = ["SM90", "Sm90"]
 
 _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3, 2026-11-22"
-#: FeatureSettings that take registers where the backward has none to spare: with more queries at a time it would spill. (With a
-#: window it would not, but compute more scores that are outside.)
+#: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
+#: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 
-_SHARED_BYTES = 227 * 1024
-_WIDE = 128  # above it, a warp group's registers hold one of dK and dV
-_MAX_STRIDE = 2**40  # bytes, of a tensor map
+_SHARED_BYTES = 227 * 1024  # the most that a block can have
+_WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
+_MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
 
 _GRADIENT_MAPS = "q:input_map k:input_map v:input_map dout:input_map"
 _STATISTICS = "lse:input_accum delta:input_accum"
@@ -47,22 +47,22 @@ _RECORDS = {
         f"{_GRADIENT_MAPS} dk:output_map dv:output_map {_STATISTICS}", (), SCALES, LENGTHS + SCHEDULE
     ),
 }
-#: What each kernel has tensor maps of.
+#: The tensors of each kernel that have tensor maps.
 _MAPPED = {
     operation: tuple(pointer.partition(":")[0] for pointer in record.pointers.split() if pointer.endswith("_map"))
     for operation, record in _RECORDS.items()
 }
 
-#: Up to a head_dim, the fewest query rows for which one pass is faster: without and with a causal mask. Measured by
-#: scripts/methods.py; the number of heads does not matter.
+#: The shortest seqlen_q for which single_pass is faster, without and with a causal mask, by the largest head_dim.
+#: Measured by scripts/methods.py; the number of heads does not matter.
 _ONE_PASS_FROM = {64: (1024, 1024), 128: (1024, 2048)}
-#: For windows narrower than this, two passes are faster at any length: the atomics of one pass cost the same for a row
+#: For windows narrower than this, two_pass is faster at any length: the atomics of single_pass cost the same per row
 #: however few keys it sees.
 _ONE_PASS_FROM_WINDOW = 256
 
 
 class Sm90(Family):
-    """Kernels for sm_90a alone, whose blocks own key tiles in ``backward``; the others are persistent."""
+    """Kernels for sm_90a only. The blocks of ``backward`` own key tiles; the other kernels are persistent."""
 
     name = "sm90"
     dtypes = ("float16", "bfloat16")
@@ -74,7 +74,7 @@ class Sm90(Family):
     backward_owns = "keys"
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
-    # b_r is 64 rows for each multiplying warp group of a kernel that owns queries; four more warps load.
+    # Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.
     tiles = {
         "forward": (
             TileRow(32, TileConfig(192, 96, 16, 2)),
@@ -116,7 +116,7 @@ class Sm90(Family):
         if not problem.softmax_scale > 0:
             return f"softmax_scale={problem.softmax_scale} is not positive"
         if 0 in problem.sizes_of("k" if self.owns(operation) == "keys" else "q"):
-            return None  # nothing will be launched
+            return None  # the kernel is not launched
         for name in _MAPPED[operation]:
             reason = _why_not_mappable(problem.sizes_of(name), strides[name], problem.itemsize)
             if reason:
@@ -135,7 +135,7 @@ class Sm90(Family):
         return "two_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # whole k-steps; the panels in shared memory are wider
+        return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         if operation == "forward":
@@ -154,7 +154,7 @@ class Sm90(Family):
 
 @functools.lru_cache(maxsize=None)
 def _can_encode_maps() -> bool:
-    """Whether the driver's encoder of tensor maps can be called. Warns once, with what to install, if not."""
+    """True if cuda-bindings can encode tensor maps. If not, warns once and names the package to install."""
     try:
         from cuda.bindings import driver
 
@@ -170,7 +170,7 @@ def _can_encode_maps() -> bool:
 
 
 def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> str | None:
-    """The reason why TMA cannot take an array, or None if it can: sizes and element strides of batch, row and head."""
+    """The reason why TMA cannot take an array with these sizes and element strides, or None if it can."""
     if 0 in sizes:
         return "it is empty"
     for size, stride in zip(sizes, strides, strict=True):
@@ -180,12 +180,12 @@ def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: in
     return None
 
 
-# Tiles of the kernels that own queries.
+# Kernels that own queries.
 
 
 def _forward_bytes(head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of the forward."""
-    # As kernels/sm90/forward_shape.cuh has it: panels of 64 columns; O gets a buffer if one fits, and Q a second.
+    # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer if one fits, Q a second.
     row = -(-head_dim // 64) * 128
     queries = tile.b_r * row
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
@@ -195,7 +195,7 @@ def _forward_bytes(head_dim: int, tile: TileConfig) -> int:
 
 def _dq_bytes(head_dim: int, tile: TileConfig) -> int:
     """Dynamic shared memory of the dQ kernel."""
-    # As kernels/sm90/backward_dq_shape.cuh has it: dQ gets a buffer if one fits, and Q and dO a second each.
+    # The same as in kernels/sm90/backward_dq_shape.cuh: dQ has a buffer, and Q and dO a second one, if they fit.
     row = -(-head_dim // 64) * 128
     queries, keys = tile.b_r * row, tile.b_c * row
     fixed = 1024 + 8 * (8 + 4 * tile.num_stages + 2 * 4) + 4 * 32
@@ -212,7 +212,7 @@ def _why_no_forward(tile: TileConfig, head_dim: int) -> str | None:
 
 def _why_no_dq(tile: TileConfig, head_dim: int) -> str | None:
     """The reason why the dQ kernel cannot have this tile, or None if it can."""
-    # dQ, S and dP, besides which dS has no room of its own where registers are scarce.
+    # The accumulators of dQ, S and dP. dS shares theirs where registers are scarce.
     return _why_no_query_rows(tile, head_dim, head_dim // 2 + tile.b_c, 32)
 
 
@@ -220,18 +220,20 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, opera
     groups = tile.b_r // 64
     if tile.b_r % 64 or groups > 3 or tile.num_warps != 4 * (groups + 1):
         return (
-            f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of 4 warps, "
-            "and one more that loads"
+            f"b_r={tile.b_r} and num_warps={tile.num_warps} are not 64 rows for each of up to three warp groups of "
+            "4 warps, and one more that loads"
         )
     if tile.b_c % 16 or tile.b_c > 256:
         return f"b_c={tile.b_c} is not a multiple of 16 up to 256"
     if not 2 <= tile.num_stages <= 4:
         return f"num_stages={tile.num_stages} is not from 2 to 4"
     if (groups, tile.blocks_per_sm) not in ((1, 2), (2, 1), (3, 1)):
-        return f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, or 1 of more"
-    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[
-        groups
-    ]  # the second is what setmaxnreg leaves them
+        return (
+            f"blocks_per_sm={tile.blocks_per_sm}: a multiprocessor has 2 blocks of one multiplying warp group, "
+            "or 1 of more"
+        )
+    # Registers of a thread at the start, and those of consumers after setmaxnreg.
+    at_entry, available = {1: (128, 232), 2: (168, 240), 3: (128, 160)}[groups]
     if max(head_dim, tile.b_c) // 2 + 30 > at_entry:
         return f"one product's operands do not fit in the {at_entry} registers that a thread starts with"
     if accumulators + operands > available:
@@ -239,26 +241,26 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, opera
     return None
 
 
-# Tiles of the kernels that own keys.
+# Kernels that own keys.
 
 
 def _backward_bytes(head_dim: int, tile: TileConfig, *, with_dq: bool) -> int:
-    """Dynamic shared memory of the kernels by key tiles."""
-    # As kernels/sm90/backward_shape.cuh has it. Where a key tile is divided into dK and dV, P crosses.
+    """Dynamic shared memory of the kernels that own keys."""
+    # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
     row, scores = -(-head_dim // 64) * 128, 2 * 2 * tile.b_r * tile.b_c
-    as_step = head_dim <= (_WIDE if with_dq else 64)  # statistics, with a tile of ones
+    as_step = head_dim <= (_WIDE if with_dq else 64)  # statistics enter as a k-step, multiplied by a tile of ones
     queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (head_dim > _WIDE)
     return 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 10)
 
 
 def _why_no_backward(tile: TileConfig, head_dim: int, *, with_dq: bool) -> str | None:
-    """The reason why the kernels by key tiles cannot have this tile, or None if they can."""
+    """The reason why the kernels that own keys cannot have this tile, or None if they can."""
     keys, groups = (64, "dV and one for dK") if head_dim > _WIDE else (128, "each 64 keys")
     if tile.b_c != keys or tile.num_warps != 12 or tile.blocks_per_sm != 1:
         return (
-            f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of {keys} keys, "
-            f"a warp group of 4 warps for {groups}, and one more that loads"
+            f"b_c={tile.b_c}, num_warps={tile.num_warps} and blocks_per_sm={tile.blocks_per_sm} are not one block of "
+            f"{keys} keys, a warp group of 4 warps for {groups}, and one more that loads"
         )
     if tile.b_r % 16 or tile.b_r > 128:
         return f"b_r={tile.b_r} is not a multiple of 16 up to 128"

@@ -1,4 +1,4 @@
-"""The tile type: what a kernel is specialised by besides the problem."""
+"""The tile of a kernel: the compile-time parameters that do not follow from the problem."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TileConfig:
     num_warps : int
         Warps in a thread block.
     num_stages : int, optional
-        Tiles of the inner loop that are in shared memory at a time: with 2, one is copied while another is used.
+        Tiles of the inner loop that shared memory holds at a time: with 2, one is copied while another is used.
     blocks_per_sm : int, optional
-        Thread blocks that the compiler leaves registers for on one multiprocessor.
+        Resident thread blocks on a multiprocessor for which the compiler limits registers.
 
     Examples
     --------
@@ -55,13 +55,13 @@ class TileConfig:
         return f"{self.b_r}x{self.b_c}, {self.num_warps} warps, {self.num_stages} stages{blocks}"
 
 
-def requested_tile(operation: str, config: TileConfig | Mapping[str, TileConfig] | None) -> TileConfig | None:
-    """The caller's tile for one kernel.
+def requested_tile(operation: str, config: object) -> TileConfig | None:
+    """The caller's tile for one kernel; None if `config` has none for it.
 
     Raises
     ------
     TypeError, ValueError
-        `config` is not a TileConfig or a mapping from operations to them.
+        `config` is not None, a TileConfig, or a mapping from operations to them.
     """
     if isinstance(config, Mapping):
         unknown = [name for name in config if name not in TILED]

@@ -1,4 +1,4 @@
-"""The user's own tile choices: a JSON file that ``scripts/sweep.py --save`` writes and every call consults."""
+"""The user's tuning file: tiles in a JSON file that ``scripts/sweep.py --save`` writes and new problems look up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 from ..settings import tuning_file
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
@@ -31,15 +32,13 @@ def _key(operation: str, family: Family, dtype: str, head_dim: int, causal: bool
     return f"{device.name}/{family.name}/{operation}/{dtype}/{head_dim}/{'causal' if causal else 'full'}"
 
 
-def _location(*, create: bool = False) -> Path | None:
-    """The file itself, where `tuning_file` is a link to it; None if its folder does not exist."""
-    file = Path(os.path.realpath(tuning_file()))
-    folder = trusted_folder(file.parent, create=create)
-    return folder / file.name if folder else None
+def _location() -> Path:
+    """The path of the tuning file, with symbolic links resolved."""
+    return Path(os.path.realpath(tuning_file()))
 
 
-def _read(file: Path) -> dict[str, object]:
-    """The entries as they are written; none if there is no file."""
+def _read(file: Path) -> dict[str, Any]:
+    """The entries, not checked yet; none if there is no file."""
     try:
         entries = json.loads(read_file(file).decode())
     except FileNotFoundError:
@@ -51,7 +50,8 @@ def _read(file: Path) -> dict[str, object]:
     return entries
 
 
-def _read_or_set_aside(file: Path) -> dict[str, object]:
+def _read_or_set_aside(file: Path) -> dict[str, Any]:
+    """The entries; a damaged file is renamed and counts as empty."""
     try:
         return _read(file)
     except _DamagedError as error:
@@ -64,11 +64,12 @@ def _read_or_set_aside(file: Path) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=1)
 def _tuned_tiles() -> dict[str, TileConfig]:
-    # Read once in a process: a call looks up, it never searches.
+    """The entries that are tiles. The file is read once in a process, because every new problem looks tiles up."""
     path = tuning_file()
     try:
         file = _location()
-        entries = _read(file) if file else {}
+        folder = trusted_folder(file.parent)
+        entries = _read(folder / file.name) if folder else {}
     except UntrustedError as error:
         warnings.warn(f"{path} is not used, because {error.advice(_INSTEAD)}", stacklevel=2)
         return {}
@@ -92,7 +93,7 @@ def _tuned_tiles() -> dict[str, TileConfig]:
 def tuned_tile(
     operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo
 ) -> TileConfig | None:
-    """The user's tile for this kernel on this device, if there is one and it is legal."""
+    """The user's tile for this kernel on this device, or None if there is none or it is not legal."""
     key = _key(operation, family, dtype, head_dim, causal, device)
     tile = _tuned_tiles().get(key)
     if tile is None:
@@ -108,18 +109,19 @@ def tuned_tile(
 def save_tuned_tile(
     operation: str, family: Family, dtype: str, head_dim: int, causal: bool, device: DeviceInfo, tile: TileConfig
 ) -> None:
-    """Adds or replaces one entry of the tuning file; calls of this process use it from the next new problem on.
+    """Adds or replaces one entry of the tuning file. This process uses it for new problems.
 
-    Entries that cannot be understood are kept. A damaged file is kept under another name, with a warning.
+    Other entries are kept, even if they are no tiles. A damaged file is kept under another name, with a warning.
 
     Raises
     ------
     PermissionError
-        Somebody else can write to the file or its folder.
+        Other users can write to the file or its folder.
     TimeoutError
         Another process keeps the file locked.
     """
-    file = _location(create=True)
+    target = _location()
+    file = trusted_folder(target.parent, create=True) / target.name
     try:
         with file_lock(file.with_name(f"{file.name}.lock"), _LONGEST_SAVE_S):
             entries = _read_or_set_aside(file)

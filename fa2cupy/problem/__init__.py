@@ -1,1 +1,1 @@
-"""What was asked: the problem, its features, and every check of what the caller passes."""
+"""The problem that a call poses: its sizes, its features, and the checks of its arguments."""

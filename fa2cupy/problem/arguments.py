@@ -1,6 +1,6 @@
-"""Checks of the arrays that callers pass, before anything is allocated, launched or written.
+"""Checks of the caller's arrays, made before anything is allocated, launched or written.
 
-Messages name the argument, what came and what is wanted.
+Messages name the argument, what was expected and what was passed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from .array_types import Array
 
 __all__ = [
     "OverlapCheck",
@@ -22,9 +24,8 @@ __all__ = [
     "unpack_out",
 ]
 
-#: Shape, strides and itemsize: where an array's elements lie relative to its first.
+#: Shape, strides in bytes and itemsize: the positions of an array's elements relative to its first one.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
-
 
 _MASKED = (
     "expected an array without a mask of its own, got a numpy.ma.MaskedArray; pass numpy.ma.getdata of it, and hide "
@@ -33,17 +34,17 @@ _MASKED = (
 
 
 def output_name(name: str) -> str:
-    """How messages call an element of `out`."""
+    """The name of an element of `out` in messages."""
     return f"out ({name})"
 
 
 def array_backend(required: Mapping[str, object], optional: Mapping[str, object] | None = None) -> str:
-    """``"numpy"`` or ``"cupy"``: whose arrays these all are. Only those in `optional` may be None.
+    """The library of all these arrays: ``"numpy"`` or ``"cupy"``. Only those in `optional` may be None.
 
     Raises
     ------
     TypeError
-        An argument is something else, or the two are mixed.
+        An argument is no array of either, or the two are mixed.
     """
     cupy = sys.modules.get("cupy")
     found: dict[str, str] = {}
@@ -66,7 +67,7 @@ def array_backend(required: Mapping[str, object], optional: Mapping[str, object]
 
 def _kind_and_hint(name: str, array: object) -> str:
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    if array is None or not name.isidentifier():  # an element of `out` must be an array: a converted copy is of no use
+    if array is None or not name.isidentifier():  # an element of `out`: results would go to a converted copy
         return kind
     if hasattr(array, "__cuda_array_interface__"):
         return f"{kind}; convert it with cupy.asarray({name}), which copies nothing"
@@ -75,23 +76,23 @@ def _kind_and_hint(name: str, array: object) -> str:
     return f"{kind}; convert it with numpy.asarray({name}) or cupy.asarray({name})"
 
 
-def check_bool(name: str, value) -> None:
-    """A bool of Python's or NumPy's."""
+def check_bool(name: str, value: object) -> None:
+    """Checks that an argument is a bool of Python or NumPy."""
     if not isinstance(value, bool | np.bool_):
         hint = f"; write {name}={bool(value)}" if isinstance(value, int) else ""
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}{hint}")
 
 
-def check_array(name: str, array, shape: tuple[int, ...], dtype, like: str) -> None:
-    """An array that must have the shape and dtype that other arguments ask for."""
+def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype | str, like: str) -> None:
+    """Checks that an array has the shape and dtype that follow from the arguments `like`."""
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape} to match {like}, got {array.shape}")
     if array.dtype.name != getattr(dtype, "name", dtype):
         raise TypeError(f"{name}: expected dtype {dtype} to match {like}, got {array.dtype}")
 
 
-def unpack_out(out, names: tuple[str, ...]) -> tuple:
-    """`out` as one array or None for each result."""
+def unpack_out(out: object, names: tuple[str, ...]) -> tuple[Array | None, ...]:
+    """The elements of `out`, an array or None for each result."""
     if out is None:
         return (None,) * len(names)
     if not isinstance(out, tuple | list) or len(out) != len(names):
@@ -100,8 +101,8 @@ def unpack_out(out, names: tuple[str, ...]) -> tuple:
     return tuple(out)
 
 
-def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arrays: tuple) -> None:
-    """Arrays of the caller's that are to be written fit the results (name, shape, dtype); None is passed over."""
+def check_outputs(outputs: Sequence[tuple[str, tuple[int, ...], np.dtype]], arrays: tuple[Array | None, ...]) -> None:
+    """Checks that the caller's arrays can hold the results (name, shape, dtype); None is skipped."""
     for (name, shape, dtype), array in zip(outputs, arrays, strict=True):
         if array is None:
             continue
@@ -116,7 +117,7 @@ def check_outputs(outputs: tuple[tuple[str, tuple[int, ...], object], ...], arra
 
 
 def _overlaps_itself(layout: Layout) -> bool:
-    # Strides of views of an ordinary array are nested: each steps over all that the shorter ones reach.
+    # The strides of a view of an ordinary array are nested: each is at least the extent of all axes with shorter ones.
     shape, strides, itemsize = layout
     if 0 in shape:
         return False
@@ -128,8 +129,8 @@ def _overlaps_itself(layout: Layout) -> bool:
     return False
 
 
-def check_overlap(outputs: Mapping[str, object], inputs: Mapping[str, object]) -> None:
-    """No output shares memory with an input or another output."""
+def check_overlap(outputs: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
+    """Checks that no output shares memory with an input or another output."""
     arrays = {**inputs, **outputs}
     check = OverlapCheck(
         [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
@@ -138,7 +139,9 @@ def check_overlap(outputs: Mapping[str, object], inputs: Mapping[str, object]) -
 
 
 class OverlapCheck:
-    """Whether the outputs of a call share memory with an input or another output, given the layouts, from addresses alone.
+    """A check that no output of a call shares memory with an input or another output.
+
+    Layouts are known beforehand, so that each call passes addresses only.
 
     Parameters
     ----------
@@ -147,21 +150,23 @@ class OverlapCheck:
     num_inputs : int
     """
 
-    def __init__(self, arrays: Sequence[tuple[str, tuple, tuple, int] | None], num_inputs: int):
-        present = [
-            (position, *array) for position, array in enumerate(arrays) if array is not None and 0 not in array[1]
+    def __init__(self, arrays: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int] | None], num_inputs: int):
+        present: list[tuple[int, str, Layout]] = [
+            (position, array[0], array[1:])
+            for position, array in enumerate(arrays)
+            if array is not None and 0 not in array[1]
         ]
         self._pairs = []
-        for position, name, *layout in present:
+        for position, name, layout in present:
             low, high = _extent(layout)
-            for other, other_name, *other_layout in present:
+            for other, other_name, other_layout in present:
                 if position >= num_inputs and other < position:
                     other_low, other_high = _extent(other_layout)
-                    names, layouts = (name, other_name), (tuple(layout), tuple(other_layout))
+                    names, layouts = (name, other_name), (layout, other_layout)
                     self._pairs.append((position, other, low - other_high, high - other_low, names, layouts))
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Raises ValueError if arrays at these addresses overlap."""
+        """Raises ValueError if arrays at these addresses overlap; absent arrays may have any address."""
         for position, other, low, high, names, layouts in self._pairs:
             offset = addresses[other] - addresses[position]
             if low < offset < high and _shares_memory(*layouts, offset):
@@ -170,7 +175,7 @@ class OverlapCheck:
 
 @functools.lru_cache(maxsize=4096)
 def _shares_memory(first: Layout, second: Layout, offset: int) -> bool:
-    # Addresses without memory behind them, so that NumPy's exact test also serves device arrays.
+    # NumPy's exact test compares addresses and reads no memory, so that made-up addresses serve for device arrays, too.
     base = 1 << 60
     return np.shares_memory(np.asarray(_Shadow(first, base)), np.asarray(_Shadow(second, base + offset)))
 

@@ -1,4 +1,4 @@
-"""The types of array arguments, for type checkers: nobody needs CuPy for them."""
+"""Types of array arguments. Only type checkers import CuPy for them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Array"]
 
-#: An array of NumPy's or CuPy's. All arrays of a call are of one of the two.
+#: A NumPy or a CuPy array. All arrays of a call are of the same library.
 Array: TypeAlias = "np.ndarray | cupy.ndarray"

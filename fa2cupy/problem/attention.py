@@ -1,21 +1,26 @@
-"""What the caller asked: sizes, dtype and options of a call. `checks` makes it from arrays."""
+"""The problem of a call: its sizes, dtype and options. ``checks.py`` derives it from the arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 from . import dtypes
+from .array_types import Array
 from .features import NO_SETTINGS, FeatureSettings, Sizes
+from .strides import Strides
 
 __all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "ROWS_OF", "SOURCE_AXES", "AttentionProblem", "array_shape"]
 
 MAX_HEAD_DIM = 256
-MAX_SEQLEN = 2**31 - 2**16  # tile arithmetic is in 32 bits
+MAX_SEQLEN = 2**31 - 2**16  # row indices have 32 bits, also those of a tile that crosses the end
+
+_Size = TypeVar("_Size")
 
 #: The source axes of (batch, row, head, column) by layout and rank; None where the caller left the axis out.
-SOURCE_AXES = {
+SOURCE_AXES: dict[tuple[str, int], tuple[int | None, int, int | None, int]] = {
     ("bshd", 4): (0, 1, 2, 3),
     ("bshd", 3): (None, 0, 1, 2),
     ("bshd", 2): (None, 0, None, 1),
@@ -24,7 +29,7 @@ SOURCE_AXES = {
     ("bhsd", 2): (None, 0, None, 1),
 }
 
-#: What the rows of tensors are, by the kernels' names: queries or keys, or the queries' statistics.
+#: The meaning of a tensor's rows, by the kernels' name for it: queries, keys, or the queries' statistics.
 ROWS_OF = {
     **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
@@ -32,8 +37,8 @@ ROWS_OF = {
 }
 
 
-def array_shape(layout: str, rank: int, batch, seqlen, heads, columns) -> tuple:
-    """The shape of an array of these sizes, without the axes that the caller leaves out."""
+def array_shape(layout: str, rank: int, batch: _Size, seqlen: _Size, heads: _Size, columns: _Size) -> tuple[_Size, ...]:
+    """The shape of an array of these sizes, without the axes that the caller left out."""
     if rank == 2:
         return (seqlen, columns)
     inner = (seqlen, heads, columns) if layout == "bshd" else (heads, seqlen, columns)
@@ -52,11 +57,11 @@ class AttentionProblem:
     softmax_scale : float
     layout : {"bshd", "bhsd"}
     rank : int
-        2, 3 or 4: which axes the caller's arrays have.
+        Number of axes of the caller's arrays: 2, 3 or 4.
     head_dim_v : int or None
-        Columns of v and o where they are not head_dim.
+        Columns of v and o; None if there are head_dim.
     settings : FeatureSettings
-        Of its features. Of packed sequences, batch is 1 and the lengths are those of all together.
+        Settings of the features. With packed sequences, batch is 1 and seqlen_q and seqlen_k are the total lengths.
     """
 
     dtype: str
@@ -114,46 +119,50 @@ class AttentionProblem:
         return shapes[{"dout": "o"}.get(tensor, tensor.removeprefix("d"))]
 
     def sizes_of(self, tensor: str) -> tuple[int, int, int]:
-        """Of the batch, row and head axes of a tensor, by the kernels' name for it."""
+        """Sizes of the batch, row and head axes of a tensor, by the kernels' name for it."""
         if ROWS_OF[tensor] == "keys":
             return self.batch, self.seqlen_k, self.num_heads_kv
         return self.batch, self.seqlen_q, self.num_heads
 
     @property
     def is_packed(self) -> bool:
-        """Whether sequences lie one behind the other along the rows."""
+        """True if sequences are packed one behind the other along the rows."""
         return self.settings.num_sequences is not None
 
     @property
     def typical_seqlen_q(self) -> int:
-        """Queries of a sequence; of packed ones about what most queries have beside them, from what the host knows."""
-        if not self.is_packed:
+        """Number of queries of a sequence. For packed ones, an estimate of the length of the sequence of most queries.
+
+        The host does not know the offsets of packed sequences, but their number, their total and the longest length.
+        """
+        settings = self.settings
+        if settings.num_sequences is None:
             return self.seqlen_q
-        mean = self.seqlen_q // max(1, self.settings.num_sequences)
-        return min(2 * mean, self.settings.max_seqlen_q)
+        mean = self.seqlen_q // max(1, settings.num_sequences)
+        return min(2 * mean, settings.max_seqlen_q)
 
     @property
     def score_shape(self) -> tuple[int, int, int, int]:
-        """(batch, num_heads, seqlen_q, seqlen_k), for packed sequences their number and the longest lengths."""
+        """(batch, num_heads, seqlen_q, seqlen_k), with the number and the longest lengths of packed sequences."""
         settings = self.settings
-        if not self.is_packed:
+        if settings.num_sequences is None:
             return self.batch, self.num_heads, self.seqlen_q, self.seqlen_k
         return settings.num_sequences, self.num_heads, settings.max_seqlen_q, settings.max_seqlen_k
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """How far left and right of the diagonal a key may be, of window and causal together; None is no limit."""
+        """Number of visible keys left and right of the diagonal, by window and causal together; None is no limit."""
         left, right = self.settings.window
         return left, 0 if self.causal else right
 
     @property
     def feature_values(self) -> dict[str, int | float]:
-        """What features add to the numbers of a kernel's record."""
+        """Numbers that features add to a kernel's record."""
         return self.settings.record(Sizes(self.seqlen_q, self.seqlen_k, self.band, self.softmax_scale))
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The features that kernels of it must have: rows of `fa2cupy.problem.features.FEATURES`."""
+        """The features that its kernels must have: rows of `fa2cupy.problem.features.FEATURES`."""
         return self.settings.features
 
     def with_settings(self, settings: FeatureSettings) -> AttentionProblem:
@@ -165,8 +174,8 @@ class AttentionProblem:
         """Shape of lse and delta: (batch, num_heads, seqlen_q), without the axes that the caller left out."""
         return (self.batch, self.num_heads, self.seqlen_q)[4 - self.rank :]
 
-    def canonical_view(self, array):
-        """The array as (batch, row, head, column), a view."""
+    def canonical_view(self, array: Array) -> Array:
+        """A view of the array with the axes (batch, row, head, column)."""
         batch, row, head, column = SOURCE_AXES[self.layout, self.rank]
         present = tuple(axis for axis in (batch, row, head, column) if axis is not None)
         view = array.transpose(present)
@@ -174,12 +183,16 @@ class AttentionProblem:
             view = view[:, None, :]
         return view if batch is not None else view[None]
 
-    def kernel_strides(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> tuple[int, int, int]:
-        """Element strides of (batch, row, head), from strides in bytes or for C order.
+    def kernel_strides(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Strides:
+        """Element strides of (batch, row, head), from strides in bytes; by default those of C order.
 
-        Axes of length 1, whose stride means nothing, get 0.
+        An axis of length 1 gets 0, because its stride is arbitrary.
         """
-        if strides is None:
-            strides = tuple(self.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        axes = SOURCE_AXES[self.layout, self.rank][:3]
-        return tuple(0 if axis is None or shape[axis] == 1 else strides[axis] // self.itemsize for axis in axes)
+
+        def elements(axis: int | None) -> int:
+            if axis is None or shape[axis] == 1:
+                return 0
+            return math.prod(shape[axis + 1 :]) if strides is None else strides[axis] // self.itemsize
+
+        batch, row, head, _ = SOURCE_AXES[self.layout, self.rank]
+        return elements(batch), elements(row), elements(head)

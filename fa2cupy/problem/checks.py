@@ -1,14 +1,15 @@
-"""From the arrays and options of a call to its problem and its results, with every check between them."""
+"""Checks the arrays and options of a call, and derives its problem and its results from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool
+from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
@@ -36,13 +37,13 @@ class Result(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call that has been checked: its problem, and what it returns."""
+    """A call that has been checked: its problem and its results."""
 
     problem: AttentionProblem
     results: tuple[Result, ...]
 
 
-def check_forward(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
+def check_forward(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
     """Checks a call of `fa2cupy.forward`: q, k and v by name, its options, and the keywords of features."""
     problem = _problem(arrays, options, keywords)
     statistic = np.dtype(problem.accumulator_dtype)
@@ -51,14 +52,14 @@ def check_forward(arrays: Mapping[str, object], options: CallOptions, keywords: 
     )
 
 
-def check_delta(arrays: Mapping[str, object], options: CallOptions) -> Request:
+def check_delta(arrays: Mapping[str, Any], options: CallOptions) -> Request:
     """Checks a call of `fa2cupy.delta`: o and do by name."""
     problem = problem_from_outputs(arrays["o"], arrays["do"], layout=options.layout)
     return Request(problem, (Result("delta", problem.lse_shape, np.dtype(problem.accumulator_dtype)),))
 
 
-def check_backward(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
-    """Checks a call of `fa2cupy.backward`: its arrays by name, of which delta and dlse may be None or left out."""
+def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> Request:
+    """Checks a call of `fa2cupy.backward`: its arrays by name, of which delta and dlse may be None or missing."""
     problem = _problem(arrays, options, keywords)
     like = "q and v" if problem.head_dim_v else "q"
     check_array("o", arrays["o"], problem.o_shape, problem.dtype, like)
@@ -79,7 +80,7 @@ def check_backward(arrays: Mapping[str, object], options: CallOptions, keywords:
     )
 
 
-def _problem(arrays: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> AttentionProblem:
+def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     return problem_from_arrays(
         q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **keywords
@@ -87,7 +88,14 @@ def _problem(arrays: Mapping[str, object], options: CallOptions, keywords: Mappi
 
 
 def problem_from_arrays(
-    q, k, v, *, causal=False, softmax_scale=None, layout="bshd", **keywords: object
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    **keywords: Any,
 ) -> AttentionProblem:
     """The problem of q, k, v, options and keywords of features (see `FeatureKeywords`), checked against each other."""
     check_keywords(problem_from_arrays, keywords)
@@ -114,23 +122,24 @@ def problem_from_arrays(
     return _with_features(problem, q, keywords) if keywords else problem
 
 
-def _with_features(problem: AttentionProblem, q, keywords: Mapping[str, object]) -> AttentionProblem:
-    """The problem with the settings that the keywords of features ask for."""
+def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, Any]) -> AttentionProblem:
+    """The problem with the settings of the keywords of features."""
     arrays = feature_arrays(keywords)
     array_backend({"q": q}, arrays)
-    settings: dict[str, object] = {"arrays": tuple(arrays)}
+    settings: dict[str, Any] = {"arrays": tuple(arrays)}
     for feature in FEATURES.values():
         settings |= feature.check(keywords, problem)
     problem = problem.with_settings(FeatureSettings(**settings))
     rules = {name: array.check for feature in FEATURES.values() for name, array in feature.arrays.items()}
     for name, array in arrays.items():
-        if rules[name] is not None:
-            rules[name](name, array, problem)
+        rule = rules[name]
+        if rule is not None:
+            rule(name, array, problem)
     return problem
 
 
-def problem_from_outputs(o, do, *, layout="bshd") -> AttentionProblem:
-    """The query side of a problem alone, which is all that delta needs."""
+def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> AttentionProblem:
+    """A problem without keys: delta depends on the queries' sizes only."""
     array_backend({"o": o, "do": do})
     batch, seqlen_q, num_heads, head_dim = _sizes("o", o, layout)
     sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
@@ -139,8 +148,8 @@ def problem_from_outputs(o, do, *, layout="bshd") -> AttentionProblem:
     return problem
 
 
-def _sizes_like_q(name: str, array, q, layout: str) -> tuple[int, int, int, int]:
-    """The sizes of k or v, whose axes, dtype and batch are q's, and k's columns, too."""
+def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, int, int, int]:
+    """The sizes of k or v. Their axes and dtype must be those of q, and so must batch and columns of k."""
     if array.ndim != q.ndim:
         raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
     if array.dtype != q.dtype:
@@ -153,8 +162,8 @@ def _sizes_like_q(name: str, array, q, layout: str) -> tuple[int, int, int, int]
     return batch, seqlen, heads, head_dim
 
 
-def _sizes(name: str, array, layout: str) -> tuple[int, int, int, int]:
-    """Of the batch, row, head and column axes."""
+def _sizes(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
+    """Sizes of the batch, row, head and column axes."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
     if array.ndim not in (2, 3, 4):

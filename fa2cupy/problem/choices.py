@@ -1,9 +1,10 @@
-"""Checks of what is asked for without arrays: dtypes, head dimensions, features and methods by name."""
+"""Checks of arguments that describe calls without their arrays: dtypes, head dimensions, features and methods."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ __all__ = [
     "one_or_many",
 ]
 
-#: What calls can have, by the keywords that ask for it; `cu_seqlens` stands for both offsets.
+#: The optional parts of calls, named by their keywords; `cu_seqlens` stands for both offsets.
 CALL_KEYWORDS = (
     "window",
     "softcap",
@@ -39,13 +40,13 @@ CALL_KEYWORDS = (
 )
 
 
-def one_or_many(value) -> list:
+def one_or_many(value: Any) -> list[Any]:
     """The elements of an iterable; a single value, or a str, is one element."""
     return [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
 
 
-def check_dtype(dtype) -> str:
-    """The name of a dtype, given as NumPy takes them."""
+def check_dtype(dtype: Any) -> str:
+    """The name of a dtype, which may be anything that `numpy.dtype` takes."""
     if isinstance(dtype, str) and dtype in DTYPES:
         return dtype
     wanted = f"dtype: expected {_listed(DTYPES)}"
@@ -58,26 +59,27 @@ def check_dtype(dtype) -> str:
     return name
 
 
-def check_head_dim(head_dim, name: str = "head_dim") -> int:
-    """A head_dim that calls can have."""
+def check_head_dim(head_dim: object, name: str = "head_dim") -> int:
+    """The head_dim as an int, checked against the supported range."""
     if isinstance(head_dim, bool) or not isinstance(head_dim, numbers.Integral):
         raise TypeError(f"{name}: expected an int, got {type(head_dim).__name__}")
-    if head_dim < 1:
-        raise ValueError(f"{name}: expected at least 1, got {head_dim}")
-    if head_dim > MAX_HEAD_DIM:
-        raise UnsupportedProblemError(f"{name}: up to {MAX_HEAD_DIM} is supported, got {head_dim}")
-    return int(head_dim)
+    columns = int(head_dim)
+    if columns < 1:
+        raise ValueError(f"{name}: expected at least 1, got {columns}")
+    if columns > MAX_HEAD_DIM:
+        raise UnsupportedProblemError(f"{name}: up to {MAX_HEAD_DIM} is supported, got {columns}")
+    return columns
 
 
-def check_method(method) -> str:
-    """One of the two backward methods."""
+def check_method(method: Any) -> str:
+    """The name of a backward method, checked."""
     if method not in ("single_pass", "two_pass"):
         raise ValueError(f"methods: expected 'single_pass' or 'two_pass', got {method!r}")
     return method
 
 
-def check_jobs(jobs) -> int | None:
-    """How many kernels are compiled at a time."""
+def check_jobs(jobs: object) -> int | None:
+    """The number of kernels that are compiled at a time, checked; None is one per CPU."""
     if jobs is None:
         return None
     if isinstance(jobs, bool) or not isinstance(jobs, numbers.Integral):
@@ -87,8 +89,8 @@ def check_jobs(jobs) -> int | None:
     return int(jobs)
 
 
-def feature_combinations(features) -> list[tuple[str, ...]]:
-    """The features of each call: names are one call with all of them, iterables of names one call each."""
+def feature_combinations(features: Any) -> list[tuple[str, ...]]:
+    """The features of each call. Names make one call that has them all; iterables of names make one call each."""
     given = one_or_many(features)
     several = [not isinstance(names, str) for names in given]
     if any(several) and not all(several):

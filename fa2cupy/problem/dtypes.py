@@ -1,10 +1,10 @@
-"""The dtypes that arrays of q, k and v can have."""
+"""The dtypes of q, k and v."""
 
 from __future__ import annotations
 
 __all__ = ["DTYPES", "accumulator_dtype", "itemsize"]
 
-#: Bytes of an element, by name.
+#: Bytes of an element, by the dtype's name.
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 DTYPES = tuple(_ITEMSIZE)

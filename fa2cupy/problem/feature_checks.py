@@ -1,13 +1,14 @@
-"""Checks of single features: of the keywords that ask for one, and of its array. Messages name the argument."""
+"""Checks of single features: their keywords and their arrays. Messages name the argument."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from .arguments import check_bool
+from .array_types import Array
 
 __all__ = [
     "OFFSETS",
@@ -25,31 +26,48 @@ __all__ = [
     "finite_number",
 ]
 
-#: The arrays that say where packed sequences start.
+#: The offsets of packed sequences.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 class Problem(Protocol):
-    """What checks must know of a problem: see `fa2cupy.problem.attention.AttentionProblem`."""
-
-    dtype: str
-    layout: str
-    rank: int
-    seqlen_q: int
-    seqlen_k: int
+    """The part of `fa2cupy.problem.attention.AttentionProblem`, which imports this module, that checks read."""
 
     @property
-    def accumulator_dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Dtype of q, k and v."""
 
     @property
-    def score_shape(self) -> tuple[int, int, int, int]: ...
+    def layout(self) -> str:
+        """Order of the axes."""
 
     @property
-    def is_packed(self) -> bool: ...
+    def rank(self) -> int:
+        """Number of axes of the caller's arrays."""
+
+    @property
+    def seqlen_q(self) -> int:
+        """Number of queries, of all packed sequences together."""
+
+    @property
+    def seqlen_k(self) -> int:
+        """Number of keys, of all packed sequences together."""
+
+    @property
+    def accumulator_dtype(self) -> str:
+        """Dtype of lse and delta."""
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Sequences, query heads, and queries and keys of the longest sequence."""
+
+    @property
+    def is_packed(self) -> bool:
+        """True if sequences are packed."""
 
 
-def extra_gradients(keywords: Mapping[str, object], return_dbias: bool, return_dsink: bool) -> dict[str, object]:
-    """The gradients that `backward` gives besides dq, dk and dv: by name, the array that each is like."""
+def extra_gradients(keywords: Mapping[str, Any], return_dbias: bool, return_dsink: bool) -> dict[str, Array]:
+    """The gradients that `backward` returns after dq, dk and dv: for each name the array of its shape and dtype."""
     like = {}
     for name, source, wanted in (("dbias", "bias", return_dbias), ("dsink", "sink", return_dsink)):
         check_bool(f"return_{name}", wanted)
@@ -61,7 +79,7 @@ def extra_gradients(keywords: Mapping[str, object], return_dbias: bool, return_d
 
 
 def finite_number(name: str, value: object, wanted: str = "a finite number", or_none: bool = True) -> float:
-    """A real number as float. Errors ask for a `wanted`."""
+    """A finite real number as float; `wanted` describes it in the error for a value that is not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a real number{' or None' if or_none else ''}, got {type(value).__name__}")
     try:
@@ -73,10 +91,10 @@ def finite_number(name: str, value: object, wanted: str = "a finite number", or_
     return number
 
 
-# Keywords that are no arrays: each check gives the settings that they ask for.
+# Checks of the keywords that are no arrays. Each returns fields of `FeatureSettings`.
 
 
-def check_window(keywords: Mapping[str, object], problem: Problem) -> dict[str, object]:
+def check_window(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
     """``window=(left, right)``."""
     window = keywords.get("window")
     if window is None:
@@ -94,7 +112,7 @@ def check_window(keywords: Mapping[str, object], problem: Problem) -> dict[str, 
     return {"window": tuple(None if limit is None else int(limit) for limit in window)}
 
 
-def check_cap(keywords: Mapping[str, object], problem: Problem) -> dict[str, object]:
+def check_cap(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
     """``softcap=``."""
     if keywords.get("softcap") is None:
         return {}
@@ -104,7 +122,7 @@ def check_cap(keywords: Mapping[str, object], problem: Problem) -> dict[str, obj
     return {"softcap": cap}
 
 
-def check_dropout(keywords: Mapping[str, object], problem: Problem) -> dict[str, object]:
+def check_dropout(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
     """``dropout_p=`` and ``seed=``."""
     wanted = "a number from 0 to below 1"
     probability = finite_number("dropout_p", keywords.get("dropout_p", 0.0), wanted, or_none=False)
@@ -117,18 +135,19 @@ def check_dropout(keywords: Mapping[str, object], problem: Problem) -> dict[str,
         return {"dropout_p": probability}
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(f"seed: expected an int, got {type(seed).__name__}")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed: expected an int from 0 to below 2**64, got {seed}")
-    return {"dropout_p": probability, "seed": int(seed) if probability > 0 else 0}
+    number = int(seed)
+    if not 0 <= number < 2**64:
+        raise ValueError(f"seed: expected an int from 0 to below 2**64, got {number}")
+    return {"dropout_p": probability, "seed": number if probability > 0 else 0}
 
 
-def check_wide_bias(keywords: Mapping[str, object], problem: Problem) -> dict[str, object]:
-    """``bias=`` of another dtype than q's."""
+def check_wide_bias(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+    """``bias=`` in a dtype that differs from q's."""
     bias = keywords.get("bias")
     return {"wide_bias": True} if bias is not None and bias.dtype.name != problem.dtype else {}
 
 
-def check_packed(keywords: Mapping[str, object], problem: Problem) -> dict[str, object]:
+def check_packed(keywords: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
     """``cu_seqlens_q=``, ``cu_seqlens_k=``, ``max_seqlen_q=`` and ``max_seqlen_k=``."""
     lengths = _longest(keywords)
     arrays = {name: keywords[name] for name in OFFSETS if keywords.get(name) is not None}
@@ -155,7 +174,8 @@ def check_packed(keywords: Mapping[str, object], problem: Problem) -> dict[str, 
     }
 
 
-def _longest(keywords: Mapping[str, object]) -> dict[str, int]:
+def _longest(keywords: Mapping[str, Any]) -> dict[str, int]:
+    """``max_seqlen_q=`` and ``max_seqlen_k=``, those that are given."""
     lengths = {}
     for name in ("max_seqlen_q", "max_seqlen_k"):
         length = keywords.get(name)
@@ -171,11 +191,11 @@ def _longest(keywords: Mapping[str, object]) -> dict[str, int]:
     return lengths
 
 
-# Arrays: each check is given the name, the array, and the problem with its settings.
+# Checks of arrays. Each takes the name, the array, and the problem with its settings.
 
 
-def check_broadcast(name: str, array, problem: Problem) -> None:
-    """A bias or a mask: an array that is broadcast over the scores."""
+def check_broadcast(name: str, array: Array, problem: Problem) -> None:
+    """A bias or a mask, which is broadcast over the scores."""
     accumulator = problem.accumulator_dtype
     _check_dtype(name, array, tuple(dict.fromkeys((problem.dtype, accumulator))) if name == "bias" else ("bool",))
     shape = problem.score_shape
@@ -187,35 +207,35 @@ def check_broadcast(name: str, array, problem: Problem) -> None:
         raise ValueError(f"{name}: expected {wanted}, got {array.shape}")
 
 
-def check_key_padding(name: str, array, problem: Problem) -> None:
-    """A bool for each key of a sequence."""
+def check_key_padding(name: str, array: Array, problem: Problem) -> None:
+    """One bool for each key of each sequence."""
     _check_dtype(name, array, ("bool",))
     batch, _, _, seqlen_k = problem.score_shape
     has_batch = problem.rank == 4 or problem.is_packed
     _check_shape(name, array, (batch, seqlen_k) if has_batch else (seqlen_k,))
 
 
-def check_slopes(name: str, array, problem: Problem) -> None:
-    """A number for each query head, or for each of each sequence."""
+def check_slopes(name: str, array: Array, problem: Problem) -> None:
+    """One number for each query head, or for each sequence and query head."""
     _check_dtype(name, array, (problem.accumulator_dtype,))
     batch, heads, *_ = problem.score_shape
     _check_shape(name, array, (heads,), (batch, heads))
 
 
-def check_sink(name: str, array, problem: Problem) -> None:
-    """A number for each query head."""
+def check_sink(name: str, array: Array, problem: Problem) -> None:
+    """One number for each query head."""
     _check_dtype(name, array, (problem.accumulator_dtype,))
     _check_shape(name, array, (problem.score_shape[1],))
 
 
-def _check_dtype(name: str, array, wanted: tuple[str, ...]) -> None:
+def _check_dtype(name: str, array: Array, wanted: tuple[str, ...]) -> None:
     if array.dtype.name not in wanted:
         hint = _conversion(name, array, wanted)
         raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}, got {array.dtype}{hint}")
 
 
-def _conversion(name: str, array, wanted: Iterable[str]) -> str:
-    """What to write instead."""
+def _conversion(name: str, array: Array, wanted: Iterable[str]) -> str:
+    """The end of the message: an expression with the wanted dtype."""
     if name in OFFSETS and array.dtype.kind in "iu":
         return f'; write {name}.astype("int32") or cumsum(..., dtype="int32"), or make them with fa2cupy.cu_seqlens'
     if name == "mask":
@@ -228,6 +248,6 @@ def _conversion(name: str, array, wanted: Iterable[str]) -> str:
     return f'; write {name}.astype("{widest}")'
 
 
-def _check_shape(name: str, array, *wanted: tuple[int, ...]) -> None:
+def _check_shape(name: str, array: Array, *wanted: tuple[int, ...]) -> None:
     if array.shape not in wanted:
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, wanted))} to match q and k, got {array.shape}")

@@ -1,6 +1,6 @@
-"""What a call asks for besides plain attention: one row for each feature.
+"""The features that calls can add to plain attention: a table with one row for each.
 
-The order of the arithmetic, the same everywhere:
+The order of the arithmetic is the same everywhere:
 
     S = softmax_scale * Q K^T
     S = softcap * tanh(S / softcap)                                    softcap
@@ -10,29 +10,33 @@ The order of the arithmetic, the same everywhere:
     lse = log(sum_j exp(S_j) + exp(sink))                              sink
     O = (keep * exp(S - lse)) V                                        dropout; keep is 0 or 1 / (1 - dropout_p)
 
-and backward, with delta = rowsum(dO * O) - dlse,
+and in the backward, with delta = rowsum(dO * O) - dlse:
 
     dV = (keep * P)^T dO          dS = P * (keep * dO V^T - delta)     dsink = -sum_i exp(sink - lse_i) delta_i
     dbias = dS, summed to the bias's shape          dQ, dK from dS * (1 - tanh^2(S / softcap))
 
 How a feature is added
 ----------------------
-1. Its keywords in `FeatureKeywords`, a field of `FeatureSettings` for what is no array, and a row of `FEATURES` with its
-   check. The public functions, the references and `fa2cupy.testing` hand keywords through and stay; the row gives the key
-   of a kernel and its record what they need. Its name in ``choices.py`` and an example of it in ``plan/specs.py``, so that
-   its kernels can be compiled ahead, and in ``families/operations.py``, if it concerns other kernels than scores do.
-2. The formula in ``numerics/formulas.py``, whole, and in ``cpu/scores.py``, on a tile. Both keep to the order above.
-3. In CUDA one shared header, on the fragment contract: ``tile_range.cuh`` if pairs of tiles drop out, ``mask.cuh`` if
-   pairs of elements do, ``score_mod.cuh`` if scores change, ``online_softmax.cuh`` if the sum does, ``sequence.cuh`` if
-   a block works on other rows. Main loops stay. Without the flag PTX must stay, too: what the record has of a feature
-   is named in templates on the record alone, so that a kernel without it cannot touch it.
+1. Add its keywords to `FeatureKeywords`, a field for each keyword that is no array to `FeatureSettings`, and a row with
+   its checks to `FEATURES`. The row also defines the feature's part of a kernel's key and record. The public functions,
+   the references and `fa2cupy.testing` pass keywords on and do not change. Add the name to ``problem/choices.py`` and
+   an example to ``plan/specs.py``, so that its kernels can be compiled ahead. If it concerns other kernels than those
+   of scores, name it in their rows of ``families/operations.py``.
+2. Add the formula to ``numerics/formulas.py``, for whole matrices, and to ``cpu/scores.py``, for a tile. Both keep to
+   the order above.
+3. Add the CUDA code to one shared header, which works on fragments of any family: ``tile_range.cuh`` if pairs of tiles
+   are skipped, ``mask.cuh`` if pairs of elements are hidden, ``score_mod.cuh`` if scores change, ``online_softmax.cuh``
+   if the sum changes, ``sequence.cuh`` if the rows of a block change. The main loops do not change, and the PTX of
+   kernels without the flag must not change. To ensure this, only templates on the record name the members of a feature:
+   they cannot be instantiated for a record without them.
 
-A score function of the user's own is such a row whose flag carries the text of two device functions, the score and its
-derivative; it sits where softcap sits, and `HeadTerms.apply` gives the derivative back as it does for softcap. A
-block-sparse map is a row with two arrays, the offsets and the numbers of the tiles of each row of tiles: it changes
-`Head.key_tiles` and `Head.query_tiles` of ``cpu/tiles.py`` and ``tile_range.cuh``, and nothing else.
+A user-defined score function could be such a row, whose flag carries the text of two device functions, the score and
+its derivative; its place would be that of softcap, and `HeadTerms.apply` would return its derivative like that of
+softcap. A block-sparse map could be a row with two arrays, the offsets and the indices of the tiles of each row of
+tiles; it would change only `Head.key_tiles` and `Head.query_tiles` of ``cpu/tiles.py`` and ``tile_range.cuh``.
 
-Words: `features` are names of rows, `keywords` what a caller gives for them, `settings` the checked values that are no arrays.
+Terms: `features` are names of rows, `keywords` the caller's arguments for them, and `settings` the checked values of
+the keywords that are no arrays.
 """
 
 from __future__ import annotations
@@ -40,8 +44,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+from .array_types import Array
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -74,31 +79,31 @@ __all__ = [
 
 
 class FeatureKeywords(TypedDict, total=False):
-    """The keywords of features, for type checkers; `fa2cupy.forward` says what they mean."""
+    """The keywords of features and their types. `fa2cupy.forward` describes them."""
 
     window: tuple[int | None, int | None] | None
     softcap: float | None
-    alibi_slopes: object
-    bias: object
-    mask: object
-    key_padding_mask: object
-    sink: object
+    alibi_slopes: Array | None
+    bias: Array | None
+    mask: Array | None
+    key_padding_mask: Array | None
+    sink: Array | None
     dropout_p: float
     seed: int | None
-    cu_seqlens_q: object
-    cu_seqlens_k: object
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
 class Sizes(NamedTuple):
-    """What the numbers of a record depend on besides the settings.
+    """The inputs of the numbers of a record that are not settings.
 
     Attributes
     ----------
     seqlen_q, seqlen_k : int
     band : tuple of (int or None)
-        How far left and right of the diagonal a key may be.
+        Number of visible keys left and right of the diagonal; None is no limit.
     softmax_scale : float
     """
 
@@ -110,24 +115,24 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """The features of one call, checked, without its arrays: what plans and kernels may depend on.
+    """The checked settings of the features of one call. Plans and kernels depend on them, but not on the arrays.
 
     Attributes
     ----------
     window : tuple of (int or None)
-        Keys visible to the left and to the right of the diagonal; None is no limit.
+        Number of visible keys left and right of the diagonal; None is no limit.
     softcap : float or None
     dropout_p : float
     seed : int
         Below 2**64.
     num_sequences : int or None
-        Packed sequences; None if the arrays are not packed.
+        Number of packed sequences; None if the arrays are not packed.
     max_seqlen_q, max_seqlen_k : int
-        No packed sequence is longer.
+        Upper bounds of the lengths of packed sequences.
     arrays : tuple of str
-        Which of `ARRAY_KEYWORDS` the call has.
+        The keywords among `ARRAY_KEYWORDS` that the call has.
     wide_bias : bool
-        The bias has the dtype of lse, where that is not q's.
+        True if the bias has the dtype of lse and q has another one.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -142,11 +147,11 @@ class FeatureSettings:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The rows of `FEATURES` that a kernel must have. A feature at its neutral value is none."""
+        """The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out."""
         return tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
 
     def record(self, sizes: Sizes) -> dict[str, int | float]:
-        """The numbers of the features that travel in a kernel's record."""
+        """The numbers of the features in a kernel's record."""
         found: dict[str, int | float] = {}
         for name in self.features:
             found |= FEATURES[name].numbers(self, sizes)
@@ -162,20 +167,20 @@ class FeatureArray(NamedTuple):
     Attributes
     ----------
     kind : str
-        Of the pointer in the record: a key of the table in ``jit/params.py``.
+        Kind of the pointer in the record: a key of the table in ``jit/params.py``.
     check : callable or None
-        Raises TypeError or ValueError for an array, by name, that does not fit a problem with its settings. None if it is
-        no keyword of `FeatureKeywords`, or if the feature's own check sees to it.
+        Takes the name, the array and the problem with its settings, and raises TypeError or ValueError if the array
+        does not fit. None if the array is no keyword of `FeatureKeywords`, or if the feature's `check` includes it.
     is_over_scores : bool
-        It lies over the scores, and comes with four strides, 0 where it repeats.
+        True if the array is broadcast over the scores; its record then has four strides, 0 along repeated axes.
     """
 
     kind: str
-    check: Callable[[str, object, Problem], None] | None = None
+    check: Callable[[str, Array, Problem], None] | None = None
     is_over_scores: bool = True
 
 
-def _nothing(*_) -> dict:
+def _nothing(*_: object) -> dict[str, Any]:
     return {}
 
 
@@ -196,24 +201,25 @@ class Feature:
     flag : str
         The constant of `Spec` in C++, false in a kernel without the feature.
     is_used : callable
-        Whether settings ask for it.
+        Takes settings; returns True if a kernel for them must have the feature.
     check : callable
-        From keywords and the problem to the settings that they ask for; raises for what does not fit.
+        Takes the keywords and the problem; returns fields of `FeatureSettings`, and raises TypeError or ValueError for
+        arguments that do not fit.
     arrays : dict of FeatureArray
         Pointers of the record.
     values : dict of str
-        Numbers of the record, with their kinds.
+        Kinds of the record's numbers, by name.
     numbers : callable
-        From settings and `Sizes` to the values.
+        Takes settings and `Sizes`; returns these numbers.
     per_call : tuple of str
-        64-bit numbers that are new in each call, and travel with the pointers.
+        64-bit numbers that change from call to call and are passed with the pointers.
     registers : int
-        How much of a thread's registers it takes in the inner loop of a backward: 0 none, 1 some, 2 many.
+        Demand for registers in the inner loop of a backward: 0 none, 1 some, 2 many.
     """
 
     flag: str
     is_used: Callable[[FeatureSettings], bool]
-    check: Callable[[Mapping[str, object], Problem], dict[str, object]] = _nothing
+    check: Callable[[Mapping[str, Any], Problem], dict[str, Any]] = _nothing
     arrays: Mapping[str, FeatureArray] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     numbers: Callable[[FeatureSettings, Sizes], dict[str, int | float]] = _nothing
@@ -222,7 +228,7 @@ class Feature:
 
 
 def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    """No limit of the band is one that these lengths do not reach."""
+    """The limits of the band. No limit becomes one that exceeds these lengths."""
     left, right = sizes.band
     return {
         "window_left": sizes.seqlen_k if left is None else min(left, sizes.seqlen_k),
@@ -235,7 +241,10 @@ def _cap_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | flo
 
 
 def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    """From slopes to a kernel's own units of scores, which it has where a positive factor makes scores of them."""
+    """The factor from slopes to the units in which kernels add up scores.
+
+    It is 0 if the factor from these units to scores in base 2 is not positive: kernels then add up scores in base 2.
+    """
     base2 = _cap_numbers(settings, sizes).get("capped_log2", sizes.softmax_scale * math.log2(math.e))
     return {"alibi_scale": math.log2(math.e) / base2 if base2 > 0 else 0.0}
 
@@ -255,7 +264,7 @@ def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | 
     }
 
 
-#: All features by name, in the order in which their members stand in a record.
+#: All features by name, in the order of their members in a record.
 FEATURES = {
     "window": Feature(
         "kWindow",
@@ -281,9 +290,9 @@ FEATURES = {
         registers=1,
     ),
     "bias": Feature("kBias", _has("bias"), arrays={"bias": FeatureArray("input", check_broadcast)}, registers=2),
-    # The bias has the accumulators' dtype.
+    # A bias in the accumulators' dtype.
     "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias),
-    # The gradient of the bias, which a backward has on request.
+    # The gradient of the bias, which `return_dbias` requests.
     "dbias": Feature("kDbias", _never, arrays={"dbias_accum": FeatureArray("output_accum")}),
     "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
     "key_padding_mask": Feature(
@@ -301,7 +310,7 @@ FEATURES = {
         per_call=("seed",),
         registers=2,
     ),
-    # The gradient for lse, which a backward may be given.
+    # The gradient for lse, an optional argument of the backward.
     "dlse": Feature("kDlse", _never, arrays={"dlse": FeatureArray("input_accum", is_over_scores=False)}),
     "cu_seqlens": Feature(
         "kVarlen",
@@ -313,17 +322,17 @@ FEATURES = {
     ),
 }
 
-#: Keywords that are arrays.
+#: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(
     name for feature in FEATURES.values() for name in feature.arrays if name in FeatureKeywords.__annotations__
 )
 
 
-def feature_arrays(keywords: Mapping[str, object]) -> dict[str, object]:
-    """The arrays among the keywords of features."""
+def feature_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays among the keywords of features, without those that are None."""
     return {name: keywords[name] for name in ARRAY_KEYWORDS if keywords.get(name) is not None}
 
 
 def features_in_registers(least: int) -> tuple[str, ...]:
-    """The features that take at least so much of a thread's registers, as `Feature.registers` counts."""
+    """The features whose `Feature.registers` is at least this."""
     return tuple(name for name, feature in FEATURES.items() if feature.registers >= least)

@@ -1,4 +1,4 @@
-"""Unknown keywords: what may have been meant, also where it is the name of another library."""
+"""Errors for unknown keywords, with a suggestion for misspelt ones and for those of other libraries."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from .features import FeatureKeywords
 
 __all__ = ["check_keywords", "similar", "takes_features"]
 
 _FEATURES = frozenset(FeatureKeywords.__annotations__)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _RETURN_LSE = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual", "return_aux")
 
-#: What to write here, by keywords of flash-attn, PyTorch, JAX, xFormers, FlashInfer, cuDNN and Transformers.
+#: Equivalents in this package of keywords of flash-attn, PyTorch, JAX, xFormers, FlashInfer, cuDNN and Transformers.
 _ELSEWHERE = {
     "is_causal": "causal (aligned to the bottom right; PyTorch's is_causal to the top left, if lengths differ)",
     "use_causal_mask": "causal",
@@ -67,22 +69,22 @@ _ELSEWHERE = {
 
 
 #: The public functions that take the keywords of features, in the order of their definition.
-_public_calls: list[Callable] = []
+_public_calls: list[Callable[..., Any]] = []
 
 
-def takes_features(function: Callable) -> Callable:
-    """Marks a public function: messages about unknown keywords name it where the keyword is one of its own."""
+def takes_features(function: _Function) -> _Function:
+    """Registers a public function, so that messages about an unknown keyword can name the function that has it."""
     _public_calls.append(function)
     return function
 
 
-def check_keywords(function: Callable, given: Mapping[str, object]) -> None:
-    """All of `given` are keywords of features, which the function takes besides its own.
+def check_keywords(function: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Checks that all of `given`, the ``**keywords`` of a function, are keywords of features.
 
     Raises
     ------
     TypeError
-        One is not; the text says what may have been meant, and lists all keywords of the function.
+        One is not; the text suggests a replacement and lists all keywords of the function.
     """
     if given.keys() <= _FEATURES:
         return
@@ -94,7 +96,7 @@ def check_keywords(function: Callable, given: Mapping[str, object]) -> None:
 
 
 def similar(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one, or a part of one, stands for."""
+    """The known name that contains `name` or is spelt like it; None if there is none."""
     known = list(known)
     lower = str(name).lower()
     if len(lower) > 3:
@@ -104,17 +106,17 @@ def similar(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(lower, known, 1)), None)
 
 
-def _own_keywords(function: Callable) -> list[str]:
+def _own_keywords(function: Callable[..., Any]) -> list[str]:
     return [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
 
 
-def _public_name(function: Callable) -> str:
+def _public_name(function: Callable[..., Any]) -> str:
     module = re.sub(r"\.(api|closure)$", "", function.__module__)
     return f"{module}.{function.__qualname__}"
 
 
-def _hint(function: Callable, name: str, value: object, keywords: list[str]) -> str:
-    """The end of a sentence that names the keyword."""
+def _hint(function: Callable[..., Any], name: str, value: object, keywords: list[str]) -> str:
+    """The suggestion that ends the sentence about an unknown keyword."""
     if name in _RETURN_LSE and "return_lse" in keywords:
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
@@ -130,7 +132,7 @@ def _hint(function: Callable, name: str, value: object, keywords: list[str]) -> 
 
 
 def _converted(name: str, value: object) -> str | None:
-    """The keyword with the value given, where that is another one here."""
+    """The equivalent keyword with its converted value; None if the value has no equivalent."""
     if name == "window_size" and isinstance(value, tuple | list) and len(value) == 2:
         return f"window=({', '.join('None' if limit == -1 else repr(limit) for limit in value)})"
     if name == "sliding_window" and isinstance(value, int) and value > 0:

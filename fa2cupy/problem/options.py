@@ -1,4 +1,4 @@
-"""What a call asks for besides its arrays and features."""
+"""The options of a call: the arguments that are neither arrays nor features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CallOptions"]
 class CallOptions(NamedTuple):
     """The options of `fa2cupy.forward`, `delta` and `backward`, whose docstrings describe them.
 
-    A tuple, because calls are looked up by their options and a tuple's hash is the cheapest.
+    It is a tuple because prepared calls are looked up by their options, and tuples hash fastest.
     """
 
     causal: bool = False

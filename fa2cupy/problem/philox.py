@@ -1,4 +1,4 @@
-"""Dropout: which probabilities are dropped, as a function of their place and the seed. This is the definition.
+"""The definition of dropout: which probabilities are dropped, as a function of their position and the seed.
 
 P_ij of sequence b (its number in the batch) and query head h is dropped iff ``word(b, h, i, j) < threshold``, where
 i and j count from the start of the sequence's queries and keys and
@@ -11,13 +11,13 @@ i and j count from the start of the sequence's queries and keys and
                  b)                                              word 3
     word(b, h, i, j) = Philox4x32-10(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
 
-What is kept is multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept, rounded to
-the accumulators' type.
+Kept probabilities are multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept,
+rounded to the accumulators' dtype.
 
 The four words of a call serve the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of an aligned tile of
-16 x 16. In the accumulators of mma.sync and wgmma one thread holds just these four, whether the tile is of S or of S^T,
-so that kernels draw one call for four elements and exchange nothing. Nothing else enters: not the tile, the method, the
-family or the lengths. The forward and the backward find the same mask anew, and nothing is stored.
+16 x 16. In the accumulators of mma.sync and wgmma one thread holds these four elements, in tiles of S and of S^T alike,
+so that kernels make one call for four elements and exchange no words between threads. The mask does not depend on the
+tile, the method, the family or the lengths. The forward and the backward compute the same mask, and none is stored.
 
 Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
 1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
@@ -26,7 +26,12 @@ between two rounds the key grows by (W0, W1). Dropout is that of Srivastava et a
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import TypeAlias
+
 import numpy as np
+
+from .array_types import Array
 
 __all__ = ["dropout_scale", "dropout_threshold", "kept", "philox4x32"]
 
@@ -36,19 +41,22 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
+#: Four words of 32 bits each, as arrays of uint64 that are broadcast against each other.
+Words: TypeAlias = tuple[Array, Array, Array, Array]
+
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The words below it are dropped."""
+    """The threshold: an element is dropped if its word is below it."""
     return min(round(dropout_p * 2**32), 2**32 - 1)
 
 
 def dropout_scale(dropout_p: float) -> float:
-    """The factor of what is kept."""
+    """The factor of the elements that are kept."""
     return 2**32 / (2**32 - dropout_threshold(dropout_p))
 
 
-def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
-    """Philox4x32-10.
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10, element by element.
 
     Parameters
     ----------
@@ -76,8 +84,16 @@ def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
     return c0, c1, c2, c3
 
 
-def kept(dropout_p: float, seed: int, sequence: int, heads: slice, queries: slice, keys: slice, xp=np):
-    """Which elements of a tile of P are kept, by the definition above.
+def kept(
+    dropout_p: float,
+    seed: int,
+    sequence: int,
+    heads: slice,
+    queries: slice,
+    keys: slice,
+    xp: ModuleType = np,
+) -> Array:
+    """The mask of a tile of P: True where an element is kept, by the definition above.
 
     Parameters
     ----------
@@ -95,10 +111,10 @@ def kept(dropout_p: float, seed: int, sequence: int, heads: slice, queries: slic
     ndarray of bool, shape (heads, queries, keys)
     """
 
-    def words(numbers, axis: int):
+    def words(numbers: Array | list[int], axis: int) -> Array:
         return xp.asarray(numbers, dtype="uint64").reshape([-1 if n == axis else 1 for n in range(3)])
 
-    # Whole blocks of 16 x 16 that cover the tile; the tile is cut out in the end.
+    # Whole blocks of 16 x 16 that cover the tile; the tile is sliced out at the end.
     rows, columns = (slice(part.start // 16, -(-part.stop // 16)) for part in (queries, keys))
     counter = (
         words(np.arange(8 * columns.start, 8 * columns.stop), 2),

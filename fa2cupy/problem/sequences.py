@@ -1,12 +1,14 @@
-"""Which rows of the arrays belong together: one sequence of the batch after the other, packed or not."""
+"""The sequences of a problem: the rows of each, in packed arrays or along a batch axis."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .array_types import Array
 from .attention import AttentionProblem
 
 __all__ = ["Sequence", "sequences_of"]
@@ -18,11 +20,11 @@ class Sequence(NamedTuple):
     Attributes
     ----------
     number : int
-        Its place in the batch, which a bias, a mask, slopes and dropout go by.
+        Its number in the batch: its index in a bias, a mask and slopes, and an input of dropout.
     batch : int
-        Where it is along the first axis of `AttentionProblem.canonical_view`: 0 if sequences are packed.
+        Its index along the first axis of `AttentionProblem.canonical_view`: 0 if sequences are packed.
     queries, keys : slice
-        Its rows there.
+        Its rows along the second axis.
     """
 
     number: int
@@ -42,28 +44,28 @@ class Sequence(NamedTuple):
 
     @property
     def diagonal(self) -> int:
-        """Query i is aligned with key i + diagonal: bottom right."""
+        """The offset of the diagonal: query i is aligned with key i + diagonal (bottom right)."""
         return self.seqlen_k - self.seqlen_q
 
 
-def sequences_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Sequence]:
-    """The sequences of a problem. For packed ones this reads the offsets, on the host.
+def sequences_of(problem: AttentionProblem, keywords: Mapping[str, Any]) -> list[Sequence]:
+    """The sequences of a problem. The offsets of packed ones are read on the host.
 
     Raises
     ------
     ValueError
-        Offsets do not grow, leave the arrays, or are further apart than max_seqlen_q or max_seqlen_k.
+        Offsets decrease, leave the arrays, or are further apart than max_seqlen_q or max_seqlen_k.
     """
     settings = problem.settings
     if settings.num_sequences is None:
-        queries, keys = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
-        return [Sequence(batch, batch, queries, keys) for batch in range(problem.batch)]
+        all_rows = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
+        return [Sequence(batch, batch, *all_rows) for batch in range(problem.batch)]
     queries = _rows("q", keywords["cu_seqlens_q"], problem.seqlen_q, settings.max_seqlen_q)
     keys = _rows("k", keywords["cu_seqlens_k"], problem.seqlen_k, settings.max_seqlen_k)
     return [Sequence(number, 0, *rows) for number, rows in enumerate(zip(queries, keys, strict=True))]
 
 
-def _rows(side: str, offsets, total: int, longest: int) -> list[slice]:
+def _rows(side: str, offsets: Array, total: int, longest: int) -> list[slice]:
     host = np.asarray(offsets if isinstance(offsets, np.ndarray) else offsets.get()).astype("int64")
     lengths = np.diff(host)
     if (lengths < 0).any() or host[0] < 0 or host[-1] > total:
@@ -71,4 +73,4 @@ def _rows(side: str, offsets, total: int, longest: int) -> list[slice]:
         raise ValueError(f"cu_seqlens_{side}: expected {wanted}, got {host.tolist()}")
     if (lengths > longest).any():
         raise ValueError(f"max_seqlen_{side}: a sequence has {lengths.max()} rows, more than {longest}")
-    return [slice(int(start), int(stop)) for start, stop in zip(host[:-1], host[1:], strict=True)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(host.tolist())]

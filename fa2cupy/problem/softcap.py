@@ -1,9 +1,12 @@
-"""The numbers by which kernels cap scores: of tanh, and of the polynomial that stands for it where scores are small.
+"""Constants for capping scores: those of tanh, and those of a polynomial that replaces it for small scores.
 
-``tanh(x)`` is ``x (a + b x^2 + c x^4)`` for ``|x| <= largest``, up to an error that a cap multiplies: least-squares fits at
-4000 Chebyshev points of x^2, their weights multiplied by their errors until the largest errors were equal. A cap takes the
-fit for the most scores of those whose error it leaves below the 1e-4 that `testing` allows for lse. With x = rate * product,
-two FMAs and a product do, in a unit that is left to what multiplies the score anyhow:
+For ``|x| <= largest``, ``tanh(x)`` is approximated by ``x (a + b x^2 + c x^4)``. The coefficients are least-squares
+fits at 4000 Chebyshev points of x^2; the weights were multiplied by the errors until the largest errors were equal
+(Lawson's algorithm). The error of a score is the cap times that of the fit. A cap takes the fit with the largest range
+whose error of scores is within the 1e-4 that `fa2cupy.testing` allows for lse.
+
+With x = rate * product, the polynomial takes two FMAs and a multiplication. The factor `unit` costs nothing, because it
+is folded into a factor that multiplies the score anyway:
 
     tanh(x) = unit * product * ((product^2 + shift)^2 + rest)
 """
@@ -17,7 +20,7 @@ __all__ = ["FITS", "Fit", "softcap_values"]
 
 
 class Fit(NamedTuple):
-    """A polynomial: where it holds, its coefficients, and its largest absolute error there."""
+    """A polynomial: the largest |x| of its range, its coefficients, and its largest absolute error in that range."""
 
     largest: float
     a: float
@@ -33,12 +36,15 @@ FITS = (
     Fit(0.1, 0.999999994147, -0.333328645434, 0.132393921946, 8.4e-11),
 )
 
-_ALLOWED = 1e-4  # of an error of scores
-_NORMAL = (1e-36, 1e36)  # what float32 holds with room for the products in which it occurs
+_ALLOWED = 1e-4  # the largest error of a score
+_NORMAL = (1e-36, 1e36)  # normal float32 numbers, with a margin for the products in which they occur
 
 
 def softcap_values(softcap: float, softmax_scale: float) -> dict[str, float]:
-    """What the record has of a cap. Where no polynomial can be used, no score is small enough for it."""
+    """The members of a record for a cap.
+
+    If no polynomial is usable, `tanh_largest` is -1, so that no score is small enough for it.
+    """
     rate = softmax_scale / softcap
     cap_log2 = softcap * math.log2(math.e)
     unit, shift, rest, largest = 1.0, 0.0, 0.0, -1.0

@@ -1,1 +1,1 @@
-"""What the package needs of the operating system: folders that only the user writes to, locks, a progress bar."""
+"""Access to the operating system: folders that only the user can write to, locks, and a progress bar."""

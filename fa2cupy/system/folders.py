@@ -1,8 +1,9 @@
-"""Folders and files that nobody else can change: machine code from the disk runs with the user's rights.
+"""Checks that other users cannot change a folder or file: machine code from the disk runs with the user's rights.
 
-A folder of one's own belongs to the user or to root. Only they can write to it and to the folders above it, up to the
-home folder, or up to the root for folders outside of it. A group that has the user's name and no other member is the
-user. A folder that others fill on purpose may belong to anybody and be writable by its group, but not by everybody.
+A private folder belongs to the user or to root. Only these two can write to it and to the folders above it, up to the
+home folder, or up to the root for folders outside the home folder. A group that has the user's name and no other member
+counts as the user. A shared folder, which others fill on purpose, may belong to any user and be writable by its group,
+but not by every user.
 """
 
 from __future__ import annotations
@@ -15,57 +16,62 @@ import stat
 import warnings
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Literal, overload
 
 try:
     import grp
     import pwd
-except ImportError:  # Windows keeps the folders of a user from others by access control lists
-    grp = pwd = None
+except ImportError:  # on Windows, access control lists protect a user's folders
+    grp = pwd = None  # type: ignore[assignment]  # not read without os.geteuid
 
 __all__ = ["UNFINISHED", "UntrustedError", "read_file", "replace_file", "trusted_folder", "warn_once", "why_untrusted"]
 
-UNFINISHED = ".new-"  # what stays of a process that was stopped while it wrote
-_OPTIONS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe in a file's place must not block
+UNFINISHED = ".new-"  # prefix of files that are left by a process that was stopped while it wrote
+_OPTIONS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)  # opening a pipe in place of a file must not block
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 class UntrustedError(PermissionError):
-    """Somebody else can change a folder or a file: `reason` says who, `remedy` what to do about it, if anything."""
+    """Another user can change a folder or a file. `reason` says who; `remedy` is a command against it, or empty."""
 
     def __init__(self, reason: str, remedy: str = ""):
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
         self.reason, self.remedy = reason, remedy
 
     def advice(self, alternative: str) -> str:
-        """The reason and everything that helps."""
+        """The reason, the remedy if there is one, and the alternative."""
         return f"{self.reason}: {f'{self.remedy}, or ' if self.remedy else ''}{alternative}"
 
 
+@overload
+def trusted_folder(path: Path, *, create: Literal[True], shared: bool = False) -> Path: ...
+@overload
+def trusted_folder(path: Path, *, create: bool = False, shared: bool = False) -> Path | None: ...
 def trusted_folder(path: Path, *, create: bool = False, shared: bool = False) -> Path | None:
-    """The folder, without symbolic links in its path, once it is known that nobody else can change what is in it.
+    """The folder with symbolic links resolved, after a check that no other user can change its content.
 
     Parameters
     ----------
     path : pathlib.Path
     create : bool, optional
-        Makes the folders that are missing, for the user alone.
+        Creates missing folders, which only the user can access.
     shared : bool, optional
-        By the rule for folders that others fill.
+        Applies the rule for shared folders.
 
     Returns
     -------
     pathlib.Path or None
-        None if there is no such folder.
+        None if the folder does not exist.
 
     Raises
     ------
     UntrustedError
-        Somebody else can change it.
+        Another user can change it.
     OSError
-        It cannot be looked at, or not be made.
+        It cannot be examined or created.
     """
     resolved = Path(os.path.realpath(path))
-    # From the top down: nobody else can exchange what lies in a folder that has passed.
+    # From the top down, because no other user can replace what is in a folder that has been checked.
     for folder in _chain(resolved):
         try:
             status = os.lstat(folder)
@@ -85,7 +91,7 @@ def trusted_folder(path: Path, *, create: bool = False, shared: bool = False) ->
 
 def _chain(resolved: Path) -> list[Path]:
     chain = [*reversed(resolved.parents), resolved]
-    with contextlib.suppress(RuntimeError):  # no home folder
+    with contextlib.suppress(RuntimeError):  # the user has no home folder
         home = Path(os.path.realpath(Path.home()))
         if home in chain:
             return chain[chain.index(home) :]
@@ -93,12 +99,12 @@ def _chain(resolved: Path) -> list[Path]:
 
 
 def read_file(path: Path, *, shared: bool = False) -> bytes:
-    """The content of a file in a trusted folder. The file that is checked is the one that is read.
+    """The content of a file in a trusted folder. The check and the reading use the same open file.
 
     Raises
     ------
     UntrustedError
-        Somebody else can change the file.
+        Another user can change the file.
     OSError
         It cannot be read, or is a symbolic link.
     """
@@ -114,9 +120,9 @@ def read_file(path: Path, *, shared: bool = False) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file under another name and renames it, so that nobody reads half of it."""
+    """Writes a file under a temporary name and renames it, so that no process reads an incomplete file."""
     temporary = path.with_name(f"{UNFINISHED}{os.urandom(8).hex()}")
-    # The umask decides whether others can read it. A folder of the user's own does not let them so far.
+    # The umask decides if others can read it in a shared folder. They have no access to the user's own folders.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPTIONS | _NO_LINKS, 0o644)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -131,17 +137,17 @@ def replace_file(path: Path, data: bytes) -> None:
 def why_untrusted(
     status: os.stat_result, path: Path, *, above: bool = False, shared: bool = False
 ) -> UntrustedError | None:
-    """Who else can change a file or folder, or None if nobody can.
+    """The reason why another user can change a file or folder, or None if none can.
 
     Parameters
     ----------
     status : os.stat_result
     path : pathlib.Path
-        For the text.
+        Named in the message.
     above : bool, optional
-        A folder that contains the one in question: the sticky bit protects what is in it.
+        True for a folder above the one in question: its sticky bit, if set, protects its content.
     shared : bool, optional
-        By the rule for folders that others fill.
+        Applies the rule for shared folders.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -155,7 +161,7 @@ def why_untrusted(
         who, change = "other users of its group", "g-w"
     else:
         return None
-    # A sticky folder is open on purpose, and only the owner can change a mode.
+    # A sticky folder is writable for others on purpose, and only the owner can change a mode.
     remedy = f"run `chmod {change} {path}`" if owner == user and not sticky else ""
     return UntrustedError(f"{who} can write to {path}", remedy)
 
@@ -178,7 +184,10 @@ def _name(user: int) -> str:
 
 @functools.lru_cache(maxsize=None)
 def _unmapped_user() -> int | None:
-    """In a container without privileges: whom files seem to belong to that are the host's root's, or other users'."""
+    """The user that files of unmapped users, such as the host's root, seem to belong to; None if all users are mapped.
+
+    A user namespace, as of a container without privileges, maps only some of the host's users.
+    """
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return None
@@ -191,7 +200,7 @@ _warned_about: set[Hashable] = set()
 
 
 def warn_once(about: Hashable, text: str) -> None:
-    """A warning, the first time in a process that there is something to say about that."""
+    """Warns, unless this process has already warned about the same thing."""
     if about not in _warned_about:
         _warned_about.add(about)
         warnings.warn(text, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Locks between threads, which a fork must not leave held for ever, and between processes."""
+"""Locks between threads, which are free in a forked child, and locks between processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # _try_lock checks it
 
 __all__ = ["ForkGate", "file_lock", "new_lock"]
 
@@ -27,17 +27,17 @@ _open_lock_files: set[int] = set()
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a forked child, where the thread that held it does not exist."""
+    """A lock that is released in a forked child, because the thread that holds it does not exist there."""
     lock = threading.Lock()
     _thread_locks.add(lock)
     return lock
 
 
 class ForkGate:
-    """A section that a fork waits for: any number of threads may be in it, but none while the process forks.
+    """A section that a fork waits for: any number of threads can be in it, but none while the process forks.
 
-    NVRTC has locks of its own. A child that inherits one that is held hangs in its first compilation, and nobody can
-    reset it from outside.
+    NVRTC has internal locks. A child that inherits a held one deadlocks in its first compilation, and no function of
+    NVRTC resets it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ForkGate:
     def _close(self) -> None:
         self._changed.acquire()
         self._forks += 1
-        # The limit is for a fork from inside the section, by a signal handler.
+        # The timeout ends the wait of a fork from inside the section, as by a signal handler.
         self._changed.wait_for(lambda: not self._inside, _LONGEST_FORK_S)
 
     def _open(self) -> None:
@@ -73,23 +73,23 @@ class ForkGate:
 
 @contextlib.contextmanager
 def file_lock(path: Path, timeout_s: float, *, remove: bool = False) -> Iterator[None]:
-    """Keeps other processes out of the body; the system releases the lock of a process that dies.
+    """Excludes other processes from the body. The operating system releases the lock of a process that dies.
 
-    Where files cannot be locked (a read-only folder, some network file systems) the body runs all the same.
+    If the file cannot be locked (a read-only folder, some network file systems), the body runs without a lock.
 
     Parameters
     ----------
     path : pathlib.Path
-        The file that is locked; created if need be.
+        The file that is locked; created if it does not exist.
     timeout_s : float
     remove : bool, optional
-        Deletes the file at the end. A process that waited for the deleted file may then run beside one that has created
-        it anew: only for locks that spare work.
+        Deletes the file at the end. A process that waited for the deleted file can then run at the same time as one
+        that created it again, so that this is only for locks that avoid duplicate work.
 
     Raises
     ------
     TimeoutError
-        Another process holds the lock for longer than that.
+        Another process holds the lock for longer than `timeout_s`.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -107,13 +107,13 @@ def file_lock(path: Path, timeout_s: float, *, remove: bool = False) -> Iterator
                 with contextlib.suppress(OSError):
                     os.unlink(path)
     finally:
-        if descriptor in _open_lock_files:  # not in a child that was forked in between
+        if descriptor in _open_lock_files:  # false in a child that was forked from inside the body
             _open_lock_files.discard(descriptor)
             os.close(descriptor)
 
 
 def _wait_for(descriptor: int, deadline: float) -> None:
-    """Returns with the lock, or without where the file system has none."""
+    """Returns with the lock, or without one if the file system does not support locks."""
     while True:
         try:
             _try_lock(descriptor)
@@ -137,8 +137,8 @@ def _try_lock(descriptor: int) -> None:
 
 def _after_fork_in_child() -> None:
     for lock in list(_thread_locks):
-        lock._at_fork_reinit()  # as the standard library does with its own
-    # While a child has the file open, the lock outlives its owner.
+        lock._at_fork_reinit()  # the standard library does the same with its locks
+    # The lock is held until all processes that share the open file have closed it.
     for descriptor in _open_lock_files:
         with contextlib.suppress(OSError):
             os.close(descriptor)

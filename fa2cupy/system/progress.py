@@ -1,15 +1,19 @@
-"""Progress of work that takes minutes: tqdm's bar on a terminal where that is installed, else a line for each step."""
+"""Progress of long work: tqdm's bar on a terminal if tqdm is installed, else a line for each step."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = ["progress"]
 
 
 class _Lines:
-    """The part of tqdm's interface that is used, as plain lines."""
+    """The methods of tqdm that are used; each prints a line."""
 
     def __init__(self, total: int, desc: str):
         self._done, self._total, self._desc = 0, total, desc
@@ -28,8 +32,8 @@ class _Lines:
         print(text, flush=True)
 
 
-def progress(total: int, desc: str):
-    """A progress bar on stderr with ``update`` and ``write``, to be used in a ``with``."""
+def progress(total: int, desc: str) -> tqdm | _Lines:
+    """A context manager that shows progress on stderr, with the methods ``update`` and ``write``."""
     if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
         from tqdm import tqdm
 
