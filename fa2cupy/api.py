@@ -149,7 +149,8 @@ def forward(
     >>> o.shape, lse.shape
     ((2, 128, 4, 64), (2, 4, 128))
     """
-    check_keywords(forward, keywords)
+    if keywords:
+        check_keywords(forward, keywords)
     options = CallOptions(causal, softmax_scale, layout, config, family)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
@@ -259,7 +260,8 @@ def backward(
     atomic additions varies: for float16 and bfloat16 in dq, which is added up in a float32 workspace of its size, and
     for float32 and float64 in dk and dv. Its other results are bit-reproducible.
     """
-    check_keywords(backward, keywords)
+    if keywords:
+        check_keywords(backward, keywords)
     options = CallOptions(
         causal, softmax_scale, layout, config, family, method, deterministic, return_dbias, return_dsink
     )
