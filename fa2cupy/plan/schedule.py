@@ -11,9 +11,9 @@ from ..problem.attention import AttentionProblem
 __all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_per_section"]
 
 # Columns (heads times head_dim) of a section for each multiprocessor, with a causal mask. With fewer heads in a
-# section, more blocks read the same rows at about the same time, so that the L2 cache serves them. These values were the
-# fastest on an H100 from seqlen 512 to 16384, also where the rows of a section exceed the L2 cache. Kernels that add to
-# dQ both read and write it, and are fastest with far smaller sections.
+# section, more blocks read the same rows at about the same time, so that the L2 cache serves them. These values were
+# the fastest on an H100 from seqlen 512 to 16384, also where the rows of a section exceed the L2 cache. Kernels that
+# add to dQ both read and write it, and are fastest with far smaller sections.
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
 
 
@@ -26,6 +26,7 @@ def groups_per_section(problem: AttentionProblem, device: DeviceInfo, columns_pe
     columns = columns_per_multiprocessor * device.multiprocessors
     fitting = min(groups, max(1, columns // max(1, problem.head_dim)))
     # A short last section starts its long tiles late, and most multiprocessors are then idle at the end of the launch
-    # (up to a sixth of the time). The size therefore is the one, of 3/4 to 3/2 of `fitting`, that divides the groups best.
+    # (up to a sixth of the time). The size is therefore the one, from 3/4 to 3/2 of `fitting`, that divides the groups
+    # best.
     sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
     return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
