@@ -21,8 +21,8 @@ the errors of 16-bit results is therefore bounded, too. It must be at most
     dq, dk       0.90                          (0.18 to 0.75; 0.83 where P is rounded before dS is made of it)
 
 The kernels have the values in parentheses for head_dim 8 to 256, with and without features, and 0.5 to 0.6 for normal
-inputs and a few hundred keys. In that case, scores rounded to 16 bits give 0.92 to 1.1 for o and dv, a P with one bit
-less gives 0.85 to 1.3, and a dS with one bit less gives 0.9 to 1.1 for dq and dk.
+inputs and a few hundred keys. For such inputs, scores rounded to 16 bits give 0.92 to 1.1 for o and dv, a P with one
+bit less gives 0.85 to 1.3, and a dS with one bit less gives 0.9 to 1.1 for dq and dk.
 
 The second bound applies if all of the following hold:
 
@@ -221,7 +221,7 @@ def make_inputs(
     Returns
     -------
     q, k, v, do : ndarray
-        Of four axes, in the shapes of `fa2cupy.forward` and `fa2cupy.backward`.
+        Arrays of four axes, with the shapes of `fa2cupy.forward` and `fa2cupy.backward`.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

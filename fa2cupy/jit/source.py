@@ -20,7 +20,7 @@ _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
 
 @dataclass(frozen=True)
 class KernelSource:
-    """The complete source of a kernel. Besides it, only NVRTC and its options determine the machine code."""
+    """The complete source of a kernel: the machine code depends on it, on NVRTC and on its options alone."""
 
     spec: KernelSpec
     text: str

@@ -49,7 +49,7 @@ def plan_backward(
     strides : mapping
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias_accum for ``"dbias"``.
     extras : tuple of str, optional
-        Those of the input ``"dlse"`` and the results ``"dbias"`` and ``"dsink"`` that the call has.
+        The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has.
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """

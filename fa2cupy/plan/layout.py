@@ -34,7 +34,7 @@ class StageLayout:
     strides : mapping
         Strides of the tensors and of the features' arrays, by the kernels' names.
     extras : tuple of str
-        Those of ``"dlse"``, ``"dbias"`` and ``"dsink"`` that a backward has.
+        The subset of ``"dlse"``, ``"dbias"`` and ``"dsink"`` that a backward has.
     """
 
     def __init__(
