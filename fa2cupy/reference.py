@@ -1,11 +1,12 @@
-"""What the results should be: the formulas written out with whole score matrices, one head at a time.
+"""References for results: the formulas with whole score matrices, one head at a time.
 
-`forward`, `delta` and `backward` work in float64. `baseline_forward` and `baseline_backward` do the same naively in the
-working precision, each matrix product rounded to the dtype of the inputs. `fa2cupy.testing` holds results against both.
+`forward`, `delta` and `backward` work in float64. `baseline_forward` and `baseline_backward` are naive implementations
+in the working precision, which round each matrix product to the dtype of the inputs. `fa2cupy.testing` compares results
+with both.
 
-Arguments, shapes and errors are those of the functions of the package. NumPy and CuPy arrays are taken alike and stay
-where they are. Of the rest of the package only the argument checks and the generator of dropout are used. A NaN in a
-key that a mask hides may reach the rows that it is hidden from (0 * NaN), here as in the kernels.
+Arguments, shapes and errors are those of the functions of the package. The functions take NumPy and CuPy arrays and
+compute where these are. They share only the argument checks and the generator of dropout with the rest of the package.
+A NaN in a key that a mask hides may reach the rows that it is hidden from (0 * NaN), here as in the kernels.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING
 from .numerics.arrays import device_context
 from .numerics.formulas import Formulas
 from .problem.arguments import array_backend, check_array
+from .problem.array_types import Array
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.feature_checks import extra_gradients
 from .problem.keywords import check_keywords
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
     from .problem.features import FeatureKeywords
 
@@ -35,15 +37,15 @@ __all__ = [
 
 
 def forward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, Array]:
     """`fa2cupy.forward` in float64.
 
     Parameters
@@ -62,7 +64,7 @@ def forward(
         return Formulas(problem, keywords, q, "float64", "float64").forward(q, k, v)
 
 
-def delta(o, do, *, layout: str = "bshd"):
+def delta(o: Array, do: Array, *, layout: str = "bshd") -> Array:
     """`fa2cupy.delta` in float64.
 
     Parameters
@@ -81,21 +83,21 @@ def delta(o, do, *, layout: str = "bshd"):
 
 
 def backward(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    do,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    do: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    dlse=None,
+    dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, ...]:
     """`fa2cupy.backward` in float64.
 
     Parameters
@@ -109,7 +111,7 @@ def backward(
     -------
     dq, dk, dv : ndarray of float64, shapes of q, k, v
     dbias, dsink : ndarray of float64, shapes of bias, sink
-        Those that were asked for.
+        Only if asked for.
     """
     check_keywords(backward, keywords)
     problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
@@ -122,15 +124,15 @@ def backward(
 
 
 def baseline_forward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, Array]:
     """The formulas of `forward` in the working precision.
 
     Parameters
@@ -155,19 +157,19 @@ def baseline_forward(
 
 
 def baseline_backward(
-    q,
-    k,
-    v,
-    do,
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    dlse=None,
+    dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     **keywords: Unpack[FeatureKeywords],
-):
+) -> tuple[Array, ...]:
     """The formulas of `backward` in the working precision, with o and lse of `baseline_forward`.
 
     Parameters
@@ -179,7 +181,7 @@ def baseline_backward(
     -------
     dq, dk, dv : ndarray, shapes and dtype of q, k, v
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        Those that were asked for.
+        Only if asked for.
     """
     check_keywords(baseline_backward, keywords)
     problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
@@ -190,26 +192,26 @@ def baseline_backward(
 
 
 def gradient_noise(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    do,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    do: Array,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     layout: str = "bshd",
-    dlse=None,
+    dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     **keywords: Unpack[FeatureKeywords],
 ) -> dict[str, float]:
-    """What one rounding of every product in dP and delta can do to gradients in which terms cancel.
+    """Bounds of the error that one rounding of every product in dP and delta causes in gradients whose terms cancel.
 
-    Where rows see one key, P = 1 and dP = delta: dq and dk are 0, and an implementation returns the difference of two
-    equal sums. No error relative to the result bounds it; this does. dbias is a sum of such differences. In dsink, and
-    in a dbias that is summed over the keys, products of do and o cancel, and the rounding of o to its dtype is left.
+    Where a row sees one key, P = 1 and dP = delta: dq and dk are 0, and an implementation returns the difference of two
+    equal sums. No bound relative to the result holds for it; this one does. dbias is a sum of such differences. In
+    dsink, and in a dbias that is summed over the keys, products of do and o cancel; the rounding error of o remains.
 
     Parameters
     ----------
@@ -219,8 +221,8 @@ def gradient_noise(
     Returns
     -------
     dict of float
-        ``"dq"`` and ``"dk"``, and ``"dbias"`` and ``"dsink"`` if asked for. In units of the rounding error: to be
-        multiplied with the machine epsilon of the sums.
+        ``"dq"`` and ``"dk"``, and ``"dbias"`` and ``"dsink"`` if asked for, in units of the machine epsilon of the
+        sums.
     """
     check_keywords(gradient_noise, keywords)
     problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)

@@ -1,6 +1,6 @@
-"""How right is right: results against the float64 reference, by the error that a naive baseline makes.
+"""Compares results with the float64 reference; the error of a naive baseline gives the bound.
 
-With ``e = max|result - reference|`` and ``E = max|baseline - reference|`` a result passes if ``e`` is at most
+With ``e = max|result - reference|`` and ``E = max|baseline - reference|``, ``e`` must be at most
 
     o of 16-bit data           2 E + 1e-5 of the largest reference value
     dq, dk, dv of 16-bit data  3 E + 1e-5 of the largest
@@ -10,44 +10,53 @@ With ``e = max|result - reference|`` and ``E = max|baseline - reference|`` a res
     lse of float32             1e-5 of the largest, or of 1 where that is more (1e-12 for float64)
     delta                      1e-5 of the largest (1e-12 for float64)
 
-and if NaN and infinities are where the reference has them and nowhere else. Reference and baseline
-have the features of the call. Where terms cancel, delta, dq, dk, dbias and dsink may keep their rounding errors besides
-(`reference.gradient_noise`). NumPy and CuPy arrays are taken alike.
+and NaN and infinities must be exactly where the reference has them. Reference and baseline have the features of the
+call. Where terms cancel, the rounding errors of delta, dq, dk, dbias and dsink (`reference.gradient_noise`) are added
+to the bound. All functions take NumPy and CuPy arrays.
 
-Largest errors are those of few elements, and leave room for a rounding too many. So the errors of 16-bit results are held
-to the baseline's by their root mean square, too, which may be at most
+The largest error is that of few elements, and its bound may not detect one rounding too many. The root mean square of
+the errors of 16-bit results is therefore bounded, too. It must be at most
 
     o, dv        0.75 of the baseline's        (kernels that round P once and no score: 0.11 to 0.65)
     dq, dk       0.90                          (0.18 to 0.75; 0.83 where P is rounded before dS is made of it)
 
-In parentheses is what they have, of head_dim 8 to 256, with features and without; for normal inputs and a few hundred keys
-0.5 to 0.6. Where they have that, scores that are rounded to 16 bits give 0.92 to 1.1 for o and dv, a P with a bit less 0.85
-to 1.3, and a dS with a bit less 0.9 to 1.1 for dq and dk.
+The kernels have the values in parentheses for head_dim 8 to 256, with and without features, and 0.5 to 0.6 for normal
+inputs and a few hundred keys. For such inputs, scores rounded to 16 bits give 0.92 to 1.1 for o and dv, a P with one
+bit less gives 0.85 to 1.3, and a dS with one bit less gives 0.9 to 1.1 for dq and dk.
 
-This bound is for 64 keys and more: of few visible keys P is often 1, which no rounding changes. It is for results of 32 times
-the dtype's smallest normal number and more, as P is subnormal where they are smaller. It is for baselines whose error is 2.3
-to 5 times that of rounding the reference: no implementation avoids that rounding, and where one key has nearly all of a row's P,
-dS is a difference of large terms, and the error of o, which is given, is most of any. And it is for 100 errors and more, where
-``sum(e**2)**2 / sum(e**4)`` of the baseline's errors counts how many they are. lse and delta are held closely enough by their
-largest errors; dbias and dsink, sums of few terms or of many that cancel, have no such bound.
+The second bound applies if all of the following hold:
+
+- There are at least 64 keys. If few keys are visible, P is often 1, which no rounding changes.
+- The root mean square of the reference is at least 32 times the dtype's smallest normal number. P is subnormal where
+  results are smaller.
+- The baseline's error is 2.3 to 5 times the error of rounding the reference. Below that range the rounding of the
+  result dominates, which no implementation avoids. Above it one key has nearly all of a row's P, dS is a difference of
+  large terms, and most of the error comes from that of o, which is an input.
+- There are at least 100 errors, counted as ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors.
+
+lse and delta have no second bound because the first is tight enough; dbias and dsink have none because they are sums of
+few terms, or of many that cancel.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from . import reference
 from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
+from .problem.array_types import Array
 from .problem.checks import problem_from_arrays, problem_from_outputs
 from .problem.keywords import check_keywords
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing_extensions import Unpack
 
     from .problem.features import FeatureKeywords
 
@@ -55,13 +64,13 @@ __all__ = ["Comparison", "Expectation", "assert_within_baseline", "check_delta",
 
 
 class Expectation:
-    """Reference and baseline of one problem, computed at first use, to hold any number of results against.
+    """Reference and baseline of one problem, computed at first use and compared with any number of results.
 
     Parameters
     ----------
     q, k, v : ndarray
     do : ndarray, optional
-        Gradient for o; the gradients need it.
+        Gradient for o; required to check gradients.
     dlse : ndarray, optional
         Gradient for lse.
     causal, softmax_scale, layout, **keywords
@@ -79,27 +88,27 @@ class Expectation:
 
     def __init__(
         self,
-        q,
-        k,
-        v,
-        do=None,
+        q: Array,
+        k: Array,
+        v: Array,
+        do: Array | None = None,
         *,
-        dlse=None,
+        dlse: Array | None = None,
         causal: bool = False,
         softmax_scale: float | None = None,
         layout: str = "bshd",
         **keywords: Unpack[FeatureKeywords],
     ):
         check_keywords(type(self), keywords)
-        options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
+        options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
         self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}
         self._gradient_options |= {f"return_{name}": True for name in self._extra}
         self.problem = problem_from_arrays(q, k, v, **options)
 
-    def unwritten(self, *names: str) -> tuple:
-        """New arrays for the results named, to be passed as ``out=``: all NaN, so that an unwritten element shows."""
+    def unwritten(self, *names: str) -> tuple[Array, ...]:
+        """New arrays for the named results, to pass as ``out=``. They are all NaN, so that unwritten elements fail."""
         q, k, v = self._inputs
         xp = array_module(q)
         with device_context(q):
@@ -108,8 +117,15 @@ class Expectation:
             like = {"o": o, "lse": lse, "dq": q, "dk": k, "dv": v, **self._extra}
             return tuple(xp.full(like[name].shape, np.nan, like[name].dtype) for name in names)
 
-    def check(self, *, spec: object = None, **results) -> dict[str, Comparison]:
-        """Holds any of o, lse, dq, dk, dv, dbias and dsink, given by name, against the reference.
+    def check(self, *, spec: object = None, **results: Array) -> dict[str, Comparison]:
+        """Compares results with the reference by the rule at the top of this module.
+
+        Parameters
+        ----------
+        spec : object, optional
+            Kernel or tile that the text of a failure names.
+        **results : ndarray
+            Any of o, lse, dq, dk, dv, dbias and dsink.
 
         Returns
         -------
@@ -118,7 +134,7 @@ class Expectation:
         Raises
         ------
         AssertionError
-            As for `assert_within_baseline`, which also says what `spec` is.
+            As for `assert_within_baseline`.
         """
         comparisons = {}
         for name, result in results.items():
@@ -127,24 +143,45 @@ class Expectation:
         return comparisons
 
     @functools.cached_property
-    def _forward(self) -> dict[str, tuple]:
+    def _forward(self) -> dict[str, tuple[Array, Array, float]]:
         wanted = reference.forward(*self._inputs, **self._options)
         baseline = reference.baseline_forward(*self._inputs, **self._options)
-        return dict(zip(("o", "lse"), zip(wanted, baseline, (0.0, 0.0), strict=True), strict=True))
+        pairs = zip(("o", "lse"), wanted, baseline, strict=True)
+        return {name: (exact, naive, 0.0) for name, exact, naive in pairs}
 
     @functools.cached_property
-    def _backward(self) -> dict[str, tuple]:
+    def _backward(self) -> dict[str, tuple[Array, Array, float]]:
         o, lse = (self._forward[name][0] for name in ("o", "lse"))
         options = self._gradient_options
         names = ("dq", "dk", "dv", *self._extra)
         wanted = reference.backward(*self._inputs, o, lse, self._do, **options)
         baseline = reference.baseline_backward(*self._inputs, self._do, **options)
         noise = reference.gradient_noise(*self._inputs, o, lse, self._do, **options)
-        return {name: (*pair, noise.get(name, 0.0)) for name, *pair in zip(names, wanted, baseline, strict=True)}
+        pairs = zip(names, wanted, baseline, strict=True)
+        return {name: (exact, naive, noise.get(name, 0.0)) for name, exact, naive in pairs}
 
 
-def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> Comparison:
-    """Holds a result of `fa2cupy.delta` against the reference, as `Expectation.check` does for the others."""
+def check_delta(o: Array, do: Array, delta: Array, *, layout: str = "bshd", spec: object = None) -> Comparison:
+    """Compares a result of `fa2cupy.delta` with the reference.
+
+    Parameters
+    ----------
+    o, do, layout
+        As for `fa2cupy.delta`.
+    delta : ndarray
+        The result.
+    spec : object, optional
+        Kernel or tile that the text of a failure names.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    AssertionError
+        As for `assert_within_baseline`.
+    """
     problem = problem_from_outputs(o, do, layout=layout)
     wanted = reference.delta(o, do, layout=layout)
     with device_context(o):
@@ -153,7 +190,7 @@ def check_delta(o, do, delta, *, layout: str = "bshd", spec: object = None) -> C
 
 
 def make_inputs(
-    dtype="float32",
+    dtype: DTypeLike = "float32",
     *,
     batch: int = 1,
     seqlen_q: int = 128,
@@ -165,26 +202,31 @@ def make_inputs(
     layout: str = "bshd",
     magnitude: float = 1.0,
     seed: int = 0,
-    xp=np,
-) -> tuple:
-    """Normally distributed q, k, v and do, the same for NumPy and CuPy.
+    xp: ModuleType = np,
+) -> tuple[Array, Array, Array, Array]:
+    """Normally distributed q, k, v and do, with the same values for NumPy and CuPy.
 
     Parameters
     ----------
     dtype : str or dtype, optional
-        One that `fa2cupy.forward` takes.
+        A dtype that `fa2cupy.forward` takes.
     batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, head_dim_v, layout : optional
-        As in the shapes of `fa2cupy.forward`. Those of k and v are q's by default.
+        Sizes and layout as for `fa2cupy.forward`. By default those of k and v are q's.
     magnitude : float, optional
         Standard deviation.
     seed : int, optional
     xp : module, optional
         ``numpy`` or ``cupy``.
+
+    Returns
+    -------
+    q, k, v, do : ndarray
+        Arrays of four axes, with the shapes of `fa2cupy.forward` and `fa2cupy.backward`.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
-    def draw(seqlen: int, heads: int, columns: int):
+    def draw(seqlen: int, heads: int, columns: int) -> Array:
         inner = (seqlen, heads) if layout == "bshd" else (heads, seqlen)
         drawn = rng.standard_normal((batch, *inner, columns), dtype="float64" if dtype == "float64" else "float32")
         return xp.asarray(magnitude * drawn).astype(dtype)

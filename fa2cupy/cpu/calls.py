@@ -1,14 +1,15 @@
 """Calls on NumPy arrays: the tiled algorithm of FlashAttention-2 with BLAS matrix products.
 
-One K/V head at a time. The query heads that share it are stacked as rows, in the order (position, head of the group),
-so that a tile of B_r positions is one contiguous matrix for all of them and no K/V head is ever repeated.
+The K/V heads are processed one after the other. The query heads that share a K/V head are stacked as rows, in the order
+(position, head of the group), so that a tile of B_r positions is one contiguous matrix for all of them and no K/V head
+is repeated.
 
-    forward      each query tile meets its key tiles with an online softmax (Algorithm 1)
-    single_pass  each key tile meets its query tiles: dk and dv of the tile, and a share of dq (Algorithm 2)
-    two_pass     each query tile gives its dq, then each key tile its dk and dv
+    forward      for each query tile, a loop over key tiles with an online softmax (Algorithm 1)
+    single_pass  for each key tile, a loop over query tiles: dk and dv of the tile, and its share of dq (Algorithm 2)
+    two_pass     for each key tile dk and dv, then for each query tile dq
 
-Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores. Which tiles
-meet is in ``cpu_tiles.py``, what features do to a tile in ``cpu_scores.py``.
+Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores.
+``cpu/tiles.py`` selects the pairs of tiles, ``cpu/scores.py`` applies features to a tile of scores.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ __all__ = ["backward", "default_tile", "delta", "forward"]
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
-def forward(q, k, v, out, options: CallOptions, keywords: Mapping[str, object] = _NOTHING):
+def forward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object] = _NOTHING,
+) -> tuple[np.ndarray, np.ndarray]:
     """`fa2cupy.forward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v}
     request = check_forward(inputs, options, keywords)
@@ -52,7 +60,7 @@ def forward(q, k, v, out, options: CallOptions, keywords: Mapping[str, object] =
     return o, lse
 
 
-def delta(o, do, out, options: CallOptions):
+def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOptions) -> np.ndarray:
     """`fa2cupy.delta` on NumPy arrays."""
     inputs = {"o": o, "do": do}
     request = check_delta(inputs, options)
@@ -65,8 +73,18 @@ def delta(o, do, out, options: CallOptions):
 
 
 def backward(
-    q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object] = _NOTHING
-):
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    do: np.ndarray,
+    given_delta: np.ndarray | None,
+    dlse: np.ndarray | None,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object] = _NOTHING,
+) -> tuple[np.ndarray, ...]:
     """`fa2cupy.backward` on NumPy arrays."""
     inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
     optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
@@ -101,8 +119,10 @@ def backward(
     return tuple(results)
 
 
-def _online_softmax(head: Head, q, k, v, b_r: int, b_c: int) -> tuple[np.ndarray, np.ndarray]:
-    """O and lse of one head's rows; `q` comes scaled."""
+def _online_softmax(
+    head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, b_r: int, b_c: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """O and lse of one head's rows. `q` is scaled."""
     o, lse = np.zeros((len(q), v.shape[1]), q.dtype), np.empty((len(q), 1), q.dtype)
     for queries in head.query_tiles(b_r):
         o_tile = o[queries]
@@ -110,7 +130,7 @@ def _online_softmax(head: Head, q, k, v, b_r: int, b_c: int) -> tuple[np.ndarray
         for keys in head.key_tiles(b_c, queries):
             s, _ = head.scores(q, k, queries, keys)
             new_max = np.maximum(row_max, s.max(axis=1, keepdims=True))
-            # Until a row has seen a key its maximum is -inf, and exp(-inf - 0) the 0 that exp(-inf - -inf) is not.
+            # The maximum of a row without a visible key is -inf so far; exp(-inf - -inf) would be NaN instead of 0.
             shift = np.where(new_max == -np.inf, 0, new_max)
             p = np.exp(np.subtract(s, shift, out=s), out=s)
             rescale = np.exp(row_max - shift)
@@ -126,8 +146,8 @@ def _online_softmax(head: Head, q, k, v, b_r: int, b_c: int) -> tuple[np.ndarray
     return o, lse
 
 
-def _start(head: Head, num_rows: int, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Maximum and sum of rows that have seen no key yet: those of the sink alone."""
+def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Row maxima and row sums before the first key: those of the sink alone."""
     row_max = np.full((num_rows, 1), -np.inf, dtype)
     if head.terms is None or head.terms.sink is None:
         return row_max, np.zeros_like(row_max)
@@ -137,7 +157,7 @@ def _start(head: Head, num_rows: int, dtype) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Sums:
-    """Gradients that add up over heads: of the bias, of the sinks, or None."""
+    """Gradients that are summed over heads: those of the bias and of the sinks, None if not requested."""
 
     def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
         accumulator = problem.accumulator_dtype
@@ -146,9 +166,20 @@ class _Sums:
 
 
 class _Gradient:
-    """The backward of one head: its operands and its results, as rows. dq comes without the softmax scale."""
+    """The backward of one head: its operands and its results, as rows. dq lacks the factor softmax_scale."""
 
-    def __init__(self, head: Head, q, k, v, lse, do, delta, dlse, sums: _Sums):
+    def __init__(
+        self,
+        head: Head,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        lse: np.ndarray,
+        do: np.ndarray,
+        delta: np.ndarray,
+        dlse: np.ndarray | None,
+        sums: _Sums,
+    ):
         self.head = head
         self.sums = sums
         self.q = rows(head.queries(q)) * head.problem.softmax_scale
@@ -159,12 +190,12 @@ class _Gradient:
         if dlse is not None:
             self.delta = self.delta - rows(head.statistics(dlse))
         lse = rows(head.statistics(lse))
-        # A row without visible keys has P = exp(-inf - inf) = 0, where exp(-inf - -inf) would be NaN.
+        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN.
         self.lse = np.where(lse == -np.inf, np.inf, lse)
         self.dq, self.dk, self.dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
 
     def by_key_tiles(self, b_r: int, b_c: int, with_dq: bool) -> None:
-        """dk, dv and dbias, and with five instead of four matrix products for a pair of tiles also dq."""
+        """Computes dk, dv and dbias with four matrix products for a pair of tiles; with five, also dq."""
         for keys in self.head.key_tiles(b_c):
             for queries in self.head.query_tiles(b_r, keys):
                 p, ds = self._score_gradients(queries, keys, self.sums.bias)
@@ -174,23 +205,24 @@ class _Gradient:
                     self.dq[queries] += ds @ self.k[keys]
 
     def by_query_tiles(self, b_r: int, b_c: int) -> None:
-        """dq, with three matrix products for a pair of tiles."""
+        """Computes dq with three matrix products for a pair of tiles."""
         for queries in self.head.query_tiles(b_r):
             for keys in self.head.key_tiles(b_c, queries):
                 _, ds = self._score_gradients(queries, keys)
                 self.dq[queries] += ds @ self.k[keys]
 
     def sum_sink(self) -> None:
-        """dsink: the sink's share of each row times what the row's softmax subtracts."""
-        if self.sums.sink is not None:
-            sinks = self.head.terms.sink
+        """Adds dsink: minus the sum over the rows of the sink's share of the softmax times delta."""
+        terms = self.head.terms
+        if self.sums.sink is not None and terms is not None and terms.sink is not None:
+            sinks = terms.sink
             shares = np.exp(sinks - self.lse.reshape(-1, len(sinks)))
             self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
 
     def _score_gradients(
         self, queries: slice, keys: slice, dbias: BiasGradient | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """P as it multiplies V, and the gradient of the scaled scores."""
+        """P after dropout, for dV, and the gradient of the scaled scores."""
         terms = self.head.terms
         s, slope = self.head.scores(self.q, self.k, queries, keys)
         s -= self.lse[queries]
@@ -203,7 +235,7 @@ class _Gradient:
         ds *= p
         if keep is not None:
             p *= keep
-        if dbias is not None:
+        if dbias is not None and terms is not None:
             dbias.add(ds, terms, queries, keys)
         if slope is not None:
             ds *= slope
@@ -211,7 +243,7 @@ class _Gradient:
 
 
 def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
-    """B_r and B_c whose score tile, of all heads of a group, stays in a core's L2 cache between two matrix products."""
+    """B_r and B_c such that a tile of scores of a group of heads stays in a core's L2 cache between matrix products."""
     return max(16, 256 // max(1, heads_per_group)), 512
 
 
@@ -221,14 +253,16 @@ def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions)
 
 
 def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
-    # Rows of packed arrays before the first and behind the last offset belong to no sequence.
+    # Rows of packed arrays before the first and after the last offset belong to no sequence.
     if problem.is_packed:
         for array, value in results:
             array[...] = value
 
 
-def _results(request: Request, out, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The caller's arrays where there are any, checked, else new ones."""
+def _results(
+    request: Request, out: tuple[np.ndarray | None, ...] | None, inputs: Mapping[str, np.ndarray]
+) -> list[np.ndarray]:
+    """The arrays for the results: those in `out`, checked, and new ones for None."""
     given = unpack_out(out, tuple(result.name for result in request.results))
     written = {
         output_name(result.name): array

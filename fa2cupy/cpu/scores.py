@@ -1,6 +1,7 @@
-"""What features do to a tile of scores on NumPy, between the two matrix products.
+"""Features on a tile of scores on NumPy, between the two matrix products.
 
-Tiles have a row for each (position, head of the group) and a column for each key. `features` has the formulas.
+Tiles have a row for each (position, head of the group) and a column for each key. The formulas are at the top of
+``problem/features.py``.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ import numpy as np
 
 from ..problem import philox
 from ..problem.attention import AttentionProblem
+from ..problem.features import feature_arrays
 from ..problem.sequences import Sequence
 
 __all__ = ["BiasGradient", "HeadTerms", "ScoreTerms"]
 
 
 class ScoreTerms:
-    """The features of a call, with their arrays as views of (batch, head, query, key): repeated axes have stride 0.
+    """The features of a call, with their arrays as views of (batch, head, query, key): broadcast axes have stride 0.
 
     Parameters
     ----------
     problem : AttentionProblem
     keywords : mapping
-        The keywords of features, checked.
+        Keywords of features, checked.
     """
 
     def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object]):
         shape = problem.score_shape
         batch, heads, _, seqlen_k = shape
-        arrays = {name: keywords[name] for name in problem.settings.arrays}
+        arrays = feature_arrays(keywords)
         self.settings = problem.settings
         self.bias = np.broadcast_to(arrays["bias"], shape) if "bias" in arrays else None
         self.masks = [np.broadcast_to(arrays["mask"], shape)] if "mask" in arrays else []
@@ -41,7 +43,7 @@ class ScoreTerms:
 
 
 class HeadTerms:
-    """The part of `ScoreTerms` that concerns the query heads `group` of one sequence."""
+    """The features of the query heads `group` of one sequence."""
 
     def __init__(self, terms: ScoreTerms, sequence: Sequence, group: slice):
         self.settings = terms.settings
@@ -50,13 +52,15 @@ class HeadTerms:
         self.size = group.stop - group.start
         self.sink = None if terms.sink is None else terms.sink[group]
         self._slopes = None if terms.slopes is None else terms.slopes[sequence.number, group]
-        self._bias, *self._masks = (
-            None if array is None else array[sequence.number, group].transpose(1, 0, 2)
-            for array in (terms.bias, *terms.masks)
-        )
+        self._bias = None if terms.bias is None else self._part(terms.bias)
+        self._masks = [self._part(mask) for mask in terms.masks]
+
+    def _part(self, over_scores: np.ndarray) -> np.ndarray:
+        """The part of an array with the axes (position, head of the group, key)."""
+        return over_scores[self.sequence.number, self.group].transpose(1, 0, 2)
 
     def apply(self, s: np.ndarray, queries: slice, keys: slice) -> np.ndarray | None:
-        """Changes the scaled scores of a tile; gives what the gradient of the result is multiplied by, None for 1."""
+        """Applies features to a tile of scaled scores, in place; returns the derivative, or None if it is 1."""
         slope = None
         if self.settings.softcap is not None:
             cap = np.asarray(self.settings.softcap, s.dtype)
@@ -76,7 +80,7 @@ class HeadTerms:
         return slope
 
     def keep(self, queries: slice, keys: slice, dtype: np.dtype) -> np.ndarray | None:
-        """What dropout multiplies a tile of P by: 0 or the inverse of the probability of being kept. Else None."""
+        """Factors of dropout for a tile of P: 0 or the inverse of the probability of being kept. None: no dropout."""
         probability = self.settings.dropout_p
         if not probability:
             return None
@@ -92,11 +96,11 @@ class HeadTerms:
 
 
 class BiasGradient:
-    """Sums tiles of dS into an array of the bias's own shape, so that there never is a gradient of all scores.
+    """Sums tiles of dS into an array of the bias's shape, so that dS is never held for all scores.
 
     Attributes
     ----------
-    sums : ndarray of four axes
+    sums : ndarray, shape of the bias with axes of length 1 in front, up to four axes
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
@@ -109,4 +113,5 @@ class BiasGradient:
         repeated = [length == 1 for length in self.sums.shape]
         tile = tile.sum(axis=tuple(axis for axis in range(3) if repeated[1 + axis]), keepdims=True)
         places = [slice(0, 1) if once else part for once, part in zip(repeated[1:], parts, strict=True)]
-        self.sums[(0 if repeated[0] else terms.sequence.number, *places)] += tile
+        place = (0 if repeated[0] else terms.sequence.number, *places)
+        self.sums[place] += tile

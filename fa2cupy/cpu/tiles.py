@@ -1,4 +1,4 @@
-"""A head on the NumPy backend: its part of the arrays, which tiles of it meet, and the scores of a pair of tiles."""
+"""A head on the NumPy backend: its views of the arrays, its pairs of tiles, and the scores of a pair."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ __all__ = ["Head", "heads_of", "rows", "store"]
 class Head:
     """A K/V head of one sequence with the query heads that share it.
 
-    Views have the axes (position, head of the group, column). Rows have the first two as one.
+    Views have the axes (position, head of the group, column). Rows are the first two axes as one.
 
     Attributes
     ----------
     problem : AttentionProblem
     sequence : Sequence
     index : int
+        Number of the K/V head.
     terms : HeadTerms or None
-        Its features; None for plain attention.
+        Features of the head; None for plain attention.
     """
 
     problem: AttentionProblem
@@ -37,7 +38,7 @@ class Head:
 
     @property
     def group(self) -> slice:
-        """The query heads."""
+        """The query heads that share the K/V head."""
         return _group(self.problem, self.index)
 
     def queries(self, array: np.ndarray) -> np.ndarray:
@@ -54,7 +55,7 @@ class Head:
         return whole[self.sequence.batch, self.group, self.sequence.queries].T[..., None]
 
     def query_tiles(self, b_r: int, keys: slice | None = None) -> Iterator[slice]:
-        """Rows of b_r positions at a time: all, or those from the first to the last that sees the tile `keys`."""
+        """Tiles of b_r positions, as rows: all, or those from the first to the last row that sees the tile `keys`."""
         group = self.problem.heads_per_group
         left, right = self.problem.band
         first, end = 0, self.sequence.seqlen_q
@@ -66,7 +67,7 @@ class Head:
             yield slice(start, min(start + b_r * group, end * group))
 
     def key_tiles(self, b_c: int, queries: slice | None = None) -> Iterator[slice]:
-        """Keys, b_c at a time: all, or those from the first to the last that the tile `queries` sees."""
+        """Tiles of b_c keys: all, or those from the first to the last key that the tile `queries` sees."""
         group = self.problem.heads_per_group
         left, right = self.problem.band
         first, end = 0, self.sequence.seqlen_k
@@ -77,15 +78,17 @@ class Head:
         for start in range(first // b_c * b_c, end, b_c):
             yield slice(start, min(start + b_c, end))
 
-    def scores(self, scaled_q, k, queries: slice, keys: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scores of a pair of tiles, and what their gradient is multiplied by (None is 1)."""
+    def scores(
+        self, scaled_q: np.ndarray, k: np.ndarray, queries: slice, keys: slice
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scores of a pair of tiles, and their derivative by the scaled scores, or None if it is 1."""
         s = scaled_q[queries] @ k[keys].T
         slope = self.terms.apply(s, queries, keys) if self.terms else None
         self._hide(s, queries, keys)
         return s, slope
 
     def _hide(self, s: np.ndarray, queries: slice, keys: slice) -> None:
-        # Arithmetic is for the pairs of tiles that an edge of the band cuts through only.
+        # Only pairs of tiles that an edge of the band crosses need a mask.
         group, diagonal = self.problem.heads_per_group, self.sequence.diagonal
         left, right = self.problem.band
         aligned = np.arange(queries.start, queries.stop)[:, None] // group + diagonal
@@ -96,7 +99,7 @@ class Head:
 
 
 def heads_of(problem: AttentionProblem, keywords: Mapping[str, object]) -> list[Head]:
-    """The K/V heads of a call, sequence by sequence; `keywords` are those of features."""
+    """The K/V heads of a call, sequence by sequence. `keywords` are those of features."""
     sequences = sequences_of(problem, keywords)
     terms = None if problem.settings == NO_SETTINGS else ScoreTerms(problem, keywords)
     return [
@@ -112,11 +115,11 @@ def _group(problem: AttentionProblem, index: int) -> slice:
 
 
 def rows(view: np.ndarray) -> np.ndarray:
-    """A view as a matrix in the accumulators' dtype."""
+    """A view as a contiguous matrix in the accumulators' dtype."""
     accumulator = "float64" if view.dtype.name == "float64" else "float32"
     return np.ascontiguousarray(view, dtype=accumulator).reshape(-1, view.shape[-1])
 
 
 def store(matrix: np.ndarray, view: np.ndarray) -> None:
-    """Writes rows back to where `rows` would read them."""
+    """Writes a matrix to a view, in the order in which `rows` reads it."""
     view[...] = matrix.reshape(view.shape)

@@ -1,1 +1,1 @@
-"""Calls on CuPy arrays: prepared once for a signature, then pointers and launches."""
+"""Calls on CuPy arrays, prepared once per signature; a warm call then only passes pointers and launches."""

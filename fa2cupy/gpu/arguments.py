@@ -1,17 +1,21 @@
-"""Which arrays a kind of call has, by name and in the order in which they are passed."""
+"""The arrays of each kind of call: their names, in the order in which they are passed."""
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from ..problem.arguments import array_backend, output_name
 
+if TYPE_CHECKING:
+    import cupy
+
 __all__ = ["KERNEL_NAMES", "Arguments", "arguments_of"]
 
-#: Kernels' names of arrays where they differ: C++ keeps ``do`` for itself, and dbias is a sum before it is rounded.
+#: Names of arrays that differ in the kernels: ``do`` is a C++ keyword, and dbias is a sum before it is rounded.
 KERNEL_NAMES = {"do": "dout", "dbias": "dbias_accum"}
 
-#: Of each call: what it reads, which of that may be None, and its results.
+#: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
     "forward": (("q", "k", "v"), (), ("o", "lse")),
     "delta": (("o", "do"), (), ("delta",)),
@@ -20,9 +24,21 @@ _ARRAYS = {
 
 
 class Arguments:
-    """The arrays of a call: what it reads, which of that may be None, and its results.
+    """The arrays of one kind of call.
 
-    There is one object for each kind of call, which is compared and hashed by identity: `arguments_of` makes it.
+    `arguments_of` makes one object for each kind of call, so that objects are compared and hashed by identity.
+
+    Attributes
+    ----------
+    call : str
+        ``"forward"``, ``"delta"`` or ``"backward"``.
+    inputs : tuple of str
+        The arrays that the call reads.
+    optional : tuple of str
+        The inputs that may be None.
+    results : tuple of str
+    names : tuple of str
+        The inputs, then the results.
     """
 
     def __init__(self, call: str, inputs: tuple[str, ...], optional: tuple[str, ...], results: tuple[str, ...]):
@@ -32,16 +48,16 @@ class Arguments:
         self.results = results
         self.names = (*inputs, *results)
 
-    def named(self, arrays: tuple) -> dict[str, object]:
+    def named(self, arrays: tuple[cupy.ndarray | None, ...]) -> dict[str, cupy.ndarray | None]:
         """The arrays by name."""
         return dict(zip(self.names, arrays, strict=True))
 
     def label(self, name: str) -> str:
-        """How messages call an array."""
+        """The name of an array in error messages."""
         return name if name in self.inputs else output_name(name)
 
-    def check_backend(self, arrays: tuple) -> None:
-        """All are CuPy arrays."""
+    def check_backend(self, arrays: tuple[cupy.ndarray | None, ...]) -> None:
+        """Raises TypeError unless all arrays are CuPy's; results and optional inputs may be None."""
         labelled = {self.label(name): array for name, array in self.named(arrays).items()}
         may_be_none = (*self.optional, *map(output_name, self.results))
         optional = {label: labelled.pop(label) for label in may_be_none}
@@ -50,13 +66,13 @@ class Arguments:
 
 @functools.lru_cache(maxsize=None)
 def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str, ...] = ()) -> Arguments:
-    """The arrays of a call.
+    """The arrays of a kind of call.
 
     Parameters
     ----------
     call : {"forward", "delta", "backward"}
     features : tuple of str, optional
-        Further arrays that it reads.
+        Further inputs, all optional.
     gradients : tuple of str, optional
         Further results.
     """

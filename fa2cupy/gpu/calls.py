@@ -1,4 +1,4 @@
-"""Calls on CuPy arrays."""
+"""The calls of the package on CuPy arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ __all__ = ["backward", "delta", "forward"]
 _FORWARD, _DELTA, _BACKWARD = arguments_of("forward"), arguments_of("delta"), arguments_of("backward")
 
 
-def forward(q, k, v, out, options: CallOptions, keywords: Mapping[str, object]):
+def forward(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.forward` on CuPy arrays."""
     o, lse = (None, None) if out is None else unpack_out(out, _FORWARD.results)
     if not keywords:
@@ -29,17 +36,29 @@ def forward(q, k, v, out, options: CallOptions, keywords: Mapping[str, object]):
     return run(arguments_of("forward", names), (q, k, v, *arrays, o, lse), options, scalars, seed)
 
 
-def delta(o, do, out, options: CallOptions):
+def delta(o: cupy.ndarray, do: cupy.ndarray, out: cupy.ndarray | None, options: CallOptions) -> cupy.ndarray:
     """`fa2cupy.delta` on CuPy arrays."""
     return run(_DELTA, (o, do, out), options)[0]
 
 
-def backward(q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, keywords: Mapping[str, object]):
+def backward(
+    q: cupy.ndarray,
+    k: cupy.ndarray,
+    v: cupy.ndarray,
+    o: cupy.ndarray,
+    lse: cupy.ndarray,
+    do: cupy.ndarray,
+    given_delta: cupy.ndarray | None,
+    dlse: cupy.ndarray | None,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward` on CuPy arrays."""
     if not keywords and dlse is None and options.return_dbias is False and options.return_dsink is False:
         results = (None, None, None) if out is None else unpack_out(out, _BACKWARD.results)
         return run(_BACKWARD, (q, k, v, o, lse, do, given_delta, *results), options)
-    if _alike(given_delta, dlse):
+    if given_delta is not None and dlse is not None and _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             given_delta, dlse = given_delta - dlse, None
     gradients = tuple(extra_gradients(keywords, options.return_dbias, options.return_dsink))
@@ -49,25 +68,30 @@ def backward(q, k, v, o, lse, do, given_delta, dlse, out, options: CallOptions, 
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, scalars, seed)
 
 
-def _split(keywords: Mapping[str, object]) -> tuple[tuple[str, ...], tuple, tuple, int | None]:
-    """The arrays among the keywords of features, by name, the other keywords, and a seed that is legal.
+def _split(
+    keywords: Mapping[str, object],
+) -> tuple[tuple[str, ...], tuple[cupy.ndarray | None, ...], tuple[tuple[str, object], ...], int | None]:
+    """Splits the keywords of features into names of arrays, arrays, scalars and the seed.
 
-    A call is not prepared anew for each seed: that is handed over like an address.
+    The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
     arrays = {name: x for name, x in keywords.items() if x is not None and name in (*ARRAY_KEYWORDS, "dlse")}
     scalars = {name: x for name, x in keywords.items() if name not in (*ARRAY_KEYWORDS, "dlse")}
-    if isinstance(scalars.get("window"), list):  # which could not be hashed
-        scalars["window"] = tuple(scalars["window"])
+    window = scalars.get("window")
+    if isinstance(window, list):  # a list cannot be hashed
+        scalars["window"] = tuple(window)
     seed = scalars.get("seed")
-    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # which the checks will name
+    number = int(seed) if isinstance(seed, numbers.Integral) and not isinstance(seed, bool) else -1
+    if not 0 <= number < 2**64:
+        return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # the checks will report it
     scalars["seed"] = 0
-    return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), int(seed)
+    return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
 
 
-def _alike(given_delta, dlse) -> bool:
-    """Whether both are there and fit each other, so that one can be subtracted from the other."""
-    both = isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)
-    if not both or given_delta.data.device_id != dlse.data.device_id:
+def _alike(given_delta: cupy.ndarray, dlse: cupy.ndarray) -> bool:
+    """True if both are arrays of one device, shape and dtype, so that one can be subtracted from the other."""
+    if not (isinstance(given_delta, cupy.ndarray) and isinstance(dlse, cupy.ndarray)):
+        return False
+    if given_delta.data.device_id != dlse.data.device_id:
         return False
     return (given_delta.shape, given_delta.dtype) == (dlse.shape, dlse.dtype)

@@ -1,4 +1,4 @@
-"""Calls with arrays that the kernels do not take: they run on copies, and copy the results back."""
+"""Calls with arrays that the kernels cannot take: they run on copies, and copy the results back."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class CopyingCall:
     Parameters
     ----------
     inner : KernelCall
-        Takes the copies, and allocates results of its own.
+        The call that takes the copies; it allocates its results.
     arguments : Arguments
     results : tuple of Result
-        What the caller gets.
+        The results that the caller gets.
     copied : collection of str
-        The arrays that `inner` does not take.
+        The inputs that `inner` cannot take as they are, by name.
     head_dim : int
         Columns of the copies.
     check_overlap : callable
-        Raises ValueError for addresses at which arrays overlap.
+        Raises ValueError if arrays at the given addresses overlap.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class CopyingCall:
         self.first_result = len(arguments.inputs)
         self.copied = [(position, name) for position, name in enumerate(arguments.inputs) if name in copied]
 
-    def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
+    def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
+        """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
         self.check_overlap(addresses)
         with cupy.cuda.Device(self.inner.ordinal):
             given = arrays[self.first_result :]
             if is_capturing(cupy.cuda.get_current_stream().ptr):
-                # All that is allocated from here on is the graph's; results are not.
+                # The allocations below belong to the graph; results belong to the caller.
                 kinds = zip(self.results, given, strict=True)
                 given = tuple(
                     [cupy.ndarray(kind.shape, kind.dtype) if array is None else array for kind, array in kinds]
@@ -62,17 +63,20 @@ class CopyingCall:
             with temporaries():
                 return self._run(arrays[: self.first_result], addresses, given)
 
-    def _run(self, inputs: tuple, addresses: list[int], given: tuple) -> tuple:
-        inputs, addresses = list(inputs), addresses[: self.first_result]
+    def _run(
+        self, inputs: tuple[cupy.ndarray | None, ...], addresses: list[int], given: tuple[cupy.ndarray | None, ...]
+    ) -> tuple[cupy.ndarray, ...]:
+        taken, addresses = list(inputs), addresses[: self.first_result]
         for position, name in self.copied:
-            if inputs[position] is not None:
-                inputs[position] = self._copy(name, inputs[position])
-                addresses[position] = inputs[position].data.ptr
+            array = taken[position]
+            if array is not None:
+                copy = taken[position] = self._copy(name, array)
+                addresses[position] = copy.data.ptr
         none = (None,) * len(self.results)
-        found = self.inner((*inputs, *none), [*addresses, *[0] * len(none)])
+        found = self.inner((*taken, *none), [*addresses, *[0] * len(none)])
         return tuple([self._deliver(*parts) for parts in zip(self.results, found, given, strict=True)])
 
-    def _copy(self, name: str, array):
+    def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
         if ROWS_OF.get(KERNEL_NAMES.get(name, name)) not in ("queries", "keys"):
             return cupy.ascontiguousarray(array)
         if self.head_dim == array.shape[-1]:
@@ -82,7 +86,7 @@ class CopyingCall:
         return padded
 
     @staticmethod
-    def _deliver(kind: Result, found, given):
+    def _deliver(kind: Result, found: cupy.ndarray, given: cupy.ndarray | None) -> cupy.ndarray:
         result = found if found.shape == kind.shape else found[..., : kind.shape[-1]]
         if given is None:
             return cupy.ascontiguousarray(result.astype(kind.dtype, copy=False))

@@ -1,8 +1,9 @@
-"""Tile counters: the two ints in device memory by which the blocks of a persistent kernel share out its tiles.
+"""Tile counters: two ints in device memory from which the blocks of a persistent kernel draw their tiles.
 
-A kernel finds them zero and leaves them zero, so that a launch costs no memset. Two kernels that run at a time must not
-have the same. Kernels of one stream run one after the other: a counter belongs to a stream. A launch that is captured into
-a graph runs whenever the graph does, beside whatever its stream is then doing: it gets a counter of its own for good.
+A kernel finds its counter zero and leaves it zero, so that a launch costs no memset. Two kernels that run at the same
+time must not share a counter. Kernels of one stream run one after the other, so each stream has one counter. A launch
+that is captured into a graph may run at the same time as other work of its stream; it keeps a separate counter for the
+life of the process.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from ..system.locks import new_lock
 
 __all__ = ["TileCounters", "tile_counters"]
 
-_SLOT_BYTES = 32  # counters that are in use at a time do not share a sector
+_SLOT_BYTES = 32  # a sector for each counter, so that concurrent kernels do not share one
 _SLOTS = 1024
-_LEGACY_STREAM, _PER_THREAD_STREAM = 0, 2  # as addresses; the second is another stream in every thread
+_LEGACY_STREAM, _PER_THREAD_STREAM = 0, 2  # addresses; the second means a different stream in every thread
 
 
 class TileCounters:
-    """The counters of one device."""
+    """Hands out the counters of one device."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
-        self._memory: list[object] = []  # never freed: graphs may hold addresses as long as the process lives
+        self._memory: list[object] = []  # never freed: graphs may hold its addresses until the process ends
         self._free: list[int] = []
         self._of_stream: dict[object, int] = {}
 
     def reserve(self) -> None:
-        """Makes sure that a capture, which must not allocate, finds free counters; called when a kernel is loaded."""
+        """Allocates counters ahead, when a kernel is loaded: a capture must not allocate them."""
         with self._lock:
             if len(self._free) < _SLOTS // 2:
                 self._allocate()
 
     def address(self, stream: int) -> int:
-        """The counter for a launch on a stream, 0 if a capture has used up those that were reserved.
+        """The address of the counter for a launch on a stream; 0 if captures have used up the reserved ones.
 
-        Kernels that get 0 take their tiles in a fixed order, which is right and a little slower.
+        A kernel that gets 0 takes its tiles in a fixed order, which is correct and a little slower.
         """
         from cupy.cuda import runtime
 
@@ -57,10 +58,10 @@ class TileCounters:
         import cupy
         from cupy.cuda import runtime
 
-        # Past CuPy's pool, whose memory belongs to a stream.
+        # Not from CuPy's pool, whose memory belongs to a stream.
         memory = cupy.cuda.Memory(_SLOTS * _SLOT_BYTES)
         runtime.memset(memory.ptr, 0, memory.size)
-        runtime.streamSynchronize(_LEGACY_STREAM)  # other streams need not wait for this one
+        runtime.streamSynchronize(_LEGACY_STREAM)  # other streams do not wait for the memset by themselves
         self._memory.append(memory)
         self._free += range(memory.ptr, memory.ptr + memory.size, _SLOT_BYTES)
 

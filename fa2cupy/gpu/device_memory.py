@@ -1,9 +1,9 @@
-"""Device memory that a call needs besides its inputs and results: workspaces, and copies of arrays.
+"""Temporary device memory of a call: workspaces and copies of arrays.
 
-It comes from CuPy's allocator and goes back when the call returns, before the kernels end: CuPy's pool hands memory only to
-later work of the same stream. A call that is captured into a CUDA graph runs whenever the graph is launched, beside whatever
-that memory belongs to by then. What it needs is memory of the graph instead: in a capturing stream, ``cudaMallocAsync`` and
-``cudaFreeAsync`` become nodes of the graph. Results are the caller's, as ever.
+CuPy's allocator provides it. It is freed when the call returns, before the kernels end, because CuPy's pool reuses
+memory only for later work of the same stream. A call that is captured into a CUDA graph runs at every launch of the
+graph, when the pool may have given that memory to other work. Its temporary memory therefore belongs to the graph: in a
+capturing stream, ``cudaMallocAsync`` and ``cudaFreeAsync`` become nodes of the graph. Results belong to the caller.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from cupy.cuda import runtime
 
 __all__ = ["allocator_of", "is_capturing", "temporaries"]
 
-_LEGACY_STREAMS = (0, 1)  # which no graph can capture, and the runtime must not be asked about while one does
+_LEGACY_STREAMS = (0, 1)  # no graph can capture them; asking about them is an error while another stream captures
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether work on a stream, given by its address, goes into a graph."""
+    """True if a graph captures the work of the stream at this address."""
     return stream not in _LEGACY_STREAMS and bool(runtime.streamIsCapturing(stream))
 
 
-def allocator_of(stream: int) -> Callable:
-    """What allocates memory for work on the current stream, of this address, that the call frees."""
+def allocator_of(stream: int) -> Callable[[int], cupy.cuda.MemoryPointer]:
+    """The allocator of temporary memory for the current stream, which is given by its address."""
     return cupy.cuda.malloc_async if is_capturing(stream) else cupy.cuda.alloc
 
 
 def temporaries() -> contextlib.AbstractContextManager:
-    """A context in which all new arrays are such memory."""
+    """A context in which new arrays are temporary memory."""
     if is_capturing(cupy.cuda.get_current_stream().ptr):
         return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
     return contextlib.nullcontext()

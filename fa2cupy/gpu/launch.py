@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from operator import getitem, itemgetter
+from typing import TYPE_CHECKING
 
 from ..errors import INSTALL_CUDA, KernelLaunchError
 from ..jit.cache import cached_kernel
@@ -17,18 +18,21 @@ from ..system.locks import new_lock
 from .counters import tile_counters
 from .tensor_maps import tensor_maps
 
+if TYPE_CHECKING:
+    import cupy
+
 __all__ = ["BoundStage", "bind_plan", "load_kernel"]
 
 _lock = new_lock()
 
 
-def load_kernel(spec: KernelSpec):
+def load_kernel(spec: KernelSpec) -> cupy.cuda.Function:
     """The kernel as a ``cupy.cuda.Function`` of the current device.
 
     Raises
     ------
     KernelLaunchError
-        The driver does not take the cubin, or not its shared memory.
+        The driver refused the cubin or its amount of shared memory.
     """
     from cupy.cuda import runtime
 
@@ -38,7 +42,7 @@ def load_kernel(spec: KernelSpec):
 
 
 @functools.lru_cache(maxsize=None)
-def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int):
+def _load_kernel(compiled: CompiledKernel, spec: KernelSpec, ordinal: int) -> cupy.cuda.Function:
     import cupy
 
     try:
@@ -61,17 +65,23 @@ def _load_failure(spec: KernelSpec, error: Exception) -> str:
     driver = runtime.driverGetVersion()
     compiler = ".".join(map(str, nvrtc_version()))
     return (
-        f"the driver (for CUDA {driver // 1000}.{driver % 1000 // 10}) does not load {spec}, compiled by NVRTC {compiler}: "
-        f"{error}. If the driver is the older of the two, update it, or install the extra of the driver's CUDA: "
-        f"{INSTALL_CUDA}"
+        f"the driver (for CUDA {driver // 1000}.{driver % 1000 // 10}) does not load {spec}, "
+        f"compiled by NVRTC {compiler}: {error}. If the driver is the older of the two, update it, or install the "
+        f"extra of the driver's CUDA: {INSTALL_CUDA}"
     )
 
 
 class BoundStage:
-    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on the current stream.
+    """A stage with its kernel loaded: called with the addresses of all buffers, it launches on a stream.
 
-    The record lies at a fixed address, so that a launch packs tensor maps and pointers and calls the driver.
-    ``cuLaunchKernel`` copies the record before it returns; until then a lock keeps other threads from packing theirs.
+    The record lies at a fixed address, so that a launch only packs tensor maps and pointers and calls the driver.
+    ``cuLaunchKernel`` copies the record before it returns; until then a lock keeps other threads from overwriting it.
+
+    Parameters
+    ----------
+    stage : Stage
+    positions : mapping of str to int
+        Index into the addresses of a launch, by the kernels' names of the arrays.
     """
 
     def __init__(self, stage: Stage, positions: Mapping[str, int]):
@@ -94,6 +104,7 @@ class BoundStage:
         self._lock = new_lock()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches on the stream at this address."""
         try:
             front = self._pick(addresses)
             if self._maps:
@@ -108,8 +119,12 @@ class BoundStage:
 
 
 def bind_plan(plan: Plan, positions: Mapping[str, int]) -> tuple[BoundStage, ...]:
-    """Compiles (or finds) and loads the kernels of a plan on the current device.
+    """Compiles or finds the kernels of a plan, and loads them on the current device.
 
-    `positions` says which of the addresses, with which stages are called, is which array's by the kernels' names.
+    Parameters
+    ----------
+    plan : Plan
+    positions : mapping of str to int
+        Index into the addresses of a launch, by the kernels' names of the arrays.
     """
     return tuple(BoundStage(stage, positions) for stage in plan.stages)

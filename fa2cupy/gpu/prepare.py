@@ -1,10 +1,10 @@
-"""From a call to what runs it: checks, the choice of kernels, their plan, and the copies that they need."""
+"""Prepares a call: checks it, chooses and plans its kernels, and finds which arrays must be copied."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import cupy
 import numpy as np
@@ -30,18 +30,23 @@ __all__ = ["prepare"]
 _CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
 
 
-def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, scalars: tuple) -> Callable:
-    """What runs calls of one signature, given their arrays and addresses.
+def prepare(
+    arguments: Arguments,
+    arrays: tuple[cupy.ndarray | None, ...],
+    options: CallOptions,
+    scalars: tuple[tuple[str, object], ...],
+) -> KernelCall | CopyingCall:
+    """Makes the object that runs all calls of one signature, given their arrays and addresses.
 
     Parameters
     ----------
     arguments : Arguments
-        Which arrays these are.
+        Names of the arrays.
     arrays : tuple of (cupy.ndarray or None)
-        Only their layouts matter.
+        Arrays of the signature; their contents are not used.
     options : CallOptions
     scalars : tuple of (name, value)
-        Keywords of features that are no arrays.
+        Keywords of features that are not arrays.
 
     Raises
     ------
@@ -73,12 +78,12 @@ def prepare(arguments: Arguments, arrays: tuple, options: CallOptions, scalars: 
 
 
 class _Kernels:
-    """The kernels of a call, for its problem or for a padded one."""
+    """Plans the kernels of a call, for its problem or for the padded one."""
 
     def __init__(
         self,
         arguments: Arguments,
-        named: Mapping[str, object],
+        named: Mapping[str, cupy.ndarray | None],
         options: CallOptions,
         device: DeviceInfo,
         extras: tuple[str, ...],
@@ -89,8 +94,8 @@ class _Kernels:
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
-    def plan(self, problem: AttentionProblem, in_place: Mapping[str, object]) -> Plan:
-        """Chooses kernels and plans them. Tensors that are not `in_place` lie in C order, in the problem's shapes."""
+    def plan(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> Plan:
+        """Chooses and plans the kernels. Tensors outside `in_place` lie in C order, in the problem's shapes."""
         strides = self._strides(problem, in_place)
         device, extras = self._device, self._extras
         choice = choose(self._call, problem, device, strides, self._options, extras=extras)
@@ -100,7 +105,7 @@ class _Kernels:
             return plan_delta(problem, device, strides, choice)
         return plan_backward(problem, device, strides, choice, extras=extras, with_delta=self._with_delta)
 
-    def _strides(self, problem: AttentionProblem, in_place: Mapping[str, object]) -> dict[str, AnyStrides]:
+    def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
         for name in self._tensors:
             kernel_name, array = KERNEL_NAMES.get(name, name), in_place.get(name)
@@ -111,38 +116,42 @@ class _Kernels:
         return strides
 
 
-def _check(call: str, named: Mapping[str, object], options: CallOptions, keywords: Mapping[str, object]) -> Request:
+def _check(
+    call: str, named: Mapping[str, cupy.ndarray | None], options: CallOptions, keywords: Mapping[str, object]
+) -> Request:
     if call == "delta":
         return check_delta(named, options)
     return (check_forward if call == "forward" else check_backward)(named, options, keywords)
 
 
-def _check_deterministic_dbias(problem: AttentionProblem, bias) -> None:
+def _check_deterministic_dbias(problem: AttentionProblem, bias: cupy.ndarray) -> None:
     if bias.size < math.prod(problem.score_shape):
         raise UnsupportedProblemError(
-            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; not with deterministic"
+            f"return_dbias: for a bias that is broadcast, here {bias.shape}, it is summed atomically; "
+            "not with deterministic"
         )
 
 
-def _device(arguments: Arguments, named: Mapping[str, object]) -> tuple[int, DeviceInfo]:
-    """The device of all arrays."""
+def _device(arguments: Arguments, named: Mapping[str, cupy.ndarray | None]) -> tuple[int, DeviceInfo]:
+    """The device of all arrays. Raises ValueError if there are several."""
+    ordinals = {name: array.data.device_id for name, array in named.items() if array is not None}
     first_name = arguments.inputs[0]
-    first = named[first_name].data.device_id
-    for name, array in named.items():
-        if array is not None and array.data.device_id != first:
+    first = ordinals[first_name]
+    for name, ordinal in ordinals.items():
+        if ordinal != first:
             like = f"device {first} like {first_name}"
-            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {array.data.device_id}")
+            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {ordinal}")
     with cupy.cuda.Device(first):
         return first, DeviceInfo.current()
 
 
 def _is_tensor(name: str) -> bool:
-    """Whether an array has head_dim columns."""
+    """True if the array has head_dim columns."""
     return ROWS_OF.get(KERNEL_NAMES.get(name, name)) in ("queries", "keys")
 
 
-def _must_be_copied(name: str, array, problem: AttentionProblem, family: Family) -> bool:
-    """Whether kernels cannot take an array as it is. None stands for a result that will be allocated."""
+def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionProblem, family: Family) -> bool:
+    """True if the kernels cannot take the array as it is. None stands for an absent input or a result to allocate."""
     if _is_tensor(name) and (problem.head_dim_v is not None or problem.head_dim % family.head_dim_step):
         return True
     if array is None or array.size == 0:
@@ -152,8 +161,8 @@ def _must_be_copied(name: str, array, problem: AttentionProblem, family: Family)
     return name in _CONTIGUOUS and not array.flags.c_contiguous
 
 
-def _takes_rows(family: Family, array) -> bool:
-    """Whether the family's kernels take the rows of an array where they lie."""
+def _takes_rows(family: Family, array: cupy.ndarray) -> bool:
+    """True if the family's kernels take the strides and the address of the array."""
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         return False
     step = family.row_alignment
@@ -162,14 +171,14 @@ def _takes_rows(family: Family, array) -> bool:
 
 
 def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
-    """The problem with one head_dim for all tensors, which the family takes: zeros in further columns change no product."""
+    """The problem with one head_dim for all tensors that the family takes. Columns of zeros change no product."""
     widest = max(problem.head_dim, problem.head_dim_v or 0)
     padded = -(-widest // family.head_dim_step) * family.head_dim_step
     return dataclasses.replace(problem, head_dim=padded, head_dim_v=None)
 
 
 def _padded_results(padded: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
-    """What the kernels of a padded problem write. dbias is summed in the accumulators' dtype, and rounded afterwards."""
+    """The results that kernels of the padded problem write: dbias in the accumulators' dtype, rounded afterwards."""
 
     def of(result: Result) -> Result:
         if _is_tensor(result.name):

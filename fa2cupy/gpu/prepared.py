@@ -1,4 +1,4 @@
-"""Prepared calls on CuPy arrays: what is left to do once the plan of a call is known."""
+"""Prepared calls on CuPy arrays: allocation of results and workspaces, and the launches of a plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["KernelCall", "overlap_check"]
 _known_threads = threading.local()
 
 
-def overlap_check(arguments: Arguments, arrays: tuple) -> Callable[[list[int]], None]:
-    """What raises ValueError for addresses at which results of these layouts overlap another array."""
+def overlap_check(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> Callable[[list[int]], None]:
+    """A function that raises ValueError if arrays of these layouts, at given addresses, overlap a result."""
     layouts = [
         None if array is None else (arguments.label(name), array.shape, array.strides, array.itemsize)
         for name, array in arguments.named(arrays).items()
@@ -32,19 +32,20 @@ def overlap_check(arguments: Arguments, arrays: tuple) -> Callable[[list[int]], 
 class KernelCall:
     """A prepared call on arrays that the kernels take as they are.
 
-    Buffers are numbered: the arguments, then the workspaces. What a call allocates is known when it is prepared.
+    Buffers are numbered: first the arguments, then the workspaces. Everything that a call allocates is known when it is
+    prepared.
 
     Parameters
     ----------
     plan : Plan
     ordinal : int
-        The device.
+        Number of the device.
     arguments : Arguments
     results : tuple of Result
     given : collection of str, optional
-        The results that the caller brings an array for; the others are allocated.
+        Names of the results that the caller passes an array for; the others are allocated.
     check_overlap : callable, optional
-        Raises ValueError for addresses at which arrays overlap.
+        Raises ValueError if arrays at the given addresses overlap.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KernelCall:
             if result.name not in given
         ]
         positions = {KERNEL_NAMES.get(name, name): position for position, name in enumerate(arguments.names)}
-        # A workspace stands in for an argument of its name that is not given: delta.
+        # A workspace replaces an absent argument of the same name: delta.
         for position, workspace in enumerate(plan.workspaces, start=len(arguments.names)):
             positions[workspace.name] = position
         self.workspace_bytes = [max(workspace.nbytes, 1) for workspace in plan.workspaces]
@@ -73,12 +74,12 @@ class KernelCall:
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(plan, positions)
 
-    def __call__(self, arrays: tuple, addresses: list[int]) -> tuple:
+    def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
+        """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
         if self.check_overlap is not None:
             self.check_overlap(addresses)
         if not hasattr(_known_threads, "have_context"):
-            # The driver, which launches and makes tensor maps, knows no device in a thread that has not used one: memory
-            # may have come out of CuPy's pool.
+            # The driver API needs a current context, and a new thread has none: memory from CuPy's pool creates none.
             runtime.free(0)
             _known_threads.have_context = True
         if runtime.getDevice() == self.ordinal:
@@ -86,7 +87,7 @@ class KernelCall:
         with cupy.cuda.Device(self.ordinal):
             return self._run(arrays, addresses)
 
-    def _run(self, arrays: tuple, addresses: list[int]) -> tuple:
+    def _run(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         buffers = list(arrays)
         for position, shape, dtype in self.allocated:
             array = buffers[position] = cupy.ndarray(shape, dtype)
@@ -104,7 +105,7 @@ class KernelCall:
             stage(addresses, stream)
         return tuple(buffers[self.first_result : len(arrays)])
 
-    def _clear(self, buffer, workspace: int) -> None:
+    def _clear(self, buffer: cupy.ndarray | cupy.cuda.MemoryPointer, workspace: int) -> None:
         if workspace >= 0:
             buffer.memset_async(0, self.workspace_bytes[workspace])
         elif buffer.flags.c_contiguous:

@@ -1,53 +1,65 @@
 """Calls by their signature: prepared once, then looked up.
 
-What a call must find out about its arrays depends on their shapes, strides, dtypes, devices and alignment and on the
-options only. A call is therefore prepared once for each such signature, checks included, and a warm call is a dictionary
-lookup, the allocation of its results and a launch per kernel.
+The checks, the choice of kernels and their plan depend only on the options and on the shapes, strides, dtypes, devices
+and alignment of the arrays. A call is therefore prepared once for each such signature. A warm call is a dictionary
+lookup, the allocation of its results and one launch per kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 
+from ..families.tile import TileConfig
 from ..problem.options import CallOptions
 from ..system.locks import new_lock
 from .arguments import Arguments
 from .prepare import prepare
 
+if TYPE_CHECKING:
+    import cupy
+
+    from .copies import CopyingCall
+    from .prepared import KernelCall
+
 __all__ = ["run"]
 
 _MAX_PREPARED = 4096
-_prepared: dict[Hashable, Callable] = {}
+_prepared: dict[Hashable, KernelCall | CopyingCall] = {}
 _lock = new_lock()
 
 
-class _Tiles(dict):
-    """A dict of tiles that a signature can have."""
+class _Tiles(dict[str, TileConfig]):
+    """A dict of tiles that can be part of a signature: it is hashable, and nothing changes it."""
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict is declared unhashable
         return hash(frozenset(self.items()))
 
 
 def run(
-    arguments: Arguments, arrays: tuple, options: CallOptions, scalars: tuple = (), seed: int | None = None
-) -> tuple:
+    arguments: Arguments,
+    arrays: tuple[cupy.ndarray | None, ...],
+    options: CallOptions,
+    scalars: tuple[tuple[str, object], ...] = (),
+    seed: int | None = None,
+) -> tuple[cupy.ndarray, ...]:
     """The results of a call.
 
     Parameters
     ----------
     arguments : Arguments
-        Which arrays these are.
+        Names of the arrays.
     arrays : tuple of (cupy.ndarray or None)
     options : CallOptions
     scalars : tuple of (name, value), optional
-        Keywords of features that are no arrays.
+        Keywords of features that are not arrays.
     seed : int, optional
-        Travels in the place of an address: no call is prepared anew for it.
+        Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
     """
     if options.config is not None and isinstance(options.config, Mapping):
         options = options._replace(config=_Tiles(options.config))
     addresses = []
-    # Types tell options apart that are equal, and not equally legal: True, 1 and 1.0.
+    # Types distinguish values that are equal but not all legal: True, 1 and 1.0.
     signature = [arguments, options, tuple(map(type, options)), scalars, _types(scalars)]
     try:
         for array in arrays:
@@ -60,14 +72,14 @@ def run(
                 addresses.append(address)
                 signature.append((array.shape, array.strides, array.dtype.num, memory.device_id, address & 15))
     except AttributeError:
-        arguments.check_backend(arrays)  # says which is no CuPy array
+        arguments.check_backend(arrays)  # names the argument that is not a CuPy array
         raise
     if seed is not None:
         addresses[arguments.inputs.index("seed")] = seed
     key = tuple(signature)
     try:
         prepared = _prepared.get(key)
-    except TypeError:  # an option that cannot be hashed: a mistake that the checks will name
+    except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
         return prepare(arguments, arrays, options, scalars)(arrays, addresses)
     if prepared is None:
         prepared = prepare(arguments, arrays, options, scalars)
@@ -78,5 +90,5 @@ def run(
     return prepared(arrays, addresses)
 
 
-def _types(values: tuple) -> tuple:
+def _types(values: tuple[object, ...]) -> tuple[object, ...]:
     return tuple([_types(x) if type(x) is tuple else type(x) for x in values])

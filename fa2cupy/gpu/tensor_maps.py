@@ -1,4 +1,4 @@
-"""Tensor maps: the driver's encoding of an array's layout and address, which TMA reads."""
+"""Tensor maps: the driver's encoding of an array's layout and address, for TMA."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_MAPS = 256
 
 
 def encode(layout: TensorLayout, address: int) -> bytes:
-    """The map of an array at an address, which must be a multiple of 16.
+    """The tensor map of an array at an address, which must be a multiple of 16.
 
     Raises
     ------
     KernelLaunchError
-        The driver refuses.
+        The driver refused the layout or the address.
     """
     from cuda.bindings import driver
 
@@ -31,7 +31,7 @@ def encode(layout: TensorLayout, address: int) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
-    # What stands before and behind the address. Making these objects takes longer than the call.
+    # The arguments before and after the address. Making these objects takes longer than the driver's call.
     from cuda.bindings import driver
 
     names = {"float16": "FLOAT16", "bfloat16": "BFLOAT16"}
@@ -50,13 +50,13 @@ def _fixed_arguments(layout: TensorLayout) -> tuple[tuple, tuple]:
 
 
 def encode_arguments(layout: TensorLayout, address: int) -> tuple:
-    """The arguments of ``cuTensorMapEncodeTiled``."""
+    """The arguments of ``cuTensorMapEncodeTiled`` for an array at an address."""
     before, behind = _fixed_arguments(layout)
     return (*before, address, *behind)
 
 
-class TensorMaps(dict):
-    """The maps of arrays of one layout by their address: found as in a dict, encoded when new. At most 256 are kept."""
+class TensorMaps(dict[int, bytes]):
+    """The tensor maps of arrays of one layout by address: a dict that encodes missing ones and keeps at most 256."""
 
     def __init__(self, layout: TensorLayout):
         super().__init__()
@@ -71,5 +71,5 @@ class TensorMaps(dict):
 
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(layout: TensorLayout) -> TensorMaps:
-    """The maps of a layout, which all kernels share."""
+    """The tensor maps of a layout, which all kernels share."""
     return TensorMaps(layout)

@@ -1,1 +1,1 @@
-"""From the key of a kernel to machine code: parameter record, source, compiler, cache."""
+"""Compilation of kernels: their key, parameter record and source, the compiler and the cache."""

@@ -1,9 +1,10 @@
 """Compiled kernels on disk and in memory.
 
-A kernel is looked for in memory, in the user's own folder, and in the folders that others fill; else it is compiled and
-stored in the user's own folder. What is read from the disk is checked (`folders` says whom it comes from, `entries`
-whether it is whole), and the driver loads these very bytes. Entries are written under another name and renamed, so that
-processes may race. A lock file per kernel keeps all but one of them from compiling it; no result depends on the lock.
+The cache looks for a kernel in memory, in the user's own folder, and in the folders that others fill. A kernel that is
+in none of them is compiled and stored in the user's own folder. Everything that is read from disk is checked:
+``system/folders.py`` checks who can write to it, ``entries.py`` its checksum. The driver loads the bytes that were
+checked. Entries are written under a temporary name and renamed, so that processes may race. A lock file per kernel
+keeps all processes but one from compiling it; no result depends on the lock.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _kernels: dict[tuple[KernelSpec, Path], CompiledKernel] = {}
 def cached_kernel(spec: KernelSpec) -> CompiledKernel:
     """The compiled kernel: from memory, else from disk, else compiled and stored.
 
-    Threads and processes that ask for the same kernel at once wait for one compilation; different kernels are compiled
-    side by side.
+    Threads and processes that need the same kernel at the same time wait for one compilation; different kernels are
+    compiled in parallel.
     """
     directory = cache_dir()
     with _locks.setdefault(spec, new_lock()):
@@ -55,7 +56,7 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
         return kernel
     folder = _own_folder(directory, create=True)
     with _one_process(folder, key):
-        kernel = _read(folder, key, log_level=logging.DEBUG)  # another process may have stored it meanwhile
+        kernel = _read(folder, key, log_level=logging.DEBUG)  # another process may have stored it since
         if kernel is None:
             with _interrupts_deferred():
                 kernel = compile_source(source)
@@ -65,7 +66,7 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
 
 
 def entry_path(spec: KernelSpec) -> Path:
-    """The file of a kernel in the user's own folder, whether it exists or not."""
+    """The path of a kernel in the user's own folder. The file need not exist."""
     return cache_dir() / f"{_key(render_kernel(spec))}{SUFFIX}"
 
 
@@ -85,7 +86,7 @@ def clear_cache() -> int:
 
 
 def cache_state() -> dict[str, object]:
-    """Where compiled kernels are kept and how much of them, for a bug report."""
+    """Folders, numbers and sizes of compiled kernels, for a bug report."""
     sizes, refused = _state(cache_dir())
     shared = {str(folder): _state(folder, shared=True) for folder in cache_path()}
     return {
@@ -99,7 +100,7 @@ def cache_state() -> dict[str, object]:
 
 
 def _state(directory: Path, *, shared: bool = False) -> tuple[list[int], str | None]:
-    """The sizes of a folder's kernels; why it is not used, if so."""
+    """The sizes of a folder's kernels, and the reason why the folder is not used, or None."""
     try:
         folder = trusted_folder(directory, shared=shared)
     except OSError as error:
@@ -165,7 +166,7 @@ def _read(
         return None
     if not shared:
         with contextlib.suppress(OSError):
-            os.utime(path)  # `limit_folder` deletes the kernels that were used longest ago
+            os.utime(path)  # `limit_folder` deletes the least recently used kernels
     return kernel
 
 
@@ -191,7 +192,7 @@ def _warn_unwritable(directory: Path, error: OSError) -> None:
 
 @contextlib.contextmanager
 def _one_process(folder: Path | None, key: str) -> Iterator[None]:
-    """Waits while another process compiles the kernel, but not for ever."""
+    """Waits while another process compiles the kernel, up to a time limit."""
     with contextlib.ExitStack() as stack:
         if folder is not None:
             try:
@@ -203,7 +204,7 @@ def _one_process(folder: Path | None, key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defers Ctrl-C to the end of the body. NVRTC does not stop for it, so that only the result would be lost."""
+    """Defers Ctrl-C to the end of the body: NVRTC does not stop for it, and an interrupt would only lose its result."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

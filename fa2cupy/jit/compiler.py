@@ -1,4 +1,4 @@
-"""NVRTC: from flattened source to a cubin, with what the compiler says about it."""
+"""Compiles flattened source to a cubin with NVRTC, and reads the compiler's report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from ..errors import INSTALL_CUDA, KernelCompileError
 from ..settings import dump_directory
@@ -31,22 +32,22 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Machine code, and the compiler's report on it.
+    """Machine code and the compiler's report.
 
     Attributes
     ----------
     symbol : str
     cubin : bytes
     registers : int
-        Per thread.
+        Registers per thread.
     spill_bytes : int
-        Stores and loads of registers that did not fit, per thread.
+        Bytes of spill stores and spill loads per thread.
     stack_bytes : int
-        Local memory per thread: spilled registers, and arrays that are indexed at run time.
+        Bytes of local memory per thread: spilled registers, and arrays that are indexed at run time.
     log : str
         NVRTC's program log.
     seconds : float
-        What the compilation took.
+        Duration of the compilation.
     """
 
     symbol: str
@@ -58,7 +59,7 @@ class CompiledKernel:
     seconds: float
 
 
-def _nvrtc():
+def _nvrtc() -> ModuleType:
     try:
         from cupy.cuda import nvrtc
 
@@ -88,15 +89,16 @@ def _how_to_load() -> str:
 
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC that CuPy loads."""
-    return tuple(_nvrtc().getVersion())
+    major, minor = _nvrtc().getVersion()
+    return major, minor
 
 
 @functools.lru_cache(maxsize=None)
 def nvrtc_build() -> str:
-    """The patch release and build number of NVRTC, as the header of its PTX says them.
+    """The patch release and build number of NVRTC, from the header of PTX that it writes.
 
-    Patch releases compile differently, and ``nvrtcGetVersion`` does not tell them apart. To compile the empty program
-    takes 20 ms, once in a process. The header depends on the build alone, and not on the package that it comes in.
+    Patch releases compile differently, and ``nvrtcGetVersion`` does not distinguish them. Compiling the empty program
+    takes 20 ms, once in a process. The header depends on the build alone, not on the package that NVRTC comes in.
     """
     nvrtc = _nvrtc()
     with _in_nvrtc:
@@ -113,14 +115,14 @@ def nvrtc_build() -> str:
 
 
 def compile_options(arch: str) -> tuple[str, ...]:
-    """What NVRTC is called with. The kernels include no CUDA header, so there is no include path."""
+    """The options of NVRTC. The kernels include no CUDA header, so there is no include path."""
     options = (f"-arch={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v")
-    # Since 12.9 NVRTC may answer from a cache of its own, with an empty log.
-    return options + ("--no-cache",) if nvrtc_version() >= (12, 9) else options
+    # From version 12.9 on, NVRTC has its own cache, whose hits have an empty log.
+    return (*options, "--no-cache") if nvrtc_version() >= (12, 9) else options
 
 
 def compile_source(source: KernelSource) -> CompiledKernel:
-    """Compiles for the spec's architecture.
+    """Compiles a kernel for the architecture of its spec.
 
     Raises
     ------
@@ -143,7 +145,7 @@ def compile_source(source: KernelSource) -> CompiledKernel:
             except nvrtc.NVRTCError as error:
                 raise KernelCompileError(_failure(source, options, version, nvrtc.getProgramLog(program))) from error
             log = nvrtc.getProgramLog(program)
-            # CuPy takes the last byte, which is zero, for the end of a string: disassemblers refuse an ELF file without it.
+            # CuPy strips the last byte, a zero, as the end of a string; disassemblers refuse an ELF file without it.
             cubin = nvrtc.getCUBIN(program) + b"\0"
         finally:
             nvrtc.destroyProgram(program)
@@ -186,7 +188,7 @@ def _dump(source: KernelSource, kernel: CompiledKernel) -> None:
 
 
 def _write_dump(source: KernelSource, suffix: str, data: bytes) -> Path | None:
-    """The file that was written to ``FA2CUPY_DUMP_DIR``, if that is set and takes it."""
+    """Writes a file to ``FA2CUPY_DUMP_DIR``; returns its path, or None if that is unset or not writable."""
     directory = dump_directory()
     if directory is None:
         return None

@@ -1,7 +1,7 @@
-"""Files of compiled kernels: their format, and how many of them a folder keeps.
+"""Files of compiled kernels: their format, and the limit on the size of a folder.
 
-An entry is one file. Its first line has a checksum of the key and of all that follows: a line of JSON with the
-compiler's report, and the cubin. An entry that was renamed is as damaged as one in which a bit has flipped.
+An entry is one file. Its first line has a checksum of the key and of the rest of the file, which is a line of JSON with
+the compiler's report, and the cubin. The checksum therefore detects renamed entries as well as flipped bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SUFFIX = ".kernel"
 LOCK = ".lock-"
 _MAGIC = b"fa2cupy-kernel "
 _KERNEL = re.compile(rf"[0-9a-f]{{64}}(\.cubin|{re.escape(SUFFIX)})")
-_REST_OF_OLDER = re.compile(r"[0-9a-f]{64}\.json")  # older versions kept the report in a file of its own
+_REST_OF_OLDER = re.compile(r"[0-9a-f]{64}\.json")  # older versions kept the report in a separate file
 _STALE_S = 3600.0
-_SHARE = 16  # of the limit that is written between two looks at the folder
+_SHARE = 16  # the folder is listed again after 1 / _SHARE of the limit has been written
 
 _room: dict[Path, int] = {}
 
@@ -61,12 +61,12 @@ def _header(key: str, body: bytes) -> bytes:
 
 
 def kernel_sizes(folder: Path) -> list[int]:
-    """The bytes of each kernel in a folder that need not exist."""
+    """The size in bytes of each kernel in a folder. The folder need not exist."""
     return [status.st_size for path, status in _files(folder) if _KERNEL.fullmatch(path.name)]
 
 
 def clear_folder(folder: Path) -> int:
-    """Deletes all kernels, and what stopped processes left; returns the number of kernels."""
+    """Deletes all kernels and all leftovers of stopped processes; returns the number of kernels."""
     _room.pop(folder, None)
     count = 0
     for path, _ in _files(folder):
@@ -77,9 +77,9 @@ def clear_folder(folder: Path) -> int:
 
 
 def limit_folder(folder: Path, written: int) -> None:
-    """Deletes the kernels that were used longest ago where a folder exceeds the limit. Called after each write.
+    """Deletes the least recently used kernels if a folder exceeds the limit. Called after each write.
 
-    Only the first write of a process to a folder, and then each sixteenth of the limit, lists the folder.
+    The folder is listed at the first write of a process, and then after each sixteenth of the limit.
     """
     limit = cache_limit()
     if limit is None:
@@ -89,12 +89,12 @@ def limit_folder(folder: Path, written: int) -> None:
 
 
 def _evict(folder: Path, limit: int) -> int:
-    """Deletes kernels beyond the limit, and stale leftovers; returns the bytes to write before the next look."""
+    """Deletes kernels beyond the limit and stale leftovers; returns the bytes to write before the next listing."""
     files = _files(folder)
     total = sum(status.st_size for _, status in files)
     kept = limit - limit // _SHARE if total > limit else limit
     oldest = time.time() - _STALE_S
-    files.sort(key=lambda file: (file[0].suffix == SUFFIX, file[1].st_mtime))  # those of older versions go first
+    files.sort(key=lambda file: (file[0].suffix == SUFFIX, file[1].st_mtime))  # files of older versions go first
     for path, status in files:
         finished = not path.name.startswith((UNFINISHED, LOCK))
         if total > kept if finished else status.st_mtime < oldest:
@@ -105,12 +105,12 @@ def _evict(folder: Path, limit: int) -> int:
 
 
 def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """The files that the cache has put into a folder, finished or not."""
+    """The files that the cache has written to a folder, finished or not."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
             if _KERNEL.fullmatch(name) or _REST_OF_OLDER.fullmatch(name) or name.startswith((UNFINISHED, LOCK)):
-                with contextlib.suppress(OSError):  # another process has just deleted it
+                with contextlib.suppress(OSError):  # another process may have deleted it
                     found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
     return found

@@ -1,4 +1,4 @@
-"""The parameter record of a launch: one field list that yields both the C struct and the bytes for it."""
+"""The parameter record of a launch: one list of fields gives both the C struct and its bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from ..families.choice import family_named
 from ..families.operations import operation_named
 from ..problem.features import FEATURES
+from ..problem.strides import AnyStrides
 
 __all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
 
-#: The pointer of a persistent kernel's counter: the last one, and no buffer of the call's.
+#: The pointer to a persistent kernel's tile counter. It is the last pointer, and not a buffer of the call.
 TILE_COUNTER = "tile_counter"
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
@@ -34,14 +35,13 @@ _KINDS = {
     "int": ("int32 {name}", "i"),
     "word": ("uint32 {name}", "I"),
 }
-_STRIDES = ("strides", "score_strides")
 _MAPS = ("input_map", "output_map")
 _FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "input_bool", "per_call")
 
 
 @dataclass(frozen=True)
 class Field:
-    """One member of the record: its C name and its kind, a key of the table above."""
+    """One member of the record: its C name and its kind, a key of `_KINDS`."""
 
     name: str
     kind: str
@@ -55,18 +55,18 @@ class Field:
 class ParamLayout:
     """The record of one kind of kernel.
 
-    Tensor maps and pointers come first, so that a warm launch replaces only the front; then strides, reals and ints, an
-    order in which C adds no padding but at the end.
+    Tensor maps and pointers come first, so that a warm launch replaces only the front. Strides, reals and ints follow;
+    in this order C adds padding only at the end.
 
     Attributes
     ----------
     fields : tuple of Field
     pointers : tuple of str
-        Names of the members that stand for memory: those of `maps`, then the pointers.
+        Names of the members in the front: tensor maps, then pointers and the numbers that are new in each call.
     maps : tuple of str
-        Names of those that are tensor maps.
+        Names of the tensor maps among them.
     pointer_packer : struct.Struct
-        Packs them: 128 bytes of a map, an address.
+        Packs the front: 128 bytes for each tensor map, 8 for each other member.
     nbytes : int
         ``sizeof`` the C struct.
     """
@@ -84,20 +84,20 @@ class ParamLayout:
         self._padding = bytes(-(self.pointer_packer.size + self._packer.size) % alignment)
         self.nbytes = self.pointer_packer.size + self._packer.size + len(self._padding)
 
-    def pack_constants(self, values: Mapping[str, object]) -> bytes:
-        """The bytes behind the pointers. `values` has exactly the names of the members that are not pointers."""
+    def pack_constants(self, values: Mapping[str, float | AnyStrides]) -> bytes:
+        """The bytes after the pointers. `values` must have exactly the names of the members that are not pointers."""
         if set(values) != {f.name for f in self._constants}:
             raise KeyError(f"the record has {[f.name for f in self._constants]}, got {list(values)}")
-        flat: list[object] = []
+        flat: list[float] = []
         for field in self._constants:
             value = values[field.name]
-            flat.extend(value) if field.kind in _STRIDES else flat.append(value)
+            flat += value if isinstance(value, tuple) else (value,)
         return self._packer.pack(*flat) + self._padding
 
 
 @functools.lru_cache(maxsize=None)
 def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
-    """The record that kernels of this operation, family and dtype take, with what features add to each of its parts."""
+    """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
     pointers, strides, reals, ints = operation_named(operation).record or family_named(family).record(operation)
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}

@@ -1,4 +1,4 @@
-"""From a spec to the text that NVRTC gets: Jinja for the values, then every local header written in once."""
+"""Renders the source of a kernel: Jinja fills in the values, then every local header is inlined once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$')
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel's complete text: nothing outside it has any influence on what is compiled."""
+    """The complete source of a kernel: the machine code depends on it, on NVRTC and on its options alone."""
 
     spec: KernelSpec
     text: str
@@ -33,7 +33,7 @@ class KernelSource:
 
 @functools.lru_cache(maxsize=None)
 def kernel_directory() -> Path:
-    """Where the templates are: in the installed package, or beside it in a checkout."""
+    """The folder of the templates: in the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for directory in (package / "kernels", package.parent / "kernels"):
         if (directory / "forward.cu").is_file():
@@ -59,7 +59,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
     """The flattened source of a kernel.
 
     Entry files and ``.j2`` headers are templates; other headers are plain CUDA C++. ``#line`` directives make the
-    compiler name the file and line that a person would open.
+    compiler's messages name the files in ``kernels/`` and their lines.
     """
     layout = spec.params
     values = {
@@ -78,7 +78,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,
         "params_bytes": layout.nbytes,
-        # TMA reads a tensor map where it lies, so that the record must not be copied.
+        # TMA reads tensor maps from the parameter itself, so the compiler must not copy the record.
         "grid_constant": "__grid_constant__ " if layout.maps else "",
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }

@@ -23,10 +23,10 @@ CPP_NAMES = {
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Everything that the compiler must know of a kernel, and nothing else.
+    """Everything that the machine code of a kernel depends on, and nothing else.
 
-    Batch, heads, lengths, strides and the scale are not here: they travel in the parameter record, so that a training
-    loop compiles once.
+    Batch, heads, lengths, strides and the scale are in the parameter record instead, so that a training loop compiles
+    once.
 
     Attributes
     ----------
@@ -35,13 +35,14 @@ class KernelSpec:
     family : str
         Name of the family, or ``"common"`` where all families share the kernel.
     arch : str
-        What NVRTC compiles for, such as ``"sm_90"``, or ``"sm_90a"`` for what only this one architecture has.
+        Architecture that NVRTC compiles for, such as ``"sm_90"``, or ``"sm_90a"`` for instructions that only this
+        architecture has.
     dtype : str
     head_dim : int
     causal : bool
     tile : TileConfig
     features : tuple of str
-        Keys of `FEATURES`.
+        Keys of `fa2cupy.problem.features.FEATURES`.
     """
 
     operation: str
@@ -59,17 +60,17 @@ class KernelSpec:
 
     @property
     def folder(self) -> str:
-        """Folder of the kernel's body, and its namespace."""
+        """Folder and C++ namespace of the kernel's body."""
         return "common" if operation_named(self.operation).is_common else family_named(self.family).folder
 
     @property
     def needs_positive_scale(self) -> bool:
-        """Whether the kernel is launched for positive softmax scales only."""
+        """True if the planner guarantees softmax_scale > 0 for the kernel's family."""
         return self.family != "common" and family_named(self.family).needs_positive_scale
 
     @property
     def symbol(self) -> str:
-        """Name of the kernel in the cubin, made to be read in a profile."""
+        """Name of the kernel in the cubin, readable in a profile."""
         name = f"fa2_{self.operation}_{self.family}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
@@ -77,7 +78,7 @@ class KernelSpec:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Dynamic shared memory of a launch."""
+        """Dynamic shared memory of a block, in bytes."""
         if not operation_named(self.operation).is_tiled:
             return 0
         family = family_named(self.family)
@@ -85,14 +86,15 @@ class KernelSpec:
 
     @property
     def params(self) -> ParamLayout:
-        """The record that the kernel takes."""
+        """The parameter record of the kernel."""
         return param_layout(self.operation, self.family, self.dtype, self.features)
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The constants that say which features the kernel has."""
-        return {need.flag: name in self.features for name, need in FEATURES.items()}
+        """The C++ constants that switch features on, by name."""
+        return {feature.flag: name in self.features for name, feature in FEATURES.items()}
 
     def __str__(self) -> str:
         causal = "".join(f", {name}" for name in (*(["causal"] if self.causal else []), *self.features))
-        return f"{self.operation} ({self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile})"
+        kernel = f"{self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile}"
+        return f"{self.operation} ({kernel})"

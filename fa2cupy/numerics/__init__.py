@@ -1,1 +1,1 @@
-"""Formulas of attention as a whole, for the references, and how results are compared with them."""
+"""Formulas of attention with whole score matrices, for the references, and the comparison of results with them."""

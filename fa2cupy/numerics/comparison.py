@@ -1,4 +1,4 @@
-"""One result against its reference: how far it is, how far it may be, what a failure tells. `testing` has the rule."""
+"""Compares a result with its reference: error, bound and message of failure. The rule is at the top of `testing`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from ..problem.array_types import Array
 from ..problem.attention import AttentionProblem
 from .arrays import device_context
 
@@ -14,16 +15,29 @@ __all__ = ["Comparison", "assert_within_baseline", "largest"]
 
 _BASELINE_FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3, "dbias": 3, "dsink": 3}
 _RMS_FACTORS = {"o": 0.75, "dq": 0.9, "dk": 0.9, "dv": 0.75}
-_ROUNDINGS = (2.3, 5.0)  # of the reference, that the baseline's is worth
+_ROUNDINGS = (2.3, 5.0)  # range of the baseline's error over the error of rounding the reference
 _FEWEST_ERRORS, _FEWEST_KEYS, _FEWEST_SMALLEST = 100, 64, 32
 _ACCUMULATED = ("lse", "delta", "dsink")  # results in the accumulators' dtype
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result that passed: its largest distance from the reference, the baseline's, and what is allowed.
+    """The errors of a result that passed, and their bounds.
 
-    `rms` is the root mean square of the distances and `rms_allowed` what is allowed of it; inf where the rule has no bound.
+    Attributes
+    ----------
+    name : str
+        Name of the result, such as ``"dq"``.
+    error : float
+        Largest distance from the reference.
+    baseline_error : float
+        The baseline's largest distance from the reference.
+    allowed : float
+        Bound of `error`.
+    rms : float
+        Root mean square of the distances from the reference.
+    rms_allowed : float
+        Bound of `rms`; inf where the rule has none.
     """
 
     name: str
@@ -45,20 +59,27 @@ class Comparison:
 
 
 def assert_within_baseline(
-    name: str, result, wanted, baseline, noise: float = 0.0, *, problem: AttentionProblem, spec: object = None
+    name: str,
+    result: Array,
+    wanted: Array,
+    baseline: Array,
+    noise: float = 0.0,
+    *,
+    problem: AttentionProblem,
+    spec: object = None,
 ) -> Comparison:
-    """Raises unless a result is within the rule at the top of `testing`.
+    """Raises AssertionError unless a result obeys the rule at the top of `fa2cupy.testing`.
 
     Parameters
     ----------
     name : {"o", "lse", "delta", "dq", "dk", "dv", "dbias", "dsink"}
     result, wanted, baseline : ndarray
-        The result, its float64 reference, and what the naive formulas give.
+        The result, its float64 reference, and the result of the naive formulas.
     noise : float, optional
-        Rounding errors that are allowed besides, in units of the accumulators' machine epsilon.
+        Further rounding errors that are allowed, in units of the accumulators' machine epsilon.
     problem : AttentionProblem
     spec : object, optional
-        The kernel or tile that a failure is to name.
+        Kernel or tile that the text of a failure names.
 
     Returns
     -------
@@ -71,7 +92,7 @@ def assert_within_baseline(
         the worst element and the numbers of NaN and inf.
     """
     dtype = problem.accumulator_dtype if name in _ACCUMULATED else problem.dtype
-    if name == "dbias":  # a bias is of either dtype, and its gradient like it
+    if name == "dbias":  # it has the dtype of the bias, which is the problem's or the accumulators'
         dtype = baseline.dtype.name
     if result.shape != wanted.shape or result.dtype.name != dtype:
         raise AssertionError(f"{name}: expected {dtype} of shape {wanted.shape}, got {result.dtype} of {result.shape}")
@@ -99,31 +120,32 @@ def _allowed(name: str, problem: AttentionProblem, highest: float, baseline_erro
     return factor * baseline_error + relative * highest + rounding
 
 
-def _rms_allowed(name: str, problem: AttentionProblem, wanted, baseline, baseline_distance) -> float:
+def _rms_allowed(
+    name: str, problem: AttentionProblem, wanted: Array, baseline: Array, baseline_distance: Array
+) -> float:
     if name not in _RMS_FACTORS or problem.itemsize != 2 or problem.score_shape[3] < _FEWEST_KEYS:
         return np.inf
     rms, rounding = _rms(baseline_distance), _rms(_distance(wanted.astype(baseline.dtype), wanted))
     if _rms(wanted) < _FEWEST_SMALLEST * float(ml_dtypes.finfo(problem.dtype).smallest_normal):
         return np.inf
     fewest, most = _ROUNDINGS
-    applies = rms > 0 and fewest * rounding <= rms <= most * rounding
-    return (
-        _RMS_FACTORS[name] * rms if applies and _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
-    )
+    if not (rms > 0 and fewest * rounding <= rms <= most * rounding):
+        return np.inf
+    return _RMS_FACTORS[name] * rms if _number_of_errors(baseline_distance, rms) >= _FEWEST_ERRORS else np.inf
 
 
-def _number_of_errors(distance, rms: float) -> float:
-    """How many errors of one size would scatter as much as these: few, if few are much larger than the others."""
+def _number_of_errors(distance: Array, rms: float) -> float:
+    """Effective number of errors, ``sum(e**2)**2 / sum(e**4)``: small if a few are much larger than the others."""
     finite = distance[np.isfinite(distance)]
     return finite.size / float(((finite / rms) ** 4).mean())
 
 
-def _rms(distance) -> float:
+def _rms(distance: Array) -> float:
     finite = distance[np.isfinite(distance)]
     return float((finite**2).mean()) ** 0.5 if finite.size else 0.0
 
 
-def _distance(array, wanted):
+def _distance(array: Array, wanted: Array) -> Array:
     """Elementwise |array - wanted|: 0 where both are the same infinity or NaN, inf where only one is."""
     array = array.astype("float64")
     distance = abs(array - wanted)
@@ -132,12 +154,14 @@ def _distance(array, wanted):
     return distance
 
 
-def largest(array) -> float:
-    """Of an array's elements, 0 without any."""
+def largest(array: Array) -> float:
+    """The largest element of an array, 0 if it is empty."""
     return float(array.max()) if array.size else 0.0
 
 
-def _failure(comparison: Comparison, result, wanted, distance, problem: AttentionProblem, spec: object) -> str:
+def _failure(
+    comparison: Comparison, result: Array, wanted: Array, distance: Array, problem: AttentionProblem, spec: object
+) -> str:
     worst = tuple(map(int, np.unravel_index(int(distance.argmax()), distance.shape)))
     got, right = (float(array[worst].astype("float64")) for array in (result, wanted))
     lines = (
@@ -156,6 +180,6 @@ def _rms_failure(comparison: Comparison) -> str:
     return f"root mean square {comparison.rms:.2e}, {percent:.0f} % of the allowed {comparison.rms_allowed:.2e}"
 
 
-def _nonfinite(array) -> str:
+def _nonfinite(array: Array) -> str:
     array = array.astype("float64")
     return f"{int(np.isnan(array).sum())} NaN and {int(np.isinf(array).sum())} inf"

@@ -1,6 +1,6 @@
-"""The formulas of attention written out, with whole score matrices, one head at a time. `reference` is their front.
+"""The formulas of attention with whole score matrices, one head at a time. `reference` has the public functions.
 
-The order of what features do to scores is at the top of `features`.
+The order in which features change scores is at the top of ``problem/features.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..problem import philox
+from ..problem.array_types import Array
 from ..problem.attention import AttentionProblem
+from ..problem.features import feature_arrays
 from ..problem.sequences import Sequence, sequences_of
 from .arrays import array_module, matmul
 
@@ -20,7 +23,7 @@ __all__ = ["Formulas"]
 
 
 class _Head(NamedTuple):
-    """A query head of one sequence: where it is in q, o and lse, and in k and v."""
+    """A query head of one sequence, and its indices into q, o and lse (`own`), and into k and v (`shared`)."""
 
     sequence: Sequence
     head: int
@@ -29,21 +32,37 @@ class _Head(NamedTuple):
 
 
 class Formulas:
-    """The formulas for one problem, on the module of the array `like`, in one precision.
+    """The formulas for one problem, in one precision.
 
-    Sums and what is done element by element are in the dtype `work`. Operands and results of matrix products are
-    rounded to the dtype `rounded`, which is that of the results.
+    Parameters
+    ----------
+    problem : AttentionProblem
+    keywords : mapping
+        Keywords of features, checked.
+    like : ndarray
+        Array whose module, NumPy or CuPy, computes.
+    work : dtype
+        dtype of sums and of elementwise operations.
+    rounded : dtype
+        dtype of the results, to which operands and results of matrix products are rounded.
     """
 
-    def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object], like, work, rounded):
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        keywords: Mapping[str, object],
+        like: Array,
+        work: DTypeLike,
+        rounded: DTypeLike,
+    ):
         self.problem = problem
-        self.keywords = keywords
+        self.arrays = feature_arrays(keywords)
         self.xp = array_module(like)
         self.work = work
         self.rounded = rounded
         self.sequences = sequences_of(problem, keywords)
 
-    def forward(self, q, k, v):
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """O and lse."""
         o = self.xp.zeros(self.problem.o_shape, self.rounded)
         lse = self.xp.full(self.problem.lse_shape, -np.inf, self.work)
@@ -58,8 +77,18 @@ class Formulas:
             self._heads_first(o)[part.own] = self._product(p, self._head(v, part.shared))
         return o, lse
 
-    def backward(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None):
-        """dq, dk, dv, then the gradients that are like the arrays of `extra`: dbias, dsink."""
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        do: Array,
+        dlse: Array | None = None,
+        extra: Mapping[str, Array] | None = None,
+    ) -> tuple[Array, ...]:
+        """dq, dk and dv, then dbias and dsink if `extra` has arrays of their shapes and dtypes under these names."""
         dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
         extra = extra or {}
         sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
@@ -86,10 +115,20 @@ class Formulas:
         more = [sums[name].reshape(a.shape).astype("float64" if exact else a.dtype) for name, a in extra.items()]
         return (*(gradient.astype(self.rounded, copy=False) for gradient in (dq, dk, dv)), *more)
 
-    def noise(self, q, k, v, o, lse, do, dlse=None, extra: Mapping[str, object] | None = None) -> dict[str, float]:
-        """What roundings may leave of dq, dk, dbias and dsink where terms cancel: see `reference.gradient_noise`."""
+    def noise(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        do: Array,
+        dlse: Array | None = None,
+        extra: Mapping[str, Array] | None = None,
+    ) -> dict[str, float]:
+        """Rounding errors of dq, dk, dbias and dsink where terms cancel: see `reference.gradient_noise`."""
         largest = {"dq": 0.0, "dk": 0.0}
-        # o was rounded to its dtype, by so much more than sums are.
+        # The rounding error of o, which has the dtype of do, over that of sums.
         o_rounding = float(ml_dtypes.finfo(do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
         extra = extra or {}
         squares = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
@@ -100,7 +139,7 @@ class Formulas:
             do_head = abs(self._head(do, part.own))
             in_dp = self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
             p = self._probabilities(s, row_lse)
-            # dP and delta are two sums of the same products. Errors of different elements of dS add up in quadrature.
+            # dP and delta are sums of the same products. Errors of different elements of dS add in quadrature.
             ds = 2 * p * in_dp
             in_delta = (p * in_dp).sum(axis=1, keepdims=True)
             in_o = o_rounding * ((do_head * self._head(o, part.own)) ** 2).sum(axis=1, keepdims=True) ** 0.5
@@ -110,7 +149,7 @@ class Formulas:
             if "dbias" in squares:
                 from_delta = p * in_delta
                 if squares["dbias"].shape[3] == 1:
-                    # Summed over its keys a row of dS is 0 but for the error of delta, the same in all its terms.
+                    # The sum of a row of dS over its keys is 0 except for the error of delta, which all terms share.
                     from_delta = (p * (in_delta + in_o)).sum(axis=1, keepdims=True)
                 self._add_reduced(squares["dbias"], (p * in_dp) ** 2, part)
                 self._add_reduced(squares["dbias"], from_delta**2, part)
@@ -126,33 +165,34 @@ class Formulas:
             **{name: _largest(total) ** 0.5 for name, total in squares.items()},
         }
 
-    def _scores(self, q_head, k_head, part: _Head) -> tuple:
-        """Scores with all features, and what their gradient is multiplied by."""
+    def _scores(self, q_head: Array, k_head: Array, part: _Head) -> tuple[Array, Array | float]:
+        """Scores with all features, and their derivative by the scaled scores."""
         s = self._product(q_head, k_head.T) * self.problem.softmax_scale
-        settings, keywords, slope = self.problem.settings, self.keywords, 1.0
+        settings, arrays = self.problem.settings, self.arrays
+        slope: Array | float = 1.0
         query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
         if settings.softcap is not None:
             tanh = self.xp.tanh(s / settings.softcap)
             s, slope = settings.softcap * tanh, 1 - tanh * tanh
-        if "alibi_slopes" in settings.arrays:
-            slopes = keywords["alibi_slopes"]
+        if "alibi_slopes" in arrays:
+            slopes = arrays["alibi_slopes"]
             own = slopes[part.head] if slopes.ndim == 1 else slopes[part.sequence.number, part.head]
             s = s - own.astype(self.work) * abs(query + part.sequence.diagonal - key)
-        if "bias" in settings.arrays:
-            s = s + self._of_head(keywords["bias"], part).astype(self.work)
+        if "bias" in arrays:
+            s = s + self._of_head(arrays["bias"], part).astype(self.work)
         visible = self._visible(query, key, part)
         return s if visible is None else self.xp.where(visible, s, -np.inf), slope
 
-    def _visible(self, query, key, part: _Head):
-        settings, keywords = self.problem.settings, self.keywords
+    def _visible(self, query: Array, key: Array, part: _Head) -> Array | None:
+        arrays = self.arrays
         aligned = query + part.sequence.diagonal
-        left, right = settings.window
+        left, right = self.problem.settings.window
         conditions = [key <= aligned] if self.problem.causal else []
         conditions += [aligned - left <= key] if left is not None else []
         conditions += [key <= aligned + right] if right is not None else []
-        conditions += [self._of_head(keywords["mask"], part)] if "mask" in settings.arrays else []
-        if "key_padding_mask" in settings.arrays:
-            padding = keywords["key_padding_mask"]
+        conditions += [self._of_head(arrays["mask"], part)] if "mask" in arrays else []
+        if "key_padding_mask" in arrays:
+            padding = arrays["key_padding_mask"]
             own = padding if padding.ndim == 1 else padding[part.sequence.number]
             conditions.append(own[: part.sequence.seqlen_k])
         visible = None
@@ -160,13 +200,13 @@ class Formulas:
             visible = condition if visible is None else visible & condition
         return visible
 
-    def _of_head(self, array, part: _Head):
-        """A head's part of an array that is broadcast over scores."""
+    def _of_head(self, array: Array, part: _Head) -> Array:
+        """The part of a head in an array that is broadcast over the scores."""
         whole = self.xp.broadcast_to(array, self.problem.score_shape)[part.sequence.number, part.head]
         return whole[: part.sequence.seqlen_q, : part.sequence.seqlen_k]
 
-    def _add_reduced(self, total, ds, part: _Head) -> None:
-        """Adds the gradient of a head's scores to an array that is broadcast over them."""
+    def _add_reduced(self, total: Array, ds: Array, part: _Head) -> None:
+        """Adds dS of a head to the gradient of an array that is broadcast over the scores."""
         for axis in (0, 1):
             if total.shape[2 + axis] == 1:
                 ds = ds.sum(axis=axis, keepdims=True)
@@ -177,18 +217,18 @@ class Formulas:
     def _four_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (1,) * (4 - len(shape)) + shape if name == "dbias" else shape
 
-    def _with_sink(self, s, part: _Head):
+    def _with_sink(self, s: Array, part: _Head) -> Array:
         """The scores, with the sink as one more key."""
-        if "sink" not in self.problem.settings.arrays:
+        if "sink" not in self.arrays:
             return s
-        column = self.xp.full((s.shape[0], 1), 1, self.work) * self.keywords["sink"][part.head].astype(self.work)
+        column = self.xp.full((s.shape[0], 1), 1, self.work) * self.arrays["sink"][part.head].astype(self.work)
         return self.xp.concatenate([s, column], axis=1)
 
-    def _sink_share(self, row_lse, part: _Head):
-        return self.xp.exp(self.keywords["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
+    def _sink_share(self, row_lse: Array, part: _Head) -> Array:
+        return self.xp.exp(self.arrays["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
 
-    def _dropped(self, matrix, part: _Head, at_most: bool = False):
-        """A matrix of the shape of P after dropout; or a bound of what it may be, the same for all elements."""
+    def _dropped(self, matrix: Array, part: _Head, at_most: bool = False) -> Array:
+        """Dropout of a matrix of the shape of P. `at_most` keeps all elements, for a bound of the result."""
         settings = self.problem.settings
         if not settings.dropout_p:
             return matrix
@@ -200,22 +240,22 @@ class Formulas:
         keep = philox.kept(settings.dropout_p, settings.seed, *place, *tile, self.xp)[0]
         return self.xp.where(keep, matrix * self.xp.asarray(scale, self.work), 0)
 
-    def _probabilities(self, s, row_lse):
+    def _probabilities(self, s: Array, row_lse: Array) -> Array:
         return self._round(self.xp.exp(s - self._without_empty(row_lse)[:, None]))
 
-    def _without_empty(self, row_lse):
-        # exp(-inf - -inf) would be NaN where a row sees no key and P is 0.
+    def _without_empty(self, row_lse: Array) -> Array:
+        # In a row without visible keys P is 0; exp(-inf - -inf) would be NaN.
         return self.xp.where(row_lse == -np.inf, np.inf, row_lse)
 
-    def _product(self, a, b):
+    def _product(self, a: Array, b: Array) -> Array:
         return self._round(matmul(a, b))
 
-    def _round(self, matrix):
+    def _round(self, matrix: Array) -> Array:
         return matrix.astype(self.rounded, copy=False).astype(self.work, copy=False)
 
     def _heads(self) -> Iterator[_Head]:
-        # Without rows there are no scores, and without keys there is the sink at most.
-        sink = "sink" in self.problem.settings.arrays
+        # A sequence without keys contributes only if there is a sink.
+        sink = "sink" in self.arrays
         for sequence in self.sequences:
             if sequence.seqlen_q and (sequence.seqlen_k or sink):
                 for head in range(self.problem.num_heads):
@@ -223,15 +263,15 @@ class Formulas:
                     own, shared = (sequence.batch, head, sequence.queries), (sequence.batch, group, sequence.keys)
                     yield _Head(sequence, head, own, shared)
 
-    def _head(self, array, index: tuple):
+    def _head(self, array: Array, index: tuple[int, int, slice]) -> Array:
         return self._heads_first(array)[index].astype(self.work)
 
-    def _heads_first(self, array):
+    def _heads_first(self, array: Array) -> Array:
         return self.problem.canonical_view(array).transpose(0, 2, 1, 3)
 
-    def _statistics(self, array):
+    def _statistics(self, array: Array) -> Array:
         return array[(None,) * (4 - self.problem.rank)]
 
 
-def _largest(array) -> float:
+def _largest(array: Array) -> float:
     return float(array.max()) if array.size else 0.0

@@ -1,1 +1,1 @@
-"""What a call launches: stages, grids, workspaces and tensor maps. Pure arithmetic, no GPU."""
+"""Plans of calls: stages, grids, workspaces and tensor maps. Planning is arithmetic on the host and needs no GPU."""

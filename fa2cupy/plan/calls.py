@@ -1,4 +1,4 @@
-"""From a problem and a choice to the kernels that solve it: stages, in order, and the workspaces between them."""
+"""Plans of the three calls: the stages in order, and the workspaces between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["plan_backward", "plan_delta", "plan_forward"]
 def plan_forward(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
-    """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v`` and ``o``, and those of the features' arrays."""
+    """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
     layout = StageLayout(problem, device, choice.family, strides)
     return _plan([*_clear_unused(layout, "clear_forward"), layout.tiled("forward", choice.tiles["forward"])])
 
@@ -41,17 +41,17 @@ def plan_backward(
     extras: tuple[str, ...] = (),
     with_delta: bool = True,
 ) -> Plan:
-    """The plan of `fa2cupy.backward`, delta first unless the caller has it.
+    """The plan of `fa2cupy.backward`.
 
     Parameters
     ----------
     problem, device, choice
     strides : mapping
-        Of q, k, v, o, dout, dq, dk, dv, the features' arrays, and dbias_accum for ``"dbias"``.
+        Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias_accum for ``"dbias"``.
     extras : tuple of str, optional
-        The input ``"dlse"`` and the results ``"dbias"`` and ``"dsink"`` that the call has.
+        The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has.
     with_delta : bool, optional
-        Whether delta is computed.
+        If True, the first stage computes delta; else the caller passes it.
     """
     layout = StageLayout(problem, device, choice.family, strides, extras)
     stages: list[Stage] = []
@@ -80,13 +80,13 @@ def _delta(layout: StageLayout) -> Stage:
     problem = layout.problem
     vector = 8 if problem.itemsize == 2 else 1
     lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
-    tile = _tile_of("delta", 32 * OPERATIONS["delta"].num_warps // lanes)
+    tile = _tile_of("delta", 32 * _num_warps("delta") // lanes)
     num_tiles = -(-problem.seqlen_q // tile.b_r)
     return layout.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
 
 
 def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace]:
-    """The last stage of a backward that sums dQ in a workspace, whose tiles are those of the backward."""
+    """The stage that rounds dQ from its workspace, which lies in query tiles of the backward, and that workspace."""
     problem = layout.problem
     num_tiles = layout.num_tiles("queries", tile.b_r)
     blocks = problem.batch * problem.num_heads * num_tiles
@@ -106,8 +106,14 @@ def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:
 
 
 def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:
-    """The tile of a kernel that has as many warps as its row of `OPERATIONS` says."""
-    return TileConfig(b_r, b_c, OPERATIONS[operation].num_warps)
+    """The tile of a kernel whose number of warps is fixed."""
+    return TileConfig(b_r, b_c, _num_warps(operation))
+
+
+def _num_warps(operation: str) -> int:
+    num_warps = OPERATIONS[operation].num_warps
+    assert num_warps is not None, f"the tile of {operation} is a choice"
+    return num_warps
 
 
 def _plan(stages: Iterable[Stage], workspaces: Iterable[Workspace] = (), cleared: Iterable[str] = ()) -> Plan:

@@ -1,4 +1,4 @@
-"""One stage of a plan: its grid, its record and its tensor maps."""
+"""Makes the stages of a plan: grid, parameter record and tensor maps of each kernel."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class StageLayout:
     ----------
     problem, device
     family : Family
-        Of the kernels that families have of their own.
+        Family of the kernels that are not common to all families.
     strides : mapping
-        Of the tensors and of the features' arrays, by the kernels' names.
+        Strides of the tensors and of the features' arrays, by the kernels' names.
     extras : tuple of str
-        What a backward has besides: ``"dlse"``, ``"dbias"``, ``"dsink"``.
+        The subset of ``"dlse"``, ``"dbias"`` and ``"dsink"`` that a backward has.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StageLayout:
         self.used_features = dict.fromkeys(used_features(problem, extras))
 
     def num_tiles(self, side: str, rows: int) -> int:
-        """Tiles of a head along the queries or keys; of packed sequences, each starts with a tile of its own."""
+        """Tiles of a head along the queries or keys. No tile has rows of two packed sequences."""
         problem, axis = self.problem, {"queries": 2, "keys": 3}[side]
         if not problem.is_packed:
             return -(-problem.score_shape[axis] // rows)
@@ -63,9 +63,11 @@ class StageLayout:
     def tiled(self, operation: str, tile: TileConfig) -> Stage:
         """A kernel whose blocks own tiles of queries or keys.
 
-        All query tiles of a head read that head's K and V. All key tiles read the group's Q and dO, and some add to its dQ.
+        All query tiles of a head read the head's K and V. All key tiles read the group's Q and dO; those of
+        ``single_pass`` also add to its dQ.
         """
-        problem, side = self.problem, self.family.owns(operation)
+        problem = self.problem
+        side = "queries" if self.family.owns(operation) == "queries" else "keys"
         if side == "queries":
             heads, rows, columns = problem.num_heads, tile.b_r, COLUMNS_BY_QUERIES
         else:
@@ -76,7 +78,7 @@ class StageLayout:
         num_tiles = self.num_tiles(side, rows)
         record = param_layout(operation, self.family.name, problem.dtype)
         blocks = num_tiles * heads * problem.batch
-        if TILE_COUNTER in record.pointers:  # as many as can run at a time, which stay and share the tiles out
+        if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         maps = tuple(self._map(name, tile) for name in record.maps)
         return self.stage(
@@ -84,16 +86,17 @@ class StageLayout:
         )
 
     def stage(
-        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[TensorLayout, ...] = (), **values: object
+        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[TensorLayout, ...] = (), **values: int
     ) -> Stage:
-        """A kernel with its grid; `values` are the numbers of its record that depend on the grid."""
+        """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, operation_named(operation)
         features = self.family.kernel_features(operation, self.used_features)
-        causal = problem.causal and row.is_tiled and "window" not in features  # whose right limit then is the diagonal
+        # With a window, its right limit stands for the causal mask.
+        causal = problem.causal and row.is_tiled and "window" not in features
         family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
         arch = self.device.arch + suffix
         spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
-        available = {
+        available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
             "softmax_scale": problem.softmax_scale,
@@ -112,7 +115,7 @@ class StageLayout:
 
     def _map(self, name: str, tile: TileConfig) -> TensorLayout:
         problem = self.problem
-        # Results are stored by each warp.
+        # Warps store results by themselves, in boxes of 16 rows.
         box_rows = {"q": tile.b_r, "dout": tile.b_r, "k": tile.b_c, "v": tile.b_c}.get(name, 16)
         layout = packed_layout if problem.is_packed else tensor_layout
         sizes, strides = problem.sizes_of(name), self.strides[name]

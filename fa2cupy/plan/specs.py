@@ -1,4 +1,4 @@
-"""Which kernels calls use, found out by planning a small one on the host."""
+"""The kernels that calls use, found by planning small calls on the host."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ..families.device import DeviceInfo
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
 from ..problem.checks import problem_from_arrays
+from ..problem.features import FeatureKeywords, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import contiguous_score_strides, feature_strides
+from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides
 from .calls import plan_backward, plan_forward
 
 __all__ = ["default_specs"]
 
 _ROWS = 128
-#: FeatureSettings that only calls of the backward have, and what plans call them.
+#: Features of the backward only, and their names in `plan_backward`.
 _EXTRAS = {"dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink"}
 
 
@@ -34,15 +35,16 @@ def default_specs(
     features: Sequence[str] = (),
     config: TileConfig | Mapping[str, TileConfig] | None = None,
 ) -> list[KernelSpec]:
-    """The kernels that calls use: the forward's, or those of a backward method.
+    """The kernels of a forward, or those of a backward by one method.
 
     Parameters
     ----------
     device, dtype, head_dim, causal, method, family, config
-        Of the calls, whose other options are the default ones.
+        Properties of the calls; all other options have their defaults. The kernels are the forward's if `method` is
+        None.
     features : sequence of str, optional
-        What they have besides, all together: of `fa2cupy.problem.choices.CALL_KEYWORDS`. A bias may have either of its
-        dtypes.
+        Features of the calls, all combined: names of `fa2cupy.problem.choices.CALL_KEYWORDS`. With a bias, the kernels
+        are those for both of the dtypes that it may have.
     """
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
@@ -54,9 +56,10 @@ def default_specs(
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
         problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
         rows = problem.kernel_strides(problem.q_shape)
-        strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(keywords)
+        strides: dict[str, AnyStrides] = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
+        strides |= feature_strides(keywords)
         if "dbias" in extras:
-            strides["dbias_accum"] = contiguous_score_strides(keywords["bias"].shape)
+            strides["dbias_accum"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
         choice = choose(call, problem, device, strides, options, extras=extras, is_launched=False)
         if method is None:
             plan = plan_forward(problem, device, strides, choice)
@@ -66,11 +69,11 @@ def default_specs(
     return list(specs)
 
 
-def _examples(features: Sequence[str], dtype: str) -> Iterator[dict[str, object]]:
-    """Keywords of calls with these features. Kernels do not depend on the values."""
+def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
+    """Keywords of calls with these features, for each dtype of a bias. Kernels do not depend on their values."""
     wide = "float64" if dtype == "float64" else "float32"
     offsets = np.array([0, _ROWS], "int32")
-    values = {
+    values: dict[str, FeatureKeywords] = {
         "window": {"window": (1, 1)},
         "softcap": {"softcap": 1.0},
         "alibi_slopes": {"alibi_slopes": _array((1,), wide)},
@@ -80,7 +83,9 @@ def _examples(features: Sequence[str], dtype: str) -> Iterator[dict[str, object]
         "dropout_p": {"dropout_p": 0.5, "seed": 0},
         "cu_seqlens": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
     }
-    keywords = {name: value for feature in features for name, value in values.get(feature, {}).items()}
+    keywords: FeatureKeywords = {}
+    for feature in features:
+        keywords.update(values.get(feature, {}))
     if "bias" not in features:
         yield keywords
         return

@@ -1,4 +1,4 @@
-"""What a plan consists of: launches, the memory that they need, and what must be cleared."""
+"""The parts of a plan: launches, the memory that they need, and the buffers to clear."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Plan", "Stage", "Workspace"]
 
 @dataclass(frozen=True)
 class Stage:
-    """One kernel launch, complete but for its pointers.
+    """One kernel launch, complete except for its pointers.
 
     Attributes
     ----------
     spec : KernelSpec
     blocks : int
     constants : bytes
-        The record behind the pointers.
+        Bytes of the parameter record after the pointers.
     maps : tuple of TensorLayout
-        Of the arrays that the record has tensor maps of.
+        Layouts of the arrays whose tensor maps are in the record.
     """
 
     spec: KernelSpec
@@ -45,12 +45,12 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call does, in order: clear, then launch.
+    """The work of a call, in order: clear buffers, then launch kernels.
 
     Attributes
     ----------
     stages : tuple of Stage
-        A stage without blocks (an empty problem) is left out.
+        Launches in order. A stage without blocks (an empty problem) is left out.
     workspaces : tuple of Workspace
     cleared : tuple of str
         Workspaces and outputs that must be zero before the first stage.
