@@ -9,7 +9,7 @@ from .backends import backend_of
 from .families.tile import TileConfig
 from .problem.array_types import Array
 from .problem.keywords import check_keywords, takes_features
-from .problem.options import CallOptions
+from .problem.options import CallOptions, hashable_config
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,7 +151,8 @@ def forward(
     """
     if keywords:
         check_keywords(forward, keywords)
-    options = CallOptions(causal, softmax_scale, layout, config, family)
+    given = None if config is None else hashable_config(config)
+    options = CallOptions(causal, softmax_scale, layout, given, family)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
@@ -262,7 +263,8 @@ def backward(
     """
     if keywords:
         check_keywords(backward, keywords)
+    given = None if config is None else hashable_config(config)
     options = CallOptions(
-        causal, softmax_scale, layout, config, family, method, deterministic, return_dbias, return_dsink
+        causal, softmax_scale, layout, given, family, method, deterministic, return_dbias, return_dsink
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)

@@ -102,7 +102,7 @@ def run_demo(device: str = "auto") -> int:
 def _why_no_gpu() -> str | None:
     try:
         DeviceInfo.current()
-    except Exception as error:  # noqa: BLE001  (without CuPy, driver or device, for any reason, NumPy runs instead)
+    except Exception as error:  # without CuPy, driver or device, for any reason, NumPy runs instead
         return str(error)
     return None
 

@@ -7,10 +7,9 @@ lookup, the allocation of its results and one launch per kernel.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from ..families.tile import TileConfig
 from ..problem.options import CallOptions
 from ..system.locks import new_lock
 from .arguments import Arguments
@@ -27,13 +26,6 @@ __all__ = ["run"]
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, KernelCall | CopyingCall] = {}
 _lock = new_lock()
-
-
-class _Tiles(dict[str, TileConfig]):
-    """A dict of tiles that can be part of a signature: it is hashable, and nothing changes it."""
-
-    def __hash__(self) -> int:  # type: ignore[override]  # a dict is declared unhashable
-        return hash(frozenset(self.items()))
 
 
 def run(
@@ -56,11 +48,9 @@ def run(
     seed : int, optional
         Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
     """
-    if options.config is not None and isinstance(options.config, Mapping):
-        options = options._replace(config=_Tiles(options.config))
     addresses = []
     # Types distinguish values that are equal but not all legal: True, 1 and 1.0.
-    signature = [arguments, options, tuple(map(type, options)), scalars, _types(scalars)]
+    signature = [arguments, options, (*map(type, options),), scalars, _types(scalars)]
     try:
         for array in arrays:
             if array is None:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-__all__ = ["CallOptions"]
+__all__ = ["CallOptions", "hashable_config"]
+
+
+class _Tiles(dict[str, Any]):
+    """Tiles by operation that can be part of a signature: the dict is hashable, and nothing changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict is declared unhashable
+        return hash(frozenset(self.items()))
+
+
+def hashable_config(config: object) -> object:
+    """The `config` of a call as `CallOptions` holds it: a copy of a mapping, and anything else as it is."""
+    return _Tiles(config) if isinstance(config, Mapping) else config
 
 
 class CallOptions(NamedTuple):

@@ -17,12 +17,12 @@ from support.launch_record import Launch
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
 from fa2cupy.plan.stages import Plan, Stage
-from fa2cupy.problem.options import CallOptions
+from fa2cupy.problem.options import CallOptions, hashable_config
 
 
 def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None, **features):
     """`fa2cupy.gpu.calls.forward` by keyword."""
-    return calls.forward(q, k, v, out, CallOptions(causal, scale, layout, config, family), features)
+    return calls.forward(q, k, v, out, CallOptions(causal, scale, layout, hashable_config(config), family), features)
 
 
 def delta(o, do, *, layout="bshd", out=None):
@@ -53,7 +53,9 @@ def backward(
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
-    options = CallOptions(causal, scale, layout, config, family, method, deterministic, return_dbias, return_dsink)
+    options = CallOptions(
+        causal, scale, layout, hashable_config(config), family, method, deterministic, return_dbias, return_dsink
+    )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 
 
