@@ -1103,8 +1103,8 @@ MUTANTS = (
     Mutant(
         "before sm_90: dQ in the order of sm_90",
         "backward",
-        '"l"(address + e * kElementStride)',
-        '"l"(address + e)',
+        "add_global(address + e * kElementStride, x[e]);",
+        "add_global(address + e, x[e]);",
         "numbers",
         Problem(device="sm_80", feature="window", causal=False),
     ),

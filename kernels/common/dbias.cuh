@@ -4,6 +4,7 @@
 // With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out of
 // the weights (weights.cuh) and taken here, when dbias has had its part.
 #pragma once
+#include "common/ptx.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
@@ -36,16 +37,6 @@ class Products<Spec, Fragment, true> {
     Fragment products_;
 };
 
-// Two neighbouring sums in global memory, at once where the instruction exists.
-__device__ __forceinline__ void add_pair(float* address, float even, float odd) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(even), "f"(odd) : "memory");
-#else
-    atomicAdd(address, even);
-    atomicAdd(address + 1, odd);
-#endif
-}
-
 // Row by row of a lane, and every element on its own.
 template <class Spec, class Fragment, class Real>
 __device__ __forceinline__ void add_elements(const Fragment& ds, Real* sums, const ScoreStrides& strides, int32 queries,
@@ -71,7 +62,7 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 #pragma unroll
         for (int n = 0; n < kN8; ++n) {
             if (in_pairs && 8 * n + 1 < left) {
-                add_pair(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
+                add_global(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
             } else {
 #pragma unroll
                 for (int e = 0; e < 2; ++e)

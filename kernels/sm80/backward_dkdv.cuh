@@ -193,7 +193,7 @@ struct BackwardDkdv {
                     common::take_weights<true, Spec>(
                         x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
                         where.tile * kBc + pair * kPairKeys + 16 * m, lane,
-                        [&](int, int j) { return load_shared(row_stats + j / 2 * 32 + j % 2 * 4); });
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
             } else {
 #pragma unroll
                 for (int n = 0; n < kBr / 8; ++n) {

@@ -96,7 +96,7 @@ struct ForwardSplit {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared(stat_address(1 - half, m, i)));
+            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared<float>(stat_address(1 - half, m, i)));
     }
 
     __device__ static void run(const Params& params, char* dynamic_smem) {

@@ -86,7 +86,7 @@ class BackwardGroup {
 
     // A query's statistic, for the column j of this lane.
     __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
-        return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
+        return load_shared<float>(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4);
     }
 
     // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...

@@ -54,12 +54,12 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
 struct TileInSlot {
     uint32 address, empty;  // of the slot, of its barrier
 
-    __device__ int32 key_tiles() const { return load_shared(address); }
-    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
-    __device__ int32 first_row() const { return load_shared(address + 8); }
-    __device__ int32 head() const { return load_shared(address + 12); }
-    __device__ int32 batch() const { return load_shared(address + 16); }
-    __device__ int32 first_key_tile() const { return load_shared(address + 20); }
+    __device__ int32 key_tiles() const { return load_shared<int32>(address); }
+    __device__ int32 full_key_tiles() const { return load_shared<int32>(address + 4); }
+    __device__ int32 first_row() const { return load_shared<int32>(address + 8); }
+    __device__ int32 head() const { return load_shared<int32>(address + 12); }
+    __device__ int32 batch() const { return load_shared<int32>(address + 16); }
+    __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
 };
 
 // The next one in the ring of slots, when the producer has written it.
