@@ -5,6 +5,7 @@
 // 16-byte chunks, else an element.
 #pragma once
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 
 namespace fa2::common {
 
@@ -55,7 +56,7 @@ __device__ __forceinline__ void clear_forward(const Record& params) {
         [&](int32 row, int32 lane) {
             Rest::clear_row(params.o, params.o_strides, params.num_heads, row, lane);
             for (int32 head = lane; head < params.num_heads; head += 32)
-                params.lse[static_cast<int64>(head) * params.total_q + row] = -infinity<Accum>();
+                params.lse[first_statistic<Spec>(params, 0, head) + row] = -infinity<Accum>();
         });
 }
 

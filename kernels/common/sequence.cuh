@@ -75,15 +75,6 @@ __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& param
     }
 }
 
-// Rows of a head's statistics: those of all sequences, where these are packed.
-template <class Spec, class Record>
-__device__ __forceinline__ int32 statistic_rows(const Record& params) {
-    if constexpr (Spec::kVarlen)
-        return params.total_q;
-    else
-        return params.seqlen_q;
-}
-
 // -------------------------------------------------------------------------------------------------------------- tiles
 
 // From a tile of all sequences to the sequence that it would be of, and which of its tiles it would be.

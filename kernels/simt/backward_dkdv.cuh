@@ -12,6 +12,7 @@
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "simt/rows.cuh"
@@ -54,7 +55,7 @@ struct BackwardDkdv {
             const int32 head = where.head * params.heads_per_group + member;
             const Real* q = params.q + params.q_strides.offset(where.batch, 0, head);
             const Real* dout = params.dout + params.dout_strides.offset(where.batch, 0, head);
-            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * common::statistic_rows<Spec>(params);
+            const int64 first_stat = common::first_statistic<Spec>(params, where.batch, head);
 
             for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
                 __syncthreads();

@@ -12,6 +12,7 @@
 #include "common/dbias.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "simt/rows.cuh"
@@ -52,7 +53,7 @@ struct BackwardDq {
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int32 row = first_row + Scores::row(0, lane);
-        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row;
+        const int64 stat = common::first_statistic<Spec>(params, where.batch, where.head) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);

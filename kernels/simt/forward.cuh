@@ -13,6 +13,7 @@
 #include "common/params.cuh.j2"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -87,7 +88,7 @@ struct Forward {
                          first_row, params.seqlen_q, lane);
         const int32 row = first_row + Scores::row(0, lane);
         if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row] = lse[0];
+            params.lse[common::first_statistic<Spec>(params, where.batch, where.head) + row] = lse[0];
     }
 };
 

@@ -25,6 +25,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
@@ -121,7 +122,7 @@ struct BackwardDkdv {
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * common::statistic_rows<Spec>(params);
+        const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
         if (thread < kBr) {
             const float lse = valid ? params.lse[first + row] : -common::infinity<float>();

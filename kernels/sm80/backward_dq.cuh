@@ -13,6 +13,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
@@ -68,7 +69,7 @@ struct BackwardDq {
         ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
-        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)

@@ -31,6 +31,7 @@
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
 #include "common/math.cuh"
+#include "common/statistics.cuh"
 #include "common/weights.cuh"
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/store_box.cuh"
@@ -279,8 +280,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
-        const int64 first = (static_cast<int64>(tile.batch()) * params_.num_heads + tile.head()) *
-                            common::statistic_rows<Spec>(params_);
+        const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
         const float *lse = own.lse + first, *delta = own.delta + first;
         if constexpr (Spec::kAlibi)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());

@@ -19,6 +19,7 @@
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
 #include "common/scores.cuh"
+#include "common/statistics.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/store_box.cuh"
 #include "sm90/wgmma.cuh.j2"
@@ -348,8 +349,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto place = query_place<Spec>(params_, batch);
-        float* lse =
-            own.lse + (static_cast<int64>(batch) * params_.num_heads + head) * common::statistic_rows<Spec>(params_);
+        float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Output::row(i, lane_);
