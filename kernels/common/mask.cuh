@@ -1,4 +1,5 @@
-// Visibility, applied to a fragment. Only tiles that tile_range.cuh calls not full come here.
+// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the same
+// bounds rounded to tiles, and says which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/tile_range.cuh"
@@ -26,6 +27,8 @@ struct Mask {
         if constexpr (kWindow) return key < first_key(query);
         return false;
     }
+    // Of a key from the diagonal; not negative where a causal mask leaves the key visible.
+    __device__ int32 distance(int32 query, int32 key) const { return query + diagonal - key; }
     // Under a left limit.
     __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
     __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }
