@@ -1,5 +1,5 @@
-// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the same
-// bounds rounded to tiles, and says which tiles need a mask.
+// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the
+// same bounds, rounded to tiles, and says which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/tile_range.cuh"

@@ -4,8 +4,8 @@
 
 namespace fa2::common {
 
-// Packed sequences have [head][row] with the rows of all of them. The record of a sequence points to where its number can
-// be taken for the batch (`enter_sequence`); with the record of the launch, the batch is 0.
+// Packed sequences have [head][row] with the rows of all of them. The pointers of a sequence's record are moved so that
+// its number can be taken for the batch (`enter_sequence`); with the record of the launch, the batch is 0.
 template <class Spec, class Record>
 __device__ __forceinline__ int64 first_statistic(const Record& params, int32 batch, int32 head) {
     const int64 head_index = static_cast<int64>(batch) * params.num_heads + head;
