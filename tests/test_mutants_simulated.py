@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         "the last V never comes",
         "forward",
-        "load_value(tile, (common::kLeftLimit<Spec> ? tile.first_key_tile : 0));\n            if",
+        "load_value(tile, kLeftLimit ? tile.first_key_tile : 0);\n            if",
         "if",
         "deadlock",
         HOPPER_TILES,
@@ -530,8 +530,8 @@ MUTANTS = (
     Mutant(
         "dQ: as many stages of V as of K",
         "backward_dq",
-        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
-        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
         "deadlock",
         HOPPER_SKIPPING,
     ),

@@ -36,7 +36,7 @@ struct BackwardDq {
     static constexpr bool kFindsSequences = true;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
-        const BackwardDqMemory<Shape> memory(dynamic_smem);
+        const QueryTileMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {

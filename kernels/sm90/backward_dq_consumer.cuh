@@ -44,7 +44,7 @@ template <class Spec>
 class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadFragment<Spec::kBc / 8>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
-    using Memory = BackwardDqMemory<Shape>;
+    using Memory = QueryTileMemory<Shape>;
     using Element = typename Spec::Element;
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
