@@ -10,8 +10,8 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
     using Memory = QueryTileMemory<BackwardDqShape<Spec>>;
     using Base = QueryTileProducer<Spec, BackwardDqShape<Spec>, Memory>;
     using typename Base::Tile;
-    using Base::kLeftLimit;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::memory_, Base::params_, Base::publish, Base::queries_;
+    using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
+    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
 
   public:
     __device__ BackwardDqProducer(const Params& params, const Memory& memory) : Base(params, memory) {}

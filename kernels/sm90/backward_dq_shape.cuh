@@ -7,7 +7,8 @@ namespace fa2::sm90 {
 template <class Spec>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base = QueryTileShape<Spec, 2>;
-    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes, Base::kStages;
+    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
+    using Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
     // What a block can have; the system takes 1024 bytes for each.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;

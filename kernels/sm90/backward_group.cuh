@@ -14,14 +14,6 @@
 
 namespace fa2::sm90 {
 
-// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
-template <int kPanelBytes>
-__device__ __forceinline__ constexpr uint64 along_columns(int s) {
-    return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
-}
-// k-steps of 16 rows.
-__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
-
 template <class Spec, class Shape>
 class BackwardGroup {
   protected:

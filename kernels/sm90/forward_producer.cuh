@@ -11,8 +11,8 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
     using typename Base::Tile;
-    using Base::kLeftLimit;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::memory_, Base::params_, Base::publish, Base::queries_;
+    using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
+    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
 
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : Base(params, memory) {}

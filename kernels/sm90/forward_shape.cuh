@@ -8,7 +8,8 @@ namespace fa2::sm90 {
 template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
-    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes, Base::kStages;
+    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
+    using Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;

@@ -1,5 +1,5 @@
-// What the producers of the kernels by query tiles have in common: one thread publishes query tiles to the consumers and
-// loads their operands by TMA, each into the next slot of its ring, when the consumers have emptied that.
+// What the producers of the kernels by query tiles have in common: one thread publishes query tiles to the consumers
+// and loads their operands by TMA, each into the next slot of its ring, when the consumers have emptied that.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
 

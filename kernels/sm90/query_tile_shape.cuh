@@ -1,5 +1,5 @@
-// What the roles of a kernel by query tiles agree on: sizes, the shared-memory map and the barriers. kOperands: how many
-// matrices have rows of the query tile, Q alone or Q and dO.
+// What the roles of a kernel by query tiles agree on: sizes, the shared-memory map and the barriers. kOperands: how
+// many matrices have rows of the query tile, Q alone or Q and dO.
 #pragma once
 #include "sm90/query_tile.cuh"
 
