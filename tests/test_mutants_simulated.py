@@ -73,7 +73,7 @@ class Problem:
     causal: bool = True
     few_multiprocessors: bool = False  # so that heads are scheduled in sections
     packed: str = ""  # names of arrays that lie between others
-    growing: bool = False  # scores that leave the softmax's reference behind
+    growing: bool = False  # scores that leave the softmax's row shift behind
     hopper_tile: TileConfig | None = None
     feature: str = ""  # as `feature_cases.options_of` calls it
     view: Callable = place  # how the feature's arrays lie
@@ -780,8 +780,8 @@ MUTANTS = (
     Mutant(
         "log-sum-exp of a row without keys",
         "forward",
-        "lse[i] = empty ? -infinity<Real>() : reference",
-        "lse[i] = empty ? Real(0) : reference",
+        "lse[i] = empty ? -infinity<Real>() : row_shift",
+        "lse[i] = empty ? Real(0) : row_shift",
         "numbers",
         MASKED_ROWS,
     ),
@@ -914,7 +914,7 @@ MUTANTS = (
     Mutant(
         "bias in pairs past the last key",
         "forward",
-        "bool yes = key + kFurther < params_.seqlen_k;",
+        "bool yes = key + kLastKey < params_.seqlen_k;",
         "bool yes = true;",
         "bounds",
         Problem(feature="bias", lengths=PAIRS),
@@ -1125,10 +1125,10 @@ MUTANTS = (
         Problem(feature="mask", lengths=PAIRS, view=gapped),
     ),
     Mutant(
-        "a reference of the softmax that no score has been",
+        "a row shift of the softmax that no score has been",
         "forward",
-        "reference[i] = -infinity<Real>();",
-        "reference[i] = 0;",
+        "row_shift[i] = -infinity<Real>();",
+        "row_shift[i] = 0;",
         "numbers",
         Problem(scores=functools.partial(at_level, score=-24.0)),
     ),

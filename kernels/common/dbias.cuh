@@ -9,32 +9,32 @@
 
 namespace fa2::common {
 
-// The products from before the weights took their place, if their derivative is wanted.
-template <class Spec, class Fragment, bool kKept = Spec::kDbias && Spec::kSoftcap>
-class Products {
+// The scores as products of q and k, from before weights took their registers, if the cap's derivative is wanted.
+template <class Spec, class Fragment, bool kSaved = Spec::kDbias && Spec::kSoftcap>
+class SavedScores {
   public:
-    __device__ __forceinline__ void keep(const Fragment&) {}
+    __device__ __forceinline__ void save(const Fragment&) {}
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment&, const Record&) {}
 };
 template <class Spec, class Fragment>
-class Products<Spec, Fragment, true> {
+class SavedScores<Spec, Fragment, true> {
   public:
-    __device__ __forceinline__ void keep(const Fragment& products) { products_ = products; }
-    // What is kept is of no use afterwards.
+    __device__ __forceinline__ void save(const Fragment& products) { scores_ = products; }
+    // Caps the saved scores in their registers.
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
         const auto mod = score_mod<Spec>(params, 0, 0);
-        mod.cap(products_);
+        mod.cap(scores_);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                ds(i, j) *= mod.derivative(products_(i, j));
+                ds(i, j) *= mod.derivative(scores_(i, j));
     }
 
   private:
-    Fragment products_;
+    Fragment scores_;
 };
 
 // Row by row of a lane, and every element on its own.

@@ -73,8 +73,8 @@ struct BackwardDq {
             Warp::dot(ds, dout, v_tile, board, lane);
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
-                common::Products<Spec, Scores> products;
-                products.keep(p);
+                common::SavedScores<Spec, Scores> saved;
+                saved.save(p);
                 const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                 common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
                                                   tile * kBc, lane, [&](int, int) { return lse_log2; });
@@ -84,7 +84,7 @@ struct BackwardDq {
                         weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
                 if constexpr (Spec::kDbias)
                     common::add_dbias<Spec>(ds, params, where.batch, where.head, first_row, tile * kBc, lane);
-                products.take_derivative(ds, params);
+                saved.take_derivative(ds, params);
             } else {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)

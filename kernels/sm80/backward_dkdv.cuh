@@ -335,7 +335,7 @@ struct BackwardDkdv {
         store_gradient<kProbability>(gradient);
     }
 
-    // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
+    // dV leaves through K's rows of this pair, dK through V's: no warp reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
         if constexpr (!kProbability || Spec::kDropout)

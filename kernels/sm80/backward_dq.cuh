@@ -106,10 +106,10 @@ struct BackwardDq {
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
-            common::Products<Spec, Scores> products[kM16];
+            common::SavedScores<Spec, Scores> saved[kM16];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                products[m].keep(p[m]);
+                saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
                     const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                     common::Unused unused;
@@ -142,7 +142,7 @@ struct BackwardDq {
                 if constexpr (Spec::kDbias)
                     common::add_dbias<Spec>(ds[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
-                products[m].take_derivative(ds[m], params);
+                saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

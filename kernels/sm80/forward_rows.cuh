@@ -1,6 +1,6 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync.
 //
-//   S = scale Q K^T        P = exp(S - reference)        O = P V / rowsum(P)        lse = reference + log(rowsum(P))
+//   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
 // ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles that
@@ -87,16 +87,16 @@ struct ForwardRows {
 
             PackedFragment<Element, kBc / 8> p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-            // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
-            const bool try_reference = !masked && tile != tiles.end - 1;
+            // The first tile has no row shift to try, and masked scores are rare enough to go the plain way.
+            const bool try_row_shift = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
-                if (try_reference &&
-                    softmax[m].try_reference(scores[m], common::score_scale<Spec>(params), p[m]))
+                if (try_row_shift &&
+                    softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (common::kOwnUnits<Spec>)
+                if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll

@@ -3,7 +3,7 @@
 // A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many mma:
 // shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the two
 // exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the exchanged
-// P meet in one sum: both warps take the old reference, or, if one of the two finds P too large, both take the new one.
+// P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the new one.
 //
 // Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per warp
 // Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written, and
@@ -174,7 +174,7 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (common::kOwnUnits<Spec>)
+                    if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                         for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
@@ -188,7 +188,7 @@ struct ForwardSplit {
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
                     float rescale[2];
-                    softmax[m].move_reference(highest[m], scores[m], rescale);
+                    softmax[m].move_row_shift(highest[m], scores[m], rescale);
 #pragma unroll
                     for (int n = 0; n < kHalfCols / 8; ++n)
 #pragma unroll

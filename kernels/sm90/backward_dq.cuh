@@ -40,10 +40,10 @@ struct BackwardDq {
         if (threadIdx.x == 0) memory.init_barriers();
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {
-            give_registers_back<Shape::kProducerRegisters>();
+            deallocate_registers<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) BackwardDqProducer<Spec>(params, memory).run();
         } else {
-            take_registers<Shape::kConsumerRegisters>();
+            allocate_registers<Shape::kConsumerRegisters>();
             BackwardDqConsumer<Spec>(params, memory).run();
         }
     }

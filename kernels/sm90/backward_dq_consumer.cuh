@@ -39,12 +39,12 @@
 
 namespace fa2::sm90 {
 
-// Terms of the head and products are bases: empty members would still take space. In the rings, keys_ is the position
-// of the present key tile, values_ that of the next one, and queries_ that of Q and of dO.
+// Terms of the head and saved scores are bases: empty members would still take space. In the rings, keys_ is the
+// position of the present key tile, values_ that of the next one, and queries_ that of Q and of dO.
 template <class Spec>
 class BackwardDqConsumer : QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>>,
                            common::HeadTerms<Spec>,
-                           common::Products<Spec, QuadFragment<Spec::kBc / 8>> {
+                           common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = QueryTileMemory<Shape>;
@@ -71,7 +71,7 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryT
     __device__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) {  // nothing but indices that are nobody's
+        if (Spec::kVarlen && tile.key_tiles() == 0) {  // no index of this block has a tile
             if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             return;
         }
@@ -149,7 +149,7 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryT
     // P, or what weighs dP, where S was.
     __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
-            this->keep(scores_);
+            this->save(scores_);
             common::Unused unused;
             common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
                                               first_row(tile), block * kBc, lane_,
@@ -281,13 +281,13 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryT
 #pragma unroll
             for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
         write_box<Element>(box.address, box.panel_bytes, dq_, lane_);
-        const auto place = query_place<Spec>(params_, tile.batch());
+        const auto rows = query_tma_rows<Spec>(params_, tile.batch());
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                place.store(params_.dq, box.address + panel * box.panel_bytes, panel * kPanelColumns, first_row(tile),
+                rows.store(params_.dq, box.address + panel * box.panel_bytes, panel * kPanelColumns, first_row(tile),
                             tile.head(), tile.batch());
             tma_store_commit();
             mbarrier_arrive(tile.empty);

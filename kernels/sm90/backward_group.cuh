@@ -193,7 +193,7 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        // Past those that nobody here sees.
+        // Past the tiles that see no key of this block.
         tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
@@ -202,7 +202,7 @@ class BackwardGroup {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
-    // Until all warps have multiplied for the last time: then nobody reads K or V any more.
+    // Until all warps have multiplied for the last time: then no warp reads K or V any more.
     __device__ __forceinline__ void wait_for_last_dq() const {
         const auto last = read_.previous();
         mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());

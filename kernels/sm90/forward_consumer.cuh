@@ -4,8 +4,8 @@
 // there is to the order:
 //
 //   issue   S = Q K(next)^T,  O += P(present) V(present)
-//   wait    S               -> K's stage is empty; P(next) = 2^(S - reference), if that fits
-//   wait    O               -> V's stage is empty; O is rescaled if the reference had to move
+//   wait    S               -> K's stage is empty; P(next) = 2^(S - row_shift), if that fits
+//   wait    O               -> V's stage is empty; O is rescaled if the shift had to change
 //
 // The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves
 // across a wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own:
@@ -14,7 +14,7 @@
 //
 // Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
 // tile are computed under the last output of this one. There is no vote on these exponentials, nor on those of masked
-// key tiles; what keeps them above the wait is a store of their sum, which nobody reads (kPinExponentials).
+// key tiles; what keeps them above the wait is a store of their sum, which no thread reads (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -61,7 +61,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemor
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // nothing but indices that are nobody's
+        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // no index of this block has a tile
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
@@ -169,13 +169,13 @@ class ForwardConsumer : QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemor
         drop(tile, block, p);
     }
 
-    // Whether the reference stayed; else `rescale` is what O must be multiplied by.
+    // Whether the row shift stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
         bool kept;
         if constexpr (common::kCapsLate<Spec>)
             kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
         else
-            kept = softmax_.template try_reference<2>(scores_, common::score_scale<Spec>(params_), p);
+            kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
         if (__builtin_expect(kept, 1)) return true;
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
@@ -322,7 +322,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemor
         common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
-        const auto place = query_place<Spec>(params_, batch);
+        const auto rows = query_tma_rows<Spec>(params_, batch);
         float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -338,7 +338,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemor
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                place.store(params_.o, box.address + panel * box.panel_bytes, panel * kPanelColumns, row, head, batch);
+                rows.store(params_.o, box.address + panel * box.panel_bytes, panel * kPanelColumns, row, head, batch);
             tma_store_commit();
             mbarrier_arrive(tile.empty);
         }

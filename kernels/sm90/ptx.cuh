@@ -106,11 +106,11 @@ __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.
 // ---------------------------------------------------------------------------------------------------------- registers
 
 template <int kRegisters>
-__device__ __forceinline__ void give_registers_back() {
+__device__ __forceinline__ void deallocate_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void allocate_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
