@@ -1070,8 +1070,8 @@ MUTANTS = (
     Mutant(
         "simt: no barrier behind the shared sums",
         "backward",
-        "Warp::scatter_add(dk_tile, board, q, lane);\n                __syncthreads();",
-        "Warp::scatter_add(dk_tile, board, q, lane);",
+        "Warp::scatter_add(dk_tile, smem_scores, q, lane);\n                __syncthreads();",
+        "Warp::scatter_add(dk_tile, smem_scores, q, lane);",
         "race",
         SIMT,
     ),

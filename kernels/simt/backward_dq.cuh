@@ -6,7 +6,7 @@
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q, dO and dQ lie in registers.
 //
-// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | board of each warp.
+// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | scores of each warp.
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
 #include "common/dbias.cuh"
@@ -27,7 +27,7 @@ struct BackwardDq {
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
     static constexpr int kTiles = kWithDkdv ? 4 : 2;
-    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) ==
+    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
@@ -36,7 +36,7 @@ struct BackwardDq {
         Real* dk_tile = v_tile + Warp::kTileElements;
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = k_tile + kTiles * Warp::kTileElements + warp * Warp::kBoardElements;
+        Real* smem_scores = k_tile + kTiles * Warp::kTileElements + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -69,8 +69,8 @@ struct BackwardDq {
             __syncthreads();
 
             Scores p, ds;
-            Warp::dot(p, q, k_tile, board, lane);
-            Warp::dot(ds, dout, v_tile, board, lane);
+            Warp::dot(p, q, k_tile, smem_scores, lane);
+            Warp::dot(ds, dout, v_tile, smem_scores, lane);
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
                 common::SavedScores<Spec, Scores> saved;
@@ -95,13 +95,13 @@ struct BackwardDq {
             }
 
             if constexpr (kWithDkdv) {
-                Warp::post(p, board, lane);
-                Warp::scatter_add(dv_tile, board, dout, lane);
+                Warp::post(p, smem_scores, lane);
+                Warp::scatter_add(dv_tile, smem_scores, dout, lane);
             }
-            Warp::post(ds, board, lane);
-            Warp::accumulate(dq, board, k_tile, lane);
+            Warp::post(ds, smem_scores, lane);
+            Warp::accumulate(dq, smem_scores, k_tile, lane);
             if constexpr (kWithDkdv) {
-                Warp::scatter_add(dk_tile, board, q, lane);
+                Warp::scatter_add(dk_tile, smem_scores, q, lane);
                 __syncthreads();
                 add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);
