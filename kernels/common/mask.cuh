@@ -27,8 +27,6 @@ struct Mask {
         if constexpr (kWindow) return key < first_key(query);
         return false;
     }
-    // Of a key from the diagonal; not negative where a causal mask leaves the key visible.
-    __device__ int32 distance(int32 query, int32 key) const { return query + diagonal - key; }
     // Under a left limit.
     __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
     __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }

@@ -103,7 +103,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
 
     __device__ __forceinline__ Position position(int32 query, int32 key) const {
         Real distance = 0;
-        if constexpr (Spec::kAlibi) distance = static_cast<Real>(mask_of<Spec>(params_).distance(query, key));
+        if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
         if constexpr (Spec::kAlibi && kScalesInExponent<Spec>) distance *= terms_.slope;
         return {query, key, distance};
     }
