@@ -42,9 +42,9 @@ namespace fa2::sm90 {
 // Terms of the head and saved scores are bases: empty members would still take space. In the rings, keys_ is the
 // position of the present key tile, values_ that of the next one, and queries_ that of Q and of dO.
 template <class Spec>
-class BackwardDqConsumer : QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>>,
-                           common::HeadTerms<Spec>,
-                           common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>> {
+class BackwardDqConsumer : common::HeadTerms<Spec>,
+                           common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>>,
+                           QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
     using Memory = QueryTileMemory<Shape>;

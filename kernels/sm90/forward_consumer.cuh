@@ -28,8 +28,8 @@ namespace fa2::sm90 {
 
 // Terms of the head are a base: an empty member would still take space.
 template <class Spec>
-class ForwardConsumer : QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>>,
-                        common::HeadTerms<Spec> {
+class ForwardConsumer : common::HeadTerms<Spec>,
+                        QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
