@@ -76,7 +76,7 @@ class Problem:
     causal: bool = True
     few_multiprocessors: bool = False  # so that heads are scheduled in sections
     packed: str = ""  # names of arrays that lie between others
-    growing: bool = False  # scores that leave the softmax's reference behind
+    growing: bool = False  # scores that leave the softmax's row shift behind
     hopper_tile: TileConfig | None = None
     feature: str = ""  # as `feature_cases.options_of` calls it
     view: Callable = place  # how the feature's arrays lie
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "the last V never comes",
         "forward",
-        "load_value(tile, (common::kLeftLimit<Spec> ? tile.first_key_tile : 0));\n            if",
+        "load_value(tile, kLeftLimit ? tile.first_key_tile : 0);\n            if",
         "if",
         "deadlock",
         HOPPER_TILES,
@@ -533,8 +533,8 @@ MUTANTS = (
     Mutant(
         "dQ: as many stages of V as of K",
         "backward_dq",
-        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
-        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
         "deadlock",
         HOPPER_SKIPPING,
     ),
@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "log-sum-exp of a row without keys",
         "forward",
-        "lse[i] = empty ? -infinity<Real>() : reference",
-        "lse[i] = empty ? Real(0) : reference",
+        "lse[i] = empty ? -infinity<Real>() : row_shift",
+        "lse[i] = empty ? Real(0) : row_shift",
         "numbers",
         MASKED_ROWS,
     ),
@@ -917,7 +917,7 @@ MUTANTS = (
     Mutant(
         "bias in pairs past the last key",
         "forward",
-        "bool yes = key + kFurther < params_.seqlen_k;",
+        "bool yes = key + kLastKey < params_.seqlen_k;",
         "bool yes = true;",
         "bounds",
         Problem(feature="bias", lengths=PAIRS),
@@ -1073,8 +1073,8 @@ MUTANTS = (
     Mutant(
         "simt: no barrier behind the shared sums",
         "backward",
-        "Warp::scatter_add(dk_tile, board, q, lane);\n                __syncthreads();",
-        "Warp::scatter_add(dk_tile, board, q, lane);",
+        "Warp::scatter_add(dk_tile, smem_scores, q, lane);\n                __syncthreads();",
+        "Warp::scatter_add(dk_tile, smem_scores, q, lane);",
         "race",
         SIMT,
     ),
@@ -1106,8 +1106,8 @@ MUTANTS = (
     Mutant(
         "before sm_90: dQ in the order of sm_90",
         "backward",
-        '"l"(address + e * kElementStride)',
-        '"l"(address + e)',
+        "add_global(address + e * kElementStride, x[e]);",
+        "add_global(address + e, x[e]);",
         "numbers",
         Problem(device="sm_80", feature="window", causal=False),
     ),
@@ -1128,10 +1128,10 @@ MUTANTS = (
         Problem(feature="mask", lengths=PAIRS, view=gapped),
     ),
     Mutant(
-        "a reference of the softmax that no score has been",
+        "a row shift of the softmax that no score has been",
         "forward",
-        "reference[i] = -infinity<Real>();",
-        "reference[i] = 0;",
+        "row_shift[i] = -infinity<Real>();",
+        "row_shift[i] = 0;",
         "numbers",
         Problem(scores=functools.partial(at_level, score=-24.0)),
     ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["BOX_COLUMNS", "TensorLayout", "packed_layout", "tensor_layout"]
 
 BOX_COLUMNS = 64  # of 16 bits: the 128 bytes that a swizzle spans
-_FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; kernels/sm90/map_place.cuh has the first, too
+_FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; kernels/sm90/tma_rows.cuh has the first, too
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def tensor_layout(
 def packed_layout(
     dtype: str, sizes: Sequence[int], strides: Sequence[int], head_dim: int, itemsize: int, box_rows: int
 ) -> TensorLayout:
-    """The layout of packed sequences, of any lengths: kernels/sm90/map_place.cuh says how kernels address their rows.
+    """The layout of packed sequences, of any lengths: kernels/sm90/tma_rows.cuh says how kernels address their rows.
 
     Row i of the sequence of n rows that ends before row `end` of the array is element (2**30 - n + i, end, 2**30) of the
     axes row, end and wrap, whose strides leave of the 2**30 a multiple of 2**64. What is past a sequence is then past the

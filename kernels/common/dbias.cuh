@@ -4,47 +4,38 @@
 // With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out of
 // the weights (weights.cuh) and taken here, when dbias has had its part.
 #pragma once
+#include "common/ptx.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
-// The products from before the weights took their place, if their derivative is wanted.
-template <class Spec, class Fragment, bool kKept = Spec::kDbias && Spec::kSoftcap>
-class Products {
+// The scores as products of q and k, from before weights took their registers, if the cap's derivative is wanted.
+template <class Spec, class Fragment, bool kSaved = Spec::kDbias && Spec::kSoftcap>
+class SavedScores {
   public:
-    __device__ __forceinline__ void keep(const Fragment&) {}
+    __device__ __forceinline__ void save(const Fragment&) {}
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment&, const Record&) {}
 };
 template <class Spec, class Fragment>
-class Products<Spec, Fragment, true> {
+class SavedScores<Spec, Fragment, true> {
   public:
-    __device__ __forceinline__ void keep(const Fragment& products) { products_ = products; }
-    // What is kept is of no use afterwards.
+    __device__ __forceinline__ void save(const Fragment& products) { scores_ = products; }
+    // Caps the saved scores in their registers.
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
         const auto mod = score_mod<Spec>(params, 0, 0);
-        mod.cap(products_);
+        mod.cap(scores_);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                ds(i, j) *= mod.derivative(products_(i, j));
+                ds(i, j) *= mod.derivative(scores_(i, j));
     }
 
   private:
-    Fragment products_;
+    Fragment scores_;
 };
-
-// Two neighbouring sums in global memory, at once where the instruction exists.
-__device__ __forceinline__ void add_pair(float* address, float even, float odd) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(even), "f"(odd) : "memory");
-#else
-    atomicAdd(address, even);
-    atomicAdd(address + 1, odd);
-#endif
-}
 
 // Row by row of a lane, and every element on its own.
 template <class Spec, class Fragment, class Real>
@@ -71,7 +62,7 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 #pragma unroll
         for (int n = 0; n < kN8; ++n) {
             if (in_pairs && 8 * n + 1 < left) {
-                add_pair(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
+                add_global(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
             } else {
 #pragma unroll
                 for (int e = 0; e < 2; ++e)

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh.j2"
+#include "common/statistics.cuh"
 
 namespace fa2::common {
 
@@ -39,7 +40,7 @@ struct Delta {
         }
         sum = row_sum<kLanes>(sum);
         if (lane == 0 && valid) {
-            const int64 index = (static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q + row;
+            const int64 index = first_statistic<Spec>(params, batch, head) + row;
             if constexpr (Spec::kDlse) sum -= params.dlse[index];
             params.delta[index] = sum;
         }

@@ -1,4 +1,5 @@
-// Visibility, applied to a fragment. Only tiles that tile_range.cuh calls not full come here.
+// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the
+// same bounds, rounded to tiles, and says which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/tile_range.cuh"

@@ -41,11 +41,11 @@ class ScoreArrays {
     }
 
     // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which those
-    // past the end do no harm. The last of a lane's keys is kFurther past `key`.
-    template <int kFurther>
+    // past the end do no harm. The last of a lane's keys is key + kLastKey.
+    template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
         if constexpr (!kReadsArrays<Spec>) return false;
-        bool yes = key + kFurther < params_.seqlen_k;
+        bool yes = key + kLastKey < params_.seqlen_k;
         const int32 row = existing(query);
         if constexpr (Spec::kBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
         if constexpr (Spec::kMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));

@@ -6,7 +6,8 @@ namespace fa2::common {
 
 // From capped products to scores.
 template <bool kRegular, int kN8, class Mod>
-__device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod, const typename Mod::Place& first) {
+__device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod,
+                                               const typename Mod::Position& first) {
 #pragma unroll
     for (int n = 0; n < kN8; ++n)
 #pragma unroll
@@ -27,7 +28,7 @@ __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const R
     if constexpr (kModifiesScores<Spec>) {
         using Fragment = QuadFragment<kN8>;
         const auto mod = score_mod<Spec>(params, batch, head, terms...);
-        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
         mod.cap(scores);
         if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
             score_fragment<true>(scores, mod, first);
@@ -41,7 +42,7 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
                                               int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
         const auto mod = score_mod<Spec>(params, batch, head, terms...);
-        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
         mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
@@ -52,21 +53,21 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     }
 }
 
-// P of unmasked products against the reference, where the cap is taken late: whether it fits. If not, the products have
-// become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
+// P of unmasked products by the present row shift, where the cap is taken late: whether it fits. If not, the products
+// have become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
 template <class Spec, int kChains, class Softmax, class Fragment, class P, class Record>
 __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products, const Record& params, P& p) {
     const auto mod = score_mod<Spec>(params, 0, 0);
     const auto scale = score_scale<Spec>(params);
     const bool small = mod.are_small(products);
     if (small) {
-        const auto to_base2 = [&](float product, float minus_reference) {
-            return fma(mod.small_capped(product), scale, minus_reference);
+        const auto to_base2 = [&](float product, float minus_row_shift) {
+            return fma(mod.small_capped(product), scale, minus_row_shift);
         };
-        if (__builtin_expect(softmax.template try_reference<kChains>(products, to_base2, p), 1)) return true;
+        if (__builtin_expect(softmax.template try_row_shift<kChains>(products, to_base2, p), 1)) return true;
     }
     mod.cap_any(products);
-    return !small && softmax.template try_reference<kChains>(products, scale, p);
+    return !small && softmax.template try_row_shift<kChains>(products, scale, p);
 }
 
 // Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.

@@ -2,10 +2,10 @@
 //
 // Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are given
 // the numbers from first / kRows + number on: sequences before it can never need so many, and all together never more
-// than total / kRows + num_sequences. What is left over, at most a tile a sequence, is nobody's.
+// than total / kRows + num_sequences. The others, at most one a sequence, belong to no sequence.
 //
-// Offsets come from memory that nobody has checked. They are held to the arrays, whatever they are, so that nothing is
-// read or written out of bounds; offsets that do not grow give rows that mean nothing.
+// Offsets are on the device, so that the host cannot check them. They are clamped to the arrays, so that nothing is
+// read or written out of bounds; offsets that do not grow give rows without a meaning.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/params.cuh.j2"
@@ -45,11 +45,11 @@ struct PackedAxis {
 
   private:
     template <class Start>
-    __device__ __forceinline__ int32 last_up_to(int32 place, const Start& start) const {
+    __device__ __forceinline__ int32 last_up_to(int32 position, const Start& start) const {
         int32 begin = 0, end = num_sequences;
         while (end - begin > 1) {
             const int32 middle = (begin + end) / 2;
-            (start(middle) <= place ? begin : end) = middle;
+            (start(middle) <= position ? begin : end) = middle;
         }
         return begin;
     }
@@ -73,15 +73,6 @@ __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& param
     } else {
         return (params);
     }
-}
-
-// Rows of a head's statistics: those of all sequences, where these are packed.
-template <class Spec, class Record>
-__device__ __forceinline__ int32 statistic_rows(const Record& params) {
-    if constexpr (Spec::kVarlen)
-        return params.total_q;
-    else
-        return params.seqlen_q;
 }
 
 // -------------------------------------------------------------------------------------------------------------- tiles
@@ -123,7 +114,7 @@ __device__ __forceinline__ int64 first_workspace_tile(const Record& params, int3
         return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
 }
 
-// The rows of a head's query tile in the workspace. A tile that is nobody's has none.
+// The rows of a head's query tile in the workspace. A tile that belongs to no sequence has none.
 template <class Spec, class Record>
 __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
     if constexpr (Spec::kVarlen) {

@@ -1,6 +1,6 @@
-// Which tiles meet which. The only place that knows how attention is aligned: query i is on the diagonal with key
-// i + diagonal, diagonal = seqlen_k - seqlen_q (bottom right). It sees no key behind it under a causal mask, and under a
-// window those from `left` before it to `right` behind it.
+// Which tiles meet which. Attention is aligned to the bottom right: query i is on the diagonal with key i + diagonal,
+// diagonal = seqlen_k - seqlen_q. It sees no key behind that one under a causal mask, and under a window those from
+// `left` before it to `right` behind it.
 #pragma once
 #include "common/math.cuh"
 

@@ -7,7 +7,7 @@ namespace fa2::common {
 // From capped products to P and weights, see `take_weights`.
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
-                                      const typename Mod::Place& first, float scale, Lse lse) {
+                                      const typename Mod::Position& first, float scale, Lse lse) {
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
@@ -25,7 +25,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
+                const int a = w / 2, b = w % 2;  // which of the four: 8 queries on, 8 keys on
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
     using Fragment = QuadFragment<kN8>;
     const auto mod = score_mod<Spec>(params, batch, head, terms...);
     const auto mask = mask_of<Spec>(params);
-    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
+    const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                  first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     mod.cap(x);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
             const Real capped = mod.capped(x(i, j));
-            const Real score = mod.score(capped, mod.place(query, key), 0, 0, mod.at(query, key));
+            const Real score = mod.score(capped, mod.position(query, key), 0, 0, mod.at(query, key));
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;

@@ -7,11 +7,12 @@
 // A block owns kBc keys of one K/V head, a warp kBc / kWarps of them: K, V, dK and dV lie in registers. The loop runs over
 // the query tiles of all query heads of the group, whose Q and dO lie in shared memory.
 //
-// Shared memory: Q [kBr][row] | dO [kBr][row] | board of each warp | lse [kBr] | delta [kBr].
+// Shared memory: Q [kBr][row] | dO [kBr][row] | scores of each warp | lse [kBr] | delta [kBr].
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "simt/rows.cuh"
@@ -25,17 +26,17 @@ struct BackwardDkdv {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements + 2 * kBr) * sizeof(Real) ==
+    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements + 2 * kBr) * sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* q_tile = reinterpret_cast<Real*>(smem);
         Real* do_tile = q_tile + Warp::kTileElements;
-        Real* boards = do_tile + Warp::kTileElements;
-        Real* lse_tile = boards + Spec::kWarps * Warp::kBoardElements;
+        Real* all_scores = do_tile + Warp::kTileElements;
+        Real* lse_tile = all_scores + Spec::kWarps * Warp::kScoreElements;
         Real* delta_tile = lse_tile + kBr;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = boards + warp * Warp::kBoardElements;
+        Real* smem_scores = all_scores + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
         const auto mask = common::mask_of<Spec>(params);
@@ -54,7 +55,7 @@ struct BackwardDkdv {
             const int32 head = where.head * params.heads_per_group + member;
             const Real* q = params.q + params.q_strides.offset(where.batch, 0, head);
             const Real* dout = params.dout + params.dout_strides.offset(where.batch, 0, head);
-            const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + head) * common::statistic_rows<Spec>(params);
+            const int64 first_stat = common::first_statistic<Spec>(params, where.batch, head);
 
             for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
                 __syncthreads();
@@ -70,8 +71,8 @@ struct BackwardDkdv {
                 __syncthreads();
 
                 Scores p, ds;
-                Warp::dot(p, k, q_tile, board, lane);
-                Warp::dot(ds, v, do_tile, board, lane);
+                Warp::dot(p, k, q_tile, smem_scores, lane);
+                Warp::dot(ds, v, do_tile, smem_scores, lane);
                 if constexpr (common::kTakesWeights<Spec>) {
                     Scores weights = p;
                     const bool masked = tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end);
@@ -94,10 +95,10 @@ struct BackwardDkdv {
                         ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);
                 }
 
-                Warp::post(p, board, lane);
-                Warp::accumulate(dv, board, do_tile, lane);
-                Warp::post(ds, board, lane);
-                Warp::accumulate(dk, board, q_tile, lane);
+                Warp::post(p, smem_scores, lane);
+                Warp::accumulate(dv, smem_scores, do_tile, lane);
+                Warp::post(ds, smem_scores, lane);
+                Warp::accumulate(dk, smem_scores, q_tile, lane);
             }
         }
         Warp::store_rows(dk, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, where.head),

@@ -6,12 +6,13 @@
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q, dO and dQ lie in registers.
 //
-// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | board of each warp.
+// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | scores of each warp.
 // Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "simt/rows.cuh"
@@ -26,7 +27,7 @@ struct BackwardDq {
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
     static constexpr int kTiles = kWithDkdv ? 4 : 2;
-    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) ==
+    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
@@ -35,7 +36,7 @@ struct BackwardDq {
         Real* dk_tile = v_tile + Warp::kTileElements;
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = k_tile + kTiles * Warp::kTileElements + warp * Warp::kBoardElements;
+        Real* smem_scores = k_tile + kTiles * Warp::kTileElements + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -52,7 +53,7 @@ struct BackwardDq {
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int32 row = first_row + Scores::row(0, lane);
-        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row;
+        const int64 stat = common::first_statistic<Spec>(params, where.batch, where.head) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);
@@ -68,12 +69,12 @@ struct BackwardDq {
             __syncthreads();
 
             Scores p, ds;
-            Warp::dot(p, q, k_tile, board, lane);
-            Warp::dot(ds, dout, v_tile, board, lane);
+            Warp::dot(p, q, k_tile, smem_scores, lane);
+            Warp::dot(ds, dout, v_tile, smem_scores, lane);
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
-                common::Products<Spec, Scores> products;
-                products.keep(p);
+                common::SavedScores<Spec, Scores> saved;
+                saved.save(p);
                 const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                 common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
                                                   tile * kBc, lane, [&](int, int) { return lse_log2; });
@@ -83,7 +84,7 @@ struct BackwardDq {
                         weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
                 if constexpr (Spec::kDbias)
                     common::add_dbias<Spec>(ds, params, where.batch, where.head, first_row, tile * kBc, lane);
-                products.take_derivative(ds, params);
+                saved.take_derivative(ds, params);
             } else {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
@@ -94,13 +95,13 @@ struct BackwardDq {
             }
 
             if constexpr (kWithDkdv) {
-                Warp::post(p, board, lane);
-                Warp::scatter_add(dv_tile, board, dout, lane);
+                Warp::post(p, smem_scores, lane);
+                Warp::scatter_add(dv_tile, smem_scores, dout, lane);
             }
-            Warp::post(ds, board, lane);
-            Warp::accumulate(dq, board, k_tile, lane);
+            Warp::post(ds, smem_scores, lane);
+            Warp::accumulate(dq, smem_scores, k_tile, lane);
             if constexpr (kWithDkdv) {
-                Warp::scatter_add(dk_tile, board, q, lane);
+                Warp::scatter_add(dk_tile, smem_scores, q, lane);
                 __syncthreads();
                 add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);

@@ -6,13 +6,14 @@
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q and O lie in registers, lanes over the head
 // dimension. The loop runs over the key tiles that the rows see; K and V lie in shared memory.
 //
-// Shared memory: K [kBc][row] | V [kBc][row] | board of each warp.
+// Shared memory: K [kBc][row] | V [kBc][row] | scores of each warp.
 // Barriers: one after a tile has been copied, one after it has been used.
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -25,13 +26,13 @@ struct Forward {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) == Spec::kSharedBytes);
+    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) == Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* k_tile = reinterpret_cast<Real*>(smem);
         Real* v_tile = k_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = v_tile + Warp::kTileElements + warp * Warp::kBoardElements;
+        Real* smem_scores = v_tile + Warp::kTileElements + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
@@ -55,7 +56,7 @@ struct Forward {
             __syncthreads();
 
             Scores scores;
-            Warp::dot(scores, q, k_tile, board, lane);
+            Warp::dot(scores, q, k_tile, smem_scores, lane);
             common::modify_scores<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
             if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
@@ -71,8 +72,8 @@ struct Forward {
                 for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
             }
             common::drop<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
-            Warp::post(scores, board, lane);
-            Warp::accumulate(o, board, v_tile, lane);
+            Warp::post(scores, smem_scores, lane);
+            Warp::accumulate(o, smem_scores, v_tile, lane);
         }
 
         Real inverse_sum[1], lse[1];
@@ -87,7 +88,7 @@ struct Forward {
                          first_row, params.seqlen_q, lane);
         const int32 row = first_row + Scores::row(0, lane);
         if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row] = lse[0];
+            params.lse[common::first_statistic<Spec>(params, where.batch, where.head) + row] = lse[0];
     }
 };
 

@@ -4,7 +4,7 @@
 //   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension  tile[j * kRowLength + ...]
 //   scores  kRows x kTileRows dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
 //           kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
-//   board   the warp's scores once more, in shared memory, where every lane can read any        board[j * kRows + r]
+//   smem_scores  the warp's scores once more, in shared memory, for all its lanes       smem_scores[j * kRows + r]
 //
 // A dot product over the head dimension is a sum over the lanes. Reducing one at a time takes five shuffles each, and
 // leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all of
@@ -28,7 +28,7 @@ struct WarpRows {
     static constexpr int kCols = ceil_div(kHeadDim, 32);
     static constexpr int kRowLength = 32 * kCols;
     static constexpr int kTileElements = kTileRows * kRowLength;
-    static constexpr int kBoardElements = kTileRows * kRows;  // of one warp
+    static constexpr int kScoreElements = kTileRows * kRows;  // of one warp
 
     using Rows = Real[kRows][kCols];
 
@@ -103,7 +103,7 @@ struct WarpRows {
     }
 
     // scores = rows tile^T
-    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* board, int32 lane) {
+    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* smem_scores, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;  // tile rows whose products with all rows make 32
         const int32 own = lane % kGroup * kRows + lane / kGroup;
         __syncwarp();
@@ -118,27 +118,28 @@ struct WarpRows {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) partial[r * kGroup + g] += rows[r][c] * x;
                 }
-            board[j * 32 + own] = reduce_scatter(partial, lane);
+            smem_scores[j * 32 + own] = reduce_scatter(partial, lane);
         }
-        // A lane reads what it wrote itself; the board only stands in for an array that the loop could index.
+        // A lane reads what it wrote itself; shared memory only stands in for an array that the loop could index.
 #pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = board[j * 32 + own];
+        for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = smem_scores[j * 32 + own];
     }
 
-    // Puts scores on the board for the two functions below.
-    __device__ static void post(const Scores& scores, Real* board, int32 lane) {
+    // Writes scores to shared memory, for the two functions below.
+    __device__ static void post(const Scores& scores, Real* smem_scores, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j) board[j * 32 + lane % kGroup * kRows + lane / kGroup] = scores.value[j];
+        for (int j = 0; j < Scores::kCols; ++j)
+            smem_scores[j * 32 + lane % kGroup * kRows + lane / kGroup] = scores.value[j];
         __syncwarp();
     }
 
     // rows += scores tile
-    __device__ static void accumulate(Rows& rows, const Real* board, const Real* tile, int32 lane) {
+    __device__ static void accumulate(Rows& rows, const Real* smem_scores, const Real* tile, int32 lane) {
 #pragma unroll 2
         for (int j = 0; j < kTileRows; ++j) {
-            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(smem_scores + j * kRows);
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
                 const Real x = tile[j * kRowLength + lane + 32 * c];
@@ -149,10 +150,10 @@ struct WarpRows {
     }
 
     // tile += scores^T rows, several warps at once: summed over this warp's rows first, then added atomically.
-    __device__ static void scatter_add(Real* tile, const Real* board, const Rows& rows, int32 lane) {
+    __device__ static void scatter_add(Real* tile, const Real* smem_scores, const Rows& rows, int32 lane) {
 #pragma unroll 2
         for (int j = 0; j < kTileRows; ++j) {
-            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(smem_scores + j * kRows);
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
                 Real sum = 0;

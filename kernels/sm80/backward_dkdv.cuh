@@ -25,6 +25,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
@@ -121,7 +122,7 @@ struct BackwardDkdv {
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * common::statistic_rows<Spec>(params);
+        const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
         if (thread < kBr) {
             const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
@@ -193,7 +194,7 @@ struct BackwardDkdv {
                     common::take_weights<true, Spec>(
                         x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
                         where.tile * kBc + pair * kPairKeys + 16 * m, lane,
-                        [&](int, int j) { return load_shared(row_stats + j / 2 * 32 + j % 2 * 4); });
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
             } else {
 #pragma unroll
                 for (int n = 0; n < kBr / 8; ++n) {
@@ -334,7 +335,7 @@ struct BackwardDkdv {
         store_gradient<kProbability>(gradient);
     }
 
-    // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
+    // dV leaves through K's rows of this pair, dK through V's: no warp reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
         if constexpr (!kProbability || Spec::kDropout)

@@ -13,6 +13,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
@@ -68,7 +69,7 @@ struct BackwardDq {
         ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
-        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
@@ -105,10 +106,10 @@ struct BackwardDq {
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
-            common::Products<Spec, Scores> products[kM16];
+            common::SavedScores<Spec, Scores> saved[kM16];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                products[m].keep(p[m]);
+                saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
                     const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                     common::Unused unused;
@@ -141,7 +142,7 @@ struct BackwardDq {
                 if constexpr (Spec::kDbias)
                     common::add_dbias<Spec>(ds[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
-                products[m].take_derivative(ds[m], params);
+                saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -1,6 +1,6 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync.
 //
-//   S = scale Q K^T        P = exp(S - reference)        O = P V / rowsum(P)        lse = reference + log(rowsum(P))
+//   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
 // ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles that
@@ -15,6 +15,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -86,16 +87,16 @@ struct ForwardRows {
 
             PackedFragment<Element, kBc / 8> p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-            // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
-            const bool try_reference = !masked && tile != tiles.end - 1;
+            // The first tile has no row shift to try, and masked scores are rare enough to go the plain way.
+            const bool try_row_shift = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
                                             tile * kBc, lane);
-                if (try_reference &&
-                    softmax[m].try_reference(scores[m], common::score_scale<Spec>(params), p[m]))
+                if (try_row_shift &&
+                    softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (common::kOwnUnits<Spec>)
+                if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
@@ -124,7 +125,7 @@ struct ForwardRows {
         cp_async_wait<0>();
         __syncthreads();
         Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];

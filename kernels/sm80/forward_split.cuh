@@ -3,7 +3,7 @@
 // A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many mma:
 // shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the two
 // exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the exchanged
-// P meet in one sum: both warps take the old reference, or, if one of the two finds P too large, both take the new one.
+// P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the new one.
 //
 // Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per warp
 // Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written, and
@@ -15,6 +15,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -96,7 +97,7 @@ struct ForwardSplit {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared(stat_address(1 - half, m, i)));
+            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared<float>(stat_address(1 - half, m, i)));
     }
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -173,7 +174,7 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (common::kOwnUnits<Spec>)
+                    if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                         for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
@@ -187,7 +188,7 @@ struct ForwardSplit {
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
                     float rescale[2];
-                    softmax[m].move_reference(highest[m], scores[m], rescale);
+                    softmax[m].move_row_shift(highest[m], scores[m], rescale);
 #pragma unroll
                     for (int n = 0; n < kHalfCols / 8; ++n)
 #pragma unroll
@@ -221,7 +222,7 @@ struct ForwardSplit {
             for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
         exchange(total, [](float a, float b) { return a + b; });
 
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];

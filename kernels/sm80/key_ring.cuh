@@ -20,8 +20,8 @@ struct KeyRing {
         for (int s = 1; s < kStages; ++s) load(end - s);
     }
 
-    // Waits for a tile and gives its slot. Every warp of the block comes here once a tile: after the barrier nobody reads
-    // the slot of tile + 1 any more, so the copy of tile - (kStages - 1) goes there.
+    // Waits for a tile and gives its slot. Every warp of the block comes here once a tile: after the barrier no warp
+    // reads the slot of tile + 1 any more, so the copy of tile - (kStages - 1) goes there.
     __device__ uint32 acquire(int32 tile) const {
         if constexpr (kStages == 1) {
             __syncthreads();

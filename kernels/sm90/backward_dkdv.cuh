@@ -58,10 +58,10 @@ struct BackwardDkdv {
         __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
-            give_registers_back<Shape::kProducerRegisters>();
+            deallocate_registers<Shape::kProducerRegisters>();
             BackwardProducer<Spec, Shape>(params, launch, memory).run();
         } else {
-            take_registers<Shape::kConsumerRegisters>();
+            allocate_registers<Shape::kConsumerRegisters>();
             if (group == 1)
                 Consumer<0>(params, launch, memory).run();
             else

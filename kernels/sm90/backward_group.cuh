@@ -14,14 +14,6 @@
 
 namespace fa2::sm90 {
 
-// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
-template <int kPanelBytes>
-__device__ __forceinline__ constexpr uint64 along_columns(int s) {
-    return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
-}
-// k-steps of 16 rows.
-__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
-
 template <class Spec, class Shape>
 class BackwardGroup {
   protected:
@@ -86,7 +78,7 @@ class BackwardGroup {
 
     // A query's statistic, for the column j of this lane.
     __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
-        return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
+        return load_shared<float>(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4);
     }
 
     // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...
@@ -201,7 +193,7 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        // Past those that nobody here sees.
+        // Past the tiles that see no key of this block.
         tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
@@ -210,7 +202,7 @@ class BackwardGroup {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
-    // Until all warps have multiplied for the last time: then nobody reads K or V any more.
+    // Until all warps have multiplied for the last time: then no warp reads K or V any more.
     __device__ __forceinline__ void wait_for_last_dq() const {
         const auto last = read_.previous();
         mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());

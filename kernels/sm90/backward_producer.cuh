@@ -11,6 +11,7 @@
 // 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
 #pragma once
 #include "common/score_mod.cuh"
+#include "common/statistics.cuh"
 #include "sm90/backward_shape.cuh"
 
 namespace fa2::sm90 {
@@ -130,8 +131,8 @@ class BackwardProducer {
 
     template <bool kLse>
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
-        const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
-        const float* rows = (kLse ? params_.lse : params_.delta) + head * common::statistic_rows<Spec>(params_);
+        const float* rows = (kLse ? params_.lse : params_.delta) +
+                            common::first_statistic<Spec>(params_, own_.batch, step.head);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;

@@ -16,6 +16,14 @@ inline constexpr int kPanelRowBytes = 128;
 inline constexpr int kAlignment = 1024;         // of a swizzled panel
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
+// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
+template <int kPanelBytes>
+__device__ __forceinline__ constexpr uint64 along_columns(int s) {
+    return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
+}
+// k-steps of 16 rows.
+__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
+
 // Registers that all threads start with when `warps` warps share the multiprocessor's.
 __host__ __device__ constexpr int registers_at_entry(int warps) { return min_of(255, 65536 / (32 * warps)) / 8 * 8; }
 

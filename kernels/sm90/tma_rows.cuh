@@ -29,7 +29,7 @@ namespace fa2::sm90 {
 inline constexpr int32 kFarRow = 1 << 30;  // fa2cupy/tma.py has the same
 
 template <bool kPacked>
-struct MapPlace {
+struct TmaRows {
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32 batch) const {
         tma_load(smem, map, barrier, column, row, head, batch);
@@ -40,7 +40,7 @@ struct MapPlace {
     }
 };
 template <>
-struct MapPlace<true> {
+struct TmaRows<true> {
     int32 first, end;  // of the sequence, along the axes row and end
 
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
@@ -54,7 +54,7 @@ struct MapPlace<true> {
 };
 
 template <class Spec, bool kOfKeys, class Record>
-__device__ __forceinline__ MapPlace<Spec::kVarlen> map_place(const Record& params, int32 number) {
+__device__ __forceinline__ TmaRows<Spec::kVarlen> tma_rows(const Record& params, int32 number) {
     if constexpr (Spec::kVarlen) {
         const auto rows = common::packed_axis<kOfKeys>(params).rows(number);
         return {kFarRow - rows.length, rows.first + rows.length};
@@ -63,12 +63,12 @@ __device__ __forceinline__ MapPlace<Spec::kVarlen> map_place(const Record& param
     }
 }
 template <class Spec, class Record>
-__device__ __forceinline__ auto query_place(const Record& params, int32 number) {
-    return map_place<Spec, false>(params, number);
+__device__ __forceinline__ auto query_tma_rows(const Record& params, int32 number) {
+    return tma_rows<Spec, false>(params, number);
 }
 template <class Spec, class Record>
-__device__ __forceinline__ auto key_place(const Record& params, int32 number) {
-    return map_place<Spec, true>(params, number);
+__device__ __forceinline__ auto key_tma_rows(const Record& params, int32 number) {
+    return tma_rows<Spec, true>(params, number);
 }
 
 }  // namespace fa2::sm90
