@@ -92,12 +92,12 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
         Real distance;  // in own units times the slope
     };
 
-    __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head, const HeadTerms<Spec>& terms)
+    __device__ __forceinline__ ScoreMod(const Record& params, const ScoreTile& tile, const HeadTerms<Spec>& terms)
         : Softcap<Spec, Record>(params),
-          Arrays(params, batch, head),
+          Arrays(params, tile),
           params_(params),
-          batch_(batch),
-          head_(head),
+          batch_(tile.batch),
+          head_(tile.head),
           terms_(terms) {}
 
     __device__ __forceinline__ Place place(int32 query, int32 key) const {
@@ -146,13 +146,13 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
 };
 
 template <class Spec, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head) {
-    return {params, batch, head, head_terms<Spec>(params, batch, head)};
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, const ScoreTile& tile) {
+    return {params, tile, head_terms<Spec>(params, tile.batch, tile.head)};
 }
 template <class Spec, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head,
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, const ScoreTile& tile,
                                                             const HeadTerms<Spec>& terms) {
-    return {params, batch, head, terms};
+    return {params, tile, terms};
 }
 
 // The factor of what dropout keeps.

@@ -52,10 +52,10 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 // `terms`: of the head, if they have been loaded.
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
-                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
-                                             Lse lse, const Terms&... terms) {
+                                             const ScoreTile& tile, Lse lse, const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
-    const auto mod = score_mod<Spec>(params, batch, head, terms...);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile, terms...);
     const auto mask = mask_of<Spec>(params);
     const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                  first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
@@ -68,10 +68,11 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
 }
 // The same for fragments of which each element is on its own.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
-__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params, int32 batch,
-                                             int32 head, int32 first_query, int32 first_key, int32 lane, Lse lse) {
+__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params,
+                                             const ScoreTile& tile, Lse lse) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
-    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile);
     const auto mask = mask_of<Spec>(params);
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)

@@ -72,11 +72,11 @@ struct BackwardDkdv {
                 Scores p, ds;
                 Warp::dot(p, k, q_tile, board, lane);
                 Warp::dot(ds, v, do_tile, board, lane);
+                const common::ScoreTile score_tile{where.batch, head, tile * kBr, first_key, lane};
                 if constexpr (common::kTakesWeights<Spec>) {
                     Scores weights = p;
                     const bool masked = tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end);
-                    common::take_weights<true, Spec>(weights, p, masked, params, where.batch, head, tile * kBr,
-                                                     first_key, lane,
+                    common::take_weights<true, Spec>(weights, p, masked, params, score_tile,
                                                      [&](int, int j) { return lse_tile[Scores::col(j, lane)]; });
 #pragma unroll
                     for (int j = 0; j < Scores::kCols; ++j) {
@@ -88,7 +88,7 @@ struct BackwardDkdv {
 #pragma unroll
                     for (int j = 0; j < Scores::kCols; ++j)
                         p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_tile[Scores::col(j, lane)]);
-                    if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, tile * kBr, first_key, lane, Real(0));
+                    if (tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end)) common::mask_transposed(p, mask, score_tile.position, Real(0));
 #pragma unroll
                     for (int j = 0; j < Scores::kCols; ++j)
                         ds.value[j] = p.value[j] * (ds.value[j] - delta_tile[Scores::col(j, lane)]);

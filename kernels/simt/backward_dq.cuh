@@ -70,25 +70,25 @@ struct BackwardDq {
             Scores p, ds;
             Warp::dot(p, q, k_tile, board, lane);
             Warp::dot(ds, dout, v_tile, board, lane);
+            const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             if constexpr (common::kTakesWeights<Spec>) {
                 Scores weights = p;
                 common::Products<Spec, Scores> products;
                 products.keep(p);
                 const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-                common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
-                                                  tile * kBc, lane, [&](int, int) { return lse_log2; });
+                common::take_weights<false, Spec>(weights, p, masked, params, score_tile,
+                                                  [&](int, int) { return lse_log2; });
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
                     ds.value[j] = common::weighted<Spec>(
                         weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
-                if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds, params, where.batch, where.head, first_row, tile * kBc, lane);
+                if constexpr (Spec::kDbias) common::add_dbias<Spec>(ds, params, score_tile);
                 products.take_derivative(ds, params);
             } else {
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j)
                     p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
-                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
+                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, score_tile.position, Real(0));
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
             }

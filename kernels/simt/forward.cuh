@@ -56,12 +56,13 @@ struct Forward {
 
             Scores scores;
             Warp::dot(scores, q, k_tile, board, lane);
-            common::modify_scores<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
+            const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
+            common::modify_scores<Spec>(scores, params, score_tile);
             if constexpr (!common::kModifiesScores<Spec>)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
             if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                common::mask_scores(scores, mask, first_row, tile * kBc, lane, -common::infinity<Real>());
+                common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
             Real rescale[1];
             softmax.update(scores, rescale);
 #pragma unroll
@@ -70,7 +71,7 @@ struct Forward {
 #pragma unroll
                 for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
             }
-            common::drop<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
+            common::drop<Spec>(scores, params, score_tile);
             Warp::post(scores, board, lane);
             Warp::accumulate(o, board, v_tile, lane);
         }

@@ -149,8 +149,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
-                            lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
     }
 
     // P, or what weighs dP, where S was.
@@ -158,9 +158,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         if constexpr (common::kTakesWeights<Spec>) {
             this->keep(scores_);
             common::Unused unused;
-            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
-                                              first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; },
+            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile),
+                                              score_tile(tile, block), [&](int i, int) { return -minus_lse_[i]; },
                                               static_cast<const Terms&>(*this));
             return;
         }
@@ -183,8 +182,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                    block * kBc, lane_);
+            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
             this->take_derivative(scores_, params_);
             ds_.set(scores_);
             return;
@@ -273,6 +271,10 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
 
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+    // This warp's scores of key tile `block`.
+    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
+        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
     // A row past the end or without a visible key gets an lse of +inf: its P is zero.

@@ -127,7 +127,7 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if (needs_mask<kMasked>(step)) {
-            common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
+            common::mask_transposed(x, common::mask_of<Spec>(params_), {step.tile * kBr, first_key + 16 * warp_, lane_},
                                     -common::infinity<float>());
         }
 #pragma unroll
@@ -144,8 +144,8 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
-        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
-                                         first_key + 16 * warp_, lane_,
+        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_,
+                                         {own_.batch, step.head, step.tile * kBr, first_key + 16 * warp_, lane_},
                                          [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
                                          terms);
     }

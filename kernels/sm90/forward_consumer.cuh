@@ -218,17 +218,17 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                        block * kBc, lane_, static_cast<const Terms&>(*this));
+            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+                                        static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (Spec::kDropout)
-            common::drop<Spec>(p, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+            common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
     __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
-                            lane_, -common::infinity<float>());
+        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
@@ -338,6 +338,10 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+    // This warp's scores of key tile `block`.
+    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
+        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
     // O and lse of this warp's 16 rows. O is written to a box per panel in shared memory, 128-byte swizzled, and stored
