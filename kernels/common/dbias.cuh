@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 
 // Adds the gradient of scores to that of the bias. A warp's lanes with the same column are kLanesPerRow apart.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
+__device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     const int32 first_query = tile.position.first_query, first_key = tile.position.first_key, lane = tile.position.lane;
     const ScoreStrides& strides = params.dbias_accum_strides;
@@ -121,6 +121,11 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& para
         if (lane < Fragment::kLanesPerRow && Fragment::col(j, lane) < keys)
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
+}
+// The same, if the gradient is asked for.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
+    if constexpr (Spec::kDbias) add_dbias_of<Spec>(ds, params, tile);
 }
 
 }  // namespace fa2::common

@@ -38,6 +38,10 @@ inline constexpr bool kOwnUnits =
 template <class Spec>
 inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kOwnUnits<Spec> && !Spec::kSoftcap);
 
+// Whether dO V^T may start from -delta: dropout multiplies dP before delta is subtracted.
+template <class Spec>
+inline constexpr bool kProductsFromDelta = !Spec::kDropout;
+
 // Whether the cap is all that happens to products, so that the forward can take it with each element's exponential:
 // behind a branch on how to cap, no exponential would begin before all elements are capped.
 template <class Spec>

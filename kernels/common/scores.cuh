@@ -53,6 +53,20 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     }
 }
 
+// Turns products into scores in base 2, for a family that has no units of its own (`kOwnUnits`).
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void scores_in_base2(Fragment& scores, const Record& params, const ScoreTile& tile) {
+    static_assert(!kOwnUnits<Spec>);
+    if constexpr (kModifiesScores<Spec>) {
+        modify_scores<Spec>(scores, params, tile);
+    } else {
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+            for (int i = 0; i < Fragment::kRows; ++i) scores(i, j) *= params.scale_log2;
+    }
+}
+
 // P of unmasked products against the reference, where the cap is taken late: whether it fits. If not, the products have
 // become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
 template <class Spec, int kChains, class Softmax, class Fragment, class P, class Record>
