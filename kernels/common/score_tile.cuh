@@ -1,5 +1,5 @@
-// Where a warp's fragment of scores lies. What features do to a score depends on its query, key and head: whether a mask
-// hides it, which bias is added to it, whether dropout drops it.
+// Where a warp's fragment of scores lies. What features do to a score depends on its query, key and head: whether a
+// mask hides it, which bias is added to it, whether dropout drops it.
 #pragma once
 #include "common/types.cuh"
 
