@@ -610,8 +610,8 @@ MUTANTS = (
     Mutant(
         "dQ: delta of one row for both",
         "backward_dq",
-        "return p * (dp + minus_delta_[i]);",
-        "return p * (dp + minus_delta_[0]);",
+        "(p, dp, -minus_delta_[i], params_);",
+        "(p, dp, -minus_delta_[0], params_);",
         "numbers",
         HOPPER_TILES,
     ),
@@ -863,7 +863,7 @@ MUTANTS = (
     Mutant(
         "dQ without delta",
         "backward_dq",
-        "Spec::kDropout ? 0.0f : minus_delta[m][e / 2];",
+        "common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;",
         "0.0f;",
         "numbers",
     ),

@@ -81,6 +81,10 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
     }
 }
 
+// Whether a call asks for the gradient of the bias.
+template <class Spec>
+inline constexpr bool kAddsDbias = Spec::kDbias;
+
 // Adds the gradient of scores to that of the bias. A warp's lanes with the same column are kLanesPerRow apart.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
@@ -125,7 +129,7 @@ __device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& p
 // The same, if the gradient is asked for.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
-    if constexpr (Spec::kDbias) add_dbias_of<Spec>(ds, params, tile);
+    if constexpr (kAddsDbias<Spec>) add_dbias_of<Spec>(ds, params, tile);
 }
 
 }  // namespace fa2::common

@@ -68,6 +68,9 @@ struct HeadTerms<Spec, true> {
     typename ElementTraits<typename Spec::Element>::Accum slope;  // to base 2, or in own units
 };
 
+template <class Spec>
+inline constexpr bool kHasHeadTerms = Spec::kAlibi;
+
 template <class Spec, class Record>
 __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {
     if constexpr (Spec::kAlibi) {
@@ -159,7 +162,9 @@ __device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params
     return {params, tile, terms};
 }
 
-// The factor of what dropout keeps.
+// The factor of what dropout keeps, and whether there is one.
+template <class Spec>
+inline constexpr bool kHasKeptScale = Spec::kDropout;
 template <class Spec, class Record>
 __device__ __forceinline__ auto kept_scale(const Record& params) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;

@@ -84,6 +84,10 @@ __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products,
     return !small && softmax.template try_reference<kChains>(products, scale, p);
 }
 
+// Whether `drop` does anything: then the tile's head and batch are needed, too.
+template <class Spec>
+inline constexpr bool kDrops = Spec::kDropout;
+
 // Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
 template <class Spec, class Element, int kN8, class Record>
 __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile) {
@@ -116,6 +120,10 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
                 if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
     }
 }
+
+// Whether a row's end depends on its head.
+template <class Spec>
+inline constexpr bool kFinishReadsHead = Spec::kSink;
 
 // What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
 // row where one warp does not have it.

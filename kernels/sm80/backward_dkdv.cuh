@@ -80,7 +80,7 @@ struct BackwardDkdv {
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
-    common::QueryTileRange<Spec::kWindow> tiles;
+    common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
@@ -140,7 +140,7 @@ struct BackwardDkdv {
 
     // x, derivatives, times the weights of k-step s.
     __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
-        if constexpr (Spec::kDropout) {
+        if constexpr (!common::kProductsFromDelta<Spec>) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float minus_delta[2];
@@ -174,7 +174,7 @@ struct BackwardDkdv {
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability && !Spec::kDropout) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && common::kProductsFromDelta<Spec>) load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -337,7 +337,7 @@ struct BackwardDkdv {
     // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
-        if constexpr (!kProbability || Spec::kDropout)
+        if constexpr (!kProbability || common::kHasKeptScale<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll

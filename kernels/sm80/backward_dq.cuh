@@ -100,7 +100,7 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = Spec::kDropout ? 0.0f : minus_delta[m][e / 2];
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
@@ -139,9 +139,8 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(
-                        ds[m], params, {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
+                common::add_dbias<Spec>(
+                    ds[m], params, {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
                 products[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }

@@ -177,7 +177,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         pin(dp_);
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (Spec::kDbias) {
+        if constexpr (common::kAddsDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -195,8 +195,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
     }
     __device__ __forceinline__ float derivative(int n, int i, int column) const {
         const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
-        if constexpr (Spec::kDropout) return common::weighted<Spec>(p, dp, minus_delta_[i], params_);
-        return p * (dp + minus_delta_[i]);
+        return common::weighted_from_zero<Spec>(p, dp, -minus_delta_[i], params_);
     }
 
     // ------------------------------------------------------------------------------------------------------- products
@@ -284,7 +283,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         const int64 first = (static_cast<int64>(tile.batch()) * params_.num_heads + tile.head()) *
                             common::statistic_rows<Spec>(params_);
         const float *lse = own.lse + first, *delta = own.delta + first;
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -35,7 +35,7 @@ class BackwardGroup {
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
     // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = !Spec::kDropout;
+    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
         : params_(params),

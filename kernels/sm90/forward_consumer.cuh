@@ -222,7 +222,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
                                         static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
-        if constexpr (Spec::kDropout)
+        if constexpr (common::kDrops<Spec>)
             common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
@@ -235,7 +235,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     // Of a tile whose scores come next, so that what these need of its head is loaded, too.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
@@ -348,7 +348,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
     // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
+        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto place = query_place<Spec>(params_, batch);
