@@ -24,7 +24,7 @@ class SavedScores<Spec, Fragment, true> {
     // Caps the saved scores in their registers.
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
-        const auto mod = score_mod<Spec>(params, 0, 0);
+        const Softcap<Spec, Record> mod(params);
         mod.cap(scores_);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
@@ -72,13 +72,17 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
     }
 }
 
+// Whether a call asks for the gradient of the bias.
+template <class Spec>
+inline constexpr bool kAddsDbias = Spec::kDbias;
+
 // Adds the gradient of scores to that of the bias. A warp's lanes with the same column are kLanesPerRow apart.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, int32 batch, int32 head,
-                                          int32 first_query, int32 first_key, int32 lane) {
+__device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    const int32 first_query = tile.position.first_query, first_key = tile.position.first_key, lane = tile.position.lane;
     const ScoreStrides& strides = params.dbias_accum_strides;
-    Real* sums = params.dbias_accum + strides.offset(batch, head, first_query, first_key);
+    Real* sums = params.dbias_accum + strides.offset(tile.batch, tile.head, first_query, first_key);
     const int32 queries = params.seqlen_q - first_query, keys = params.seqlen_k - first_key;
     if (strides.row != 0 && strides.column != 0) {
         add_elements<Spec>(ds, sums, strides, queries, keys, lane);
@@ -112,6 +116,11 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& para
         if (lane < Fragment::kLanesPerRow && Fragment::col(j, lane) < keys)
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
+}
+// The same, if the gradient is asked for.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
+    if constexpr (kAddsDbias<Spec>) add_dbias_of<Spec>(ds, params, tile);
 }
 
 }  // namespace fa2::common

@@ -14,7 +14,7 @@ struct Delta {
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
     static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
-    static constexpr int kSteps = ceil_div(Spec::kHeadDim, kVector * kLanes);
+    static constexpr int kSteps = ceil_div(Spec::kHeadDim, kLanes * kVector);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     __device__ static void run(const Params& params) {

@@ -6,6 +6,7 @@
 // all that happens to a score besides.
 #pragma once
 #include "common/math.cuh"
+#include "common/score_tile.cuh"
 
 namespace fa2::common {
 
@@ -23,8 +24,8 @@ class ScoreArrays {
   public:
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
 
-    __device__ __forceinline__ ScoreArrays(const Record& params, int32 batch, int32 head)
-        : params_(params), batch_(batch), head_(head) {}
+    __device__ __forceinline__ ScoreArrays(const Record& params, const ScoreTile& tile)
+        : params_(params), batch_(tile.batch), head_(tile.head) {}
 
     // Rows and keys past the end take the last one's: what comes of them is not used.
     __device__ __forceinline__ Term at(int32 query, int32 key) const {

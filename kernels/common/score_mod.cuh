@@ -38,6 +38,10 @@ inline constexpr bool kScalesInExponent =
 template <class Spec>
 inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap);
 
+// Whether dO V^T may start from -delta: dropout multiplies dP before delta is subtracted.
+template <class Spec>
+inline constexpr bool kProductsFromDelta = !Spec::kDropout;
+
 // Whether the cap is all that happens to products, so that the forward can take it with each element's exponential:
 // behind a branch on how to cap, no exponential would begin before all elements are capped.
 template <class Spec>
@@ -64,6 +68,9 @@ template <class Spec>
 struct HeadTerms<Spec, true> {
     typename ElementTraits<typename Spec::Element>::Accum slope;  // to base 2, or unscaled
 };
+
+template <class Spec>
+inline constexpr bool kHasHeadTerms = Spec::kAlibi;
 
 template <class Spec, class Record>
 __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {
@@ -93,12 +100,12 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
         Real distance;  // times the slope, if scores are unscaled
     };
 
-    __device__ __forceinline__ ScoreMod(const Record& params, int32 batch, int32 head, const HeadTerms<Spec>& terms)
+    __device__ __forceinline__ ScoreMod(const Record& params, const ScoreTile& tile, const HeadTerms<Spec>& terms)
         : Softcap<Spec, Record>(params),
-          Arrays(params, batch, head),
+          Arrays(params, tile),
           params_(params),
-          batch_(batch),
-          head_(head),
+          batch_(tile.batch),
+          head_(tile.head),
           terms_(terms) {}
 
     __device__ __forceinline__ Position position(int32 query, int32 key) const {
@@ -147,16 +154,18 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
 };
 
 template <class Spec, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head) {
-    return {params, batch, head, head_terms<Spec>(params, batch, head)};
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, const ScoreTile& tile) {
+    return {params, tile, head_terms<Spec>(params, tile.batch, tile.head)};
 }
 template <class Spec, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, int32 batch, int32 head,
+__device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params, const ScoreTile& tile,
                                                             const HeadTerms<Spec>& terms) {
-    return {params, batch, head, terms};
+    return {params, tile, terms};
 }
 
-// The factor of what dropout keeps.
+// The factor of what dropout keeps, and whether there is one.
+template <class Spec>
+inline constexpr bool kHasKeptScale = Spec::kDropout;
 template <class Spec, class Record>
 __device__ __forceinline__ auto kept_scale(const Record& params) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;

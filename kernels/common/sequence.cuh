@@ -87,7 +87,7 @@ __device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const 
 // What the schedule's index-th tile is, of a kernel whose blocks own tiles of queries, or of keys.
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
-    auto where = tile_of_block<Spec::kCausal && !kByKeys>(params.schedule(), index);
+    auto where = tile_of_block<(Spec::kCausal && !kByKeys)>(params.schedule(), index);
     if constexpr (Spec::kVarlen) enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
     return where;
 }

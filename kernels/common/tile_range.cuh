@@ -63,6 +63,9 @@ struct QueryTileRange {
     int32 begin, full_begin, full_end, end;
 };
 
+template <class Spec>
+using QueryTiles = QueryTileRange<Spec::kWindow>;
+
 template <bool kCausal, int kBr, int kBc, bool kWindow>
 __device__ __forceinline__ QueryTileRange<kWindow> query_tiles_of(int32 key_tile, int32 seqlen_q, int32 seqlen_k,
                                                                   const WindowLimits<kWindow>& window) {

@@ -52,10 +52,10 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 // `terms`: of the head, if they have been loaded.
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
-                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
-                                             Lse lse, const Terms&... terms) {
+                                             const ScoreTile& tile, Lse lse, const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
-    const auto mod = score_mod<Spec>(params, batch, head, terms...);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile, terms...);
     const auto mask = mask_of<Spec>(params);
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                  first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
@@ -68,10 +68,11 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
 }
 // The same for fragments of which each element is on its own.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
-__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params, int32 batch,
-                                             int32 head, int32 first_query, int32 first_key, int32 lane, Lse lse) {
+__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params,
+                                             const ScoreTile& tile, Lse lse) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
-    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile);
     const auto mask = mask_of<Spec>(params);
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
@@ -107,6 +108,46 @@ __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta,
         return sign_bit(weight) ? -weight * minus_delta : weight * kept;
     } else {
         return weight * dp;
+    }
+}
+// The same for a dP that has started from zero.
+template <class Spec, class Real, class Record>
+__device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real delta, const Record& params) {
+    return weighted<Spec>(weight, kProductsFromDelta<Spec> ? dp - delta : dp, -delta, params);
+}
+
+// P = exp(S - lse) and dS = P o (dP - delta), an element at a time: `p` has the products Q K^T and becomes P, `ds` has
+// dP and becomes dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; a row past the end or
+// without a visible key has an lse of +inf, which leaves its P at zero.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
+__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, bool masked,
+                                                      const Record& params, const ScoreTile& tile, const Lse& lse,
+                                                      const Delta& delta) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    if constexpr (kTakesWeights<Spec>) {
+        Fragment weights = p;
+        take_weights<kTransposed, Spec>(weights, p, masked, params, tile, lse);
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
+        if (masked) {
+            if constexpr (kTransposed)
+                mask_transposed(p, mask, tile.position, Real(0));
+            else
+                mask_scores(p, mask, tile.position, Real(0));
+        }
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) = p(i, j) * (ds(i, j) - delta(i, j));
     }
 }
 

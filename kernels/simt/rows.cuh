@@ -1,14 +1,15 @@
 // Rows of matrices across the lanes of a warp: the picture on which the family rests.
 //
-//   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each              rows[r][c]
-//   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension  tile[j * kRowLength + ...]
+//   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each             rows[r][c]
+//   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension
+//                                                                                           tile[j * kRowLength + ...]
 //   scores  kRows x kTileRows dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
 //           kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
 //   smem_scores  the warp's scores once more, in shared memory, for all its lanes       smem_scores[j * kRows + r]
 //
 // A dot product over the head dimension is a sum over the lanes. Reducing one at a time takes five shuffles each, and
-// leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all of
-// them and leaves each lane one: exponentials are then taken once, not 32 times.
+// leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all
+// of them and leaves each lane one: exponentials are then taken once, not 32 times.
 //
 // The loops over a tile's rows stay loops: unrolled, they would hold more numbers at a time than there are registers.
 #pragma once
@@ -19,6 +20,12 @@ namespace fa2::simt {
 
 using common::ceil_div;
 using common::kFullWarp;
+
+// Where one head's matrix begins: its Q, K, V, O or a gradient.
+template <class Real>
+__device__ __forceinline__ Real* head_of(Real* x, const Strides& strides, int32 batch, int32 head) {
+    return x + strides.offset(batch, 0, head);
+}
 
 template <class Real, int kRows_, int kTileRows_, int kHeadDim_>
 struct WarpRows {
@@ -74,6 +81,16 @@ struct WarpRows {
             for (int c = 0; c < kCols; ++c) rows[r][c] = 0;
     }
 
+    // Row by row; `factor` is the lane's, that of the row whose scores it holds.
+    __device__ static void scale_rows(Rows& rows, Real factor) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const Real of_this_row = of_row(factor, r);
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) rows[r][c] *= of_this_row;
+        }
+    }
+
     // The whole block copies a tile.
     template <int kThreads>
     __device__ static void load_tile(Real* tile, const Real* gmem, int64 row_stride, int32 first_row, int32 num_rows) {
@@ -86,9 +103,9 @@ struct WarpRows {
         }
     }
 
-    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose bit
-    // kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A template, not
-    // a loop over kHalf, which would index the array at run time and so move it to local memory.)
+    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose
+    // bit kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A
+    // template, not a loop over kHalf, which would index the array at run time and so move it to local memory.)
     template <int kHalf = 16>
     __device__ static Real reduce_scatter(Real (&value)[32], int32 lane) {
         const bool upper = lane & kHalf;

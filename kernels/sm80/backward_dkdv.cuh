@@ -48,7 +48,7 @@ struct BackwardDkdv {
 
     using KeyTile = SmemTile<kBc, kD>;
     using QueryTile = SmemTile<kBr, kD>;
-    using ScoreTile = SmemTile<kBc, kBr>;
+    using DsTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Exchanged = PackedFragment<float16, kBr / 8>;
@@ -59,7 +59,7 @@ struct BackwardDkdv {
     static constexpr int kDo = kQ + QueryTile::kBytes;
     static constexpr int kStageBytes = 2 * QueryTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kWithDq ? 2 * ScoreTile::kBytes : 0);
+    static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
     static constexpr int kRowStats = kP + kBc * kBr * 2;
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
@@ -81,7 +81,7 @@ struct BackwardDkdv {
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
-    common::QueryTileRange<Spec::kWindow> tiles;
+    common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
@@ -141,7 +141,7 @@ struct BackwardDkdv {
 
     // x, derivatives, times the weights of k-step s.
     __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
-        if constexpr (Spec::kDropout) {
+        if constexpr (!common::kProductsFromDelta<Spec>) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float minus_delta[2];
@@ -175,7 +175,7 @@ struct BackwardDkdv {
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability && !Spec::kDropout) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && common::kProductsFromDelta<Spec>) load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -187,13 +187,14 @@ struct BackwardDkdv {
 
         PackedFragment<Element, kBr / 8> packed[kM16];
         if constexpr (kProbability) {
+            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr,
+                                               where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::take_weights<true, Spec>(
-                        x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
-                        where.tile * kBc + pair * kPairKeys + 16 * m, lane,
+                        x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
                         [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
             } else {
 #pragma unroll
@@ -210,8 +211,7 @@ struct BackwardDkdv {
                     const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                     for (int m = 0; m < kM16; ++m)
-                        common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
-                                                lane, 0.0f);
+                        common::mask_transposed(x[m], mask, score_tile.shifted(0, 16 * m).position, 0.0f);
                 }
             }
 #pragma unroll
@@ -234,7 +234,7 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
-            const uint32 ds = smem + kDs + parity * ScoreTile::kBytes;
+            const uint32 ds = smem + kDs + parity * DsTile::kBytes;
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -242,7 +242,7 @@ struct BackwardDkdv {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int32 key = pair * kPairKeys + 16 * m + Scores::row(i, lane);
-                        store_shared(ds + ScoreTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
+                        store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
                     }
         }
         multiply<Element, kBr / 16>(
@@ -256,7 +256,7 @@ struct BackwardDkdv {
         constexpr int kPartM16 = kDqWarpRows / 16;
         const int32 lane = computed_anew(this->lane);
         const int32 m0 = warp % kDqWarpsM * kPartM16, n0 = warp / kDqWarpsM * kDqN16;
-        const LaneAddress<ScoreTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * ScoreTile::kBytes, 0, lane);
+        const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
         Part part[kPartM16];
 #pragma unroll
@@ -338,7 +338,7 @@ struct BackwardDkdv {
     // dV leaves through K's rows of this pair, dK through V's: no warp reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
-        if constexpr (!kProbability || Spec::kDropout)
+        if constexpr (!kProbability || common::kHasKeptScale<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll

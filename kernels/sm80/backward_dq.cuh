@@ -101,7 +101,7 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = Spec::kDropout ? 0.0f : minus_delta[m][e / 2];
+                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
@@ -109,12 +109,13 @@ struct BackwardDq {
             common::SavedScores<Spec, Scores> saved[kM16];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
                 saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
                     const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                     common::Unused unused;
-                    common::take_weights<false, Spec>(p[m], unused, masked, params, where.batch, where.head,
-                                                      first_row + warp_row + 16 * m, tile * kBc, lane,
+                    common::take_weights<false, Spec>(p[m], unused, masked, params, score_tile,
                                                       [&](int i, int) { return lse[m][i]; });
                 } else {
 #pragma unroll
@@ -123,7 +124,7 @@ struct BackwardDq {
                         for (int e = 0; e < 4; ++e)
                             p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
                     if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                        common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                        common::mask_scores(p[m], mask, score_tile.position, 0.0f);
                 }
             }
             multiply<Element, kD / 16>(
@@ -139,9 +140,8 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
-                                            tile * kBc, lane);
+                common::add_dbias<Spec>(
+                    ds[m], params, {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
                 saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }

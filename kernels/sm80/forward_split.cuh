@@ -69,12 +69,9 @@ struct ForwardSplit {
             for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
     }
 
-    __device__ void drop(Packed (&p)[kM16], const Params& params, const common::TileCoordinates& where, int32 first_row,
-                         int32 first_key) const {
+    __device__ static void drop(Packed (&p)[kM16], const Params& params, const common::ScoreTile& tile) {
 #pragma unroll
-        for (int m = 0; m < kM16; ++m)
-            common::drop<Spec>(p[m], params, where.batch, where.head, first_row + pair * kPairRows + 16 * m, first_key,
-                               lane);
+        for (int m = 0; m < kM16; ++m) common::drop<Spec>(p[m], params, tile.shifted(16 * m, 0));
     }
 
     // O += P V over one half of the tile's keys; V's lane addresses start at that half.
@@ -148,11 +145,11 @@ struct ForwardSplit {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
-            const int32 first_key = tile * kBc + half * kHalfKeys;
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + pair_row,
+                                               tile * kBc + half * kHalfKeys, lane};
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
-                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + pair_row + 16 * m,
-                                            first_key, lane);
+                common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
             Packed p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
@@ -163,7 +160,7 @@ struct ForwardSplit {
                 for (int m = 0; m < kM16; ++m)
                     fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m],
                                                share[m]);
-                drop(p, params, where, first_row, first_key);
+                drop(p, params, score_tile);
                 write_p(p);
                 kept = barrier_all(barrier(), 64, fits);
                 if (kept)
@@ -180,8 +177,8 @@ struct ForwardSplit {
 #pragma unroll
                             for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                     if (masked)
-                        common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
-                                            lane, -common::infinity<float>());
+                        common::mask_scores(scores[m], mask, score_tile.shifted(16 * m, 0).position,
+                                            -common::infinity<float>());
                     softmax[m].maximum_of(scores[m], highest[m]);
                 }
                 exchange(highest, [](float a, float b) { return common::maximum(a, b); });
@@ -195,7 +192,7 @@ struct ForwardSplit {
                         for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                     p[m].set(scores[m]);
                 }
-                drop(p, params, where, first_row, first_key);
+                drop(p, params, score_tile);
                 write_p(p);
                 barrier_sync(barrier(), 64);
             }

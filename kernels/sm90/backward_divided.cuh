@@ -90,7 +90,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.
-        constexpr bool kReadsStatistic = kProbability ? !Base::kFromLse : Spec::kDropout;
+        constexpr bool kReadsStatistic = !(kProbability ? Base::kFromLse : Base::kFromDelta);
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
@@ -150,7 +150,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 #pragma unroll
         for (int s = 0; s < kBr / 16; ++s) {
             const OperandA weights = load_shared_operand(lane_of_p(s));
-            if constexpr (Spec::kDropout)
+            if constexpr (!Base::kFromDelta)
                 weight_k16(derivatives, s, weights, statistic);
             else
                 common::multiply_k16<float16>(derivatives, s, weights);

@@ -49,7 +49,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Shape = BackwardDqShape<Spec>;
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box;
+    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
+        Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -151,9 +152,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
             common::Unused unused;
-            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
-                                              first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; },
+            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile),
+                                              score_tile(tile, block), [&](int i, int) { return -minus_lse_[i]; },
                                               static_cast<const Terms&>(*this));
             return;
         }
@@ -171,13 +171,12 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         pin(dp_);
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (Spec::kDbias) {
+        if constexpr (common::kAddsDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                    block * kBc, lane_);
+            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
             this->take_derivative(scores_, params_);
             ds_.set(scores_);
             return;
@@ -190,8 +189,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     }
     __device__ __forceinline__ float derivative(int n, int i, int column) const {
         const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
-        if constexpr (Spec::kDropout) return common::weighted<Spec>(p, dp, minus_delta_[i], params_);
-        return p * (dp + minus_delta_[i]);
+        return common::weighted_from_zero<Spec>(p, dp, -minus_delta_[i], params_);
     }
 
     // ------------------------------------------------------------------------------------------------------- products
@@ -259,7 +257,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         const auto& own = record_of<Spec>(params_, tile);
         const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
         const float *lse = own.lse + first, *delta = own.delta + first;
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -27,7 +27,7 @@ class BackwardGroup {
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
     // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = !Spec::kDropout;
+    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
         : params_(params),
@@ -119,7 +119,7 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if (needs_mask<kMasked>(step)) {
-            common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
+            common::mask_transposed(x, common::mask_of<Spec>(params_), {step.tile * kBr, first_key + 16 * warp_, lane_},
                                     -common::infinity<float>());
         }
 #pragma unroll
@@ -136,8 +136,8 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
-        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
-                                         first_key + 16 * warp_, lane_,
+        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_,
+                                         {own_.batch, step.head, step.tile * kBr, first_key + 16 * warp_, lane_},
                                          [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
                                          terms);
     }

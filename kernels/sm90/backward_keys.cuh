@@ -112,7 +112,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                if constexpr (Spec::kDropout)
+                if constexpr (!Base::kFromDelta)
                     derivatives.value[n][e] =
                         common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
                                                Base::statistic_of(memory_.delta(stage), 2 * n + e % 2), params_);

@@ -22,7 +22,7 @@ class BackwardProducer {
     static constexpr int kBr = Shape::kBr;
     template <bool kLse>
     static constexpr bool kAsStep =
-        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : !Spec::kDropout);
+        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : common::kProductsFromDelta<Spec>);
 
   public:
     __device__ BackwardProducer(const Params& params, const Params& maps, const Memory& memory)

@@ -53,7 +53,7 @@ struct QueryStep {
 template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
-    common::QueryTileRange<Spec::kWindow> tiles;
+    common::QueryTiles<Spec> tiles;
     TmaRows<Spec::kVarlen> queries, keys;
 };
 

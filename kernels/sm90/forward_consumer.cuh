@@ -34,7 +34,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box;
+    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
+        Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -215,19 +216,19 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                        block * kBc, lane_, static_cast<const Terms&>(*this));
+            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+                                        static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
-        if constexpr (Spec::kDropout)
-            common::drop<Spec>(p, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
+        if constexpr (common::kDrops<Spec>)
+            common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
     // Of a tile whose scores come next, so that what these need of its head is loaded, too.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
@@ -319,7 +320,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
+        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum, row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto rows = query_tma_rows<Spec>(params_, batch);

@@ -27,10 +27,15 @@ class QueryTileConsumer {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
+    // This warp's scores of key tile `block`.
+    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
+        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
+    }
+
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
-        common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
-                            lane_, -common::infinity<float>());
+        common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
     }
 
     __device__ __forceinline__ void release_key() {
