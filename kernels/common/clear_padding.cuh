@@ -28,7 +28,8 @@ struct ClearPadding {
     template <class Pointer>
     __device__ static void clear_row(Pointer x, const Strides& strides, int32 heads, int32 row, int32 lane) {
         for (int32 index = lane; index < heads * kChunks; index += 32)
-            *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) = Chunk{};
+            *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) =
+                Chunk{};
     }
 
     template <class Record>

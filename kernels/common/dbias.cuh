@@ -1,8 +1,8 @@
 // The gradient of the bias: that of the scores, added to where each element of the bias came from. Where the bias
 // repeats, several elements are added to one, and a warp adds up what it has of it before.
 //
-// With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out of
-// the weights (weights.cuh) and taken here, when dbias has had its part.
+// With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out
+// of the weights (weights.cuh) and taken here, when dbias has had its part.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
@@ -29,8 +29,7 @@ class SavedScores<Spec, Fragment, true> {
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-                ds(i, j) *= mod.derivative(scores_(i, j));
+            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) *= mod.derivative(scores_(i, j));
     }
 
   private:
@@ -53,7 +52,8 @@ template <class Spec, int kN8>
 __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float* sums, const ScoreStrides& strides,
                                              int32 queries, int32 keys, int32 lane) {
     using Fragment = QuadFragment<kN8>;
-    const bool in_pairs = strides.column == 1 && (strides.row | reinterpret_cast<uint64>(sums) / sizeof(float)) % 2 == 0;
+    const bool in_pairs =
+        strides.column == 1 && (strides.row | reinterpret_cast<uint64>(sums) / sizeof(float)) % 2 == 0;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         float* row = sums + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(0, lane));

@@ -1,4 +1,5 @@
-// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from dP (FlashAttention-2, Algorithm 2, line 4).
+// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from
+// dP (FlashAttention-2, Algorithm 2, line 4).
 //
 // A group of kLanes lanes takes a row, 16 bytes a lane and step where rows are whole 16-byte chunks, else an element.
 #pragma once
@@ -14,7 +15,7 @@ struct Delta {
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
     static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
-    static constexpr int kSteps = ceil_div(Spec::kHeadDim, kLanes * kVector);
+    static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     __device__ static void run(const Params& params) {

@@ -1,5 +1,5 @@
-// dsink = -sum_i exp(sink - lse_i) delta_i over all rows of a query head: the sink is a score of every row, with a value
-// of zero.
+// dsink = -sum_i exp(sink - lse_i) delta_i over all rows of a query head: the sink is a score of every row, with a
+// value of zero.
 //
 // A block takes a head, and sums in a fixed order.
 #pragma once

@@ -77,8 +77,7 @@ __device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCa
     if constexpr (kWindow)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) {
-            const int32 end =
-                mask.end_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
+            const int32 end = mask.end_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
                 if (Fragment::col(j, 0) >= end) scores(i, j) = value;

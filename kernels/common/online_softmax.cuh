@@ -30,8 +30,8 @@ struct OnlineSoftmax {
     }
 
     // P by the present row shift, rounded into `p`; true if this lane's share of the sum is small enough to keep P. It
-    // is not in rows that have seen no key yet (a shift of -inf), nor with infinities and NaN. `to_base2` is the scale of
-    // scores, or a function of a score and minus the shift.
+    // is not in rows that have seen no key yet (a shift of -inf), nor with infinities and NaN. `to_base2` is the scale
+    // of scores, or a function of a score and minus the shift.
     // kChains sums are kept side by side, for as many additions at a time.
     template <int kChains = 1, class Fragment, class ToBase2, class Packed>
     __device__ bool attempt(const Fragment& scores, const ToBase2& to_base2, Packed& p, Real (&share)[kRows]) const {
@@ -92,8 +92,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // Sets the row shift to `highest` and turns `scores` into P. rescale[i] is the factor of the sums taken so far; `sum`
-    // has been multiplied by it.
+    // Sets the row shift to `highest` and turns `scores` into P. rescale[i] is the factor of the sums taken so far;
+    // `sum` has been multiplied by it.
     template <class Fragment>
     __device__ void move_row_shift(const Real (&highest)[kRows], Fragment& scores, Real (&rescale)[kRows]) {
 #pragma unroll

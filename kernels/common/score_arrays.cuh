@@ -1,9 +1,9 @@
 // What arrays say of scores: the bias to add, and masks that hide. Without such arrays nothing here is used.
 //
-// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of scores
-// has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a time, at
-// distances that are known when the kernel is compiled. Else each element's address is computed, which takes longer than
-// all that happens to a score besides.
+// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of
+// scores has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a
+// time, at distances that are known when the kernel is compiled. Else each element's address is computed, which takes
+// longer than all that happens to a score besides.
 #pragma once
 #include "common/math.cuh"
 #include "common/score_tile.cuh"
@@ -41,8 +41,8 @@ class ScoreArrays {
         return term;
     }
 
-    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which those
-    // past the end do no harm. The last of a lane's keys is key + kLastKey.
+    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which
+    // those past the end do no harm. The last of a lane's keys is key + kLastKey.
     template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
         if constexpr (!kReadsArrays<Spec>) return false;

@@ -1,5 +1,5 @@
-// What features do to scores and to P, between the products, in the order of fa2cupy/features.py. Without any of them
-// nothing here is used, and main loops are as they were.
+// What features do to scores and to P, between the products, in the order of fa2cupy/problem/features.py. Without any
+// of them nothing here is used, and main loops are as they were.
 //
 //   raw score x -> scale x -> cap tanh(. / cap)                                            `cap`, with its `derivative`
 //   -> - slope |distance| -> + bias -> -inf where a mask hides                          `score`
@@ -29,9 +29,8 @@ inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
 // Whether scores stay unscaled, as products or capped products, until the exponential's FMA scales them to base 2 as it
 // subtracts. Maxima and -inf allow that if the scale is positive.
 template <class Spec>
-inline constexpr bool kScalesInExponent =
-    sizeof(typename Spec::Element) == 2 && !Spec::kBias &&
-    (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
+inline constexpr bool kScalesInExponent = sizeof(typename Spec::Element) == 2 && !Spec::kBias &&
+                                          (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
 
 // Whether the backward's products may start from -lse, so that no instruction subtracts it: as long as scores are
 // products, and terms that are added to them.
@@ -93,8 +92,8 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
     static constexpr Real kBase2 = kLog2e;
 
   public:
-    // Where a lane's first element is. The distance of the others from the diagonal is this one's plus what is known when
-    // the kernel is compiled, so that no element has an integer to convert, which takes as long as an exponential.
+    // Where a lane's first element is. The distance of the others from the diagonal is this one's plus what is known
+    // when the kernel is compiled, so that no element has an integer to convert, which takes as long as an exponential.
     struct Position {
         int32 query, key;
         Real distance;  // times the slope, if scores are unscaled

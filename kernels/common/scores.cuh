@@ -118,7 +118,8 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
+                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane)))
+                    p(i, j) = 0;
     }
 }
 

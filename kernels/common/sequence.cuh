@@ -1,8 +1,8 @@
 // Packed sequences: a block works on one sequence, with a record that says of it what it would say of a batch of one.
 //
-// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are given
-// the numbers from first / kRows + number on: sequences before it can never need so many, and all together never more
-// than total / kRows + num_sequences. The others, at most one a sequence, belong to no sequence.
+// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are
+// given the numbers from first / kRows + number on: sequences before it can never need so many, and all together never
+// more than total / kRows + num_sequences. The others, at most one a sequence, belong to no sequence.
 //
 // Offsets are on the device, so that the host cannot check them. They are clamped to the arrays, so that nothing is
 // read or written out of bounds; offsets that do not grow give rows without a meaning.
@@ -88,7 +88,8 @@ __device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const 
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
     auto where = tile_of_block<(Spec::kCausal && !kByKeys)>(params.schedule(), index);
-    if constexpr (Spec::kVarlen) enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
+    if constexpr (Spec::kVarlen)
+        enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
     return where;
 }
 

@@ -28,8 +28,8 @@ inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
 template <class Spec>
 inline constexpr bool kLeftLimit = Spec::kWindow;
 
-// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold a
-// pair that is not visible and need the mask.
+// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold
+// a pair that is not visible and need the mask.
 template <bool kWindow>
 struct KeyTileRange {
     static constexpr bool kLeftLimit = kWindow;

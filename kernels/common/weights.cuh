@@ -14,15 +14,15 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
         if constexpr (!kTransposed)
 #pragma unroll
             for (int w = 0; w < 4; ++w)
-                mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8, terms[w / 2][w % 2]);
+                mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8,
+                                               terms[w / 2][w % 2]);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
             uint32 kept = 0xf;
-            if constexpr (Spec::kDropout)
-                kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
+            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // which of the four: 8 queries on, 8 keys on
@@ -46,10 +46,9 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 }
 
 // From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative
-// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of, P
-// without what is dropped. lse(i, j) is in base 2, and zero where products have started from it.
-// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
-// `terms`: of the head, if they have been loaded.
+// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of,
+// P without what is dropped. lse(i, j) is in base 2, and zero where products have started from it. A row past the end
+// or without a visible key has an lse of +inf, which leaves P at zero. `terms`: of the head, if they have been loaded.
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
                                              const ScoreTile& tile, Lse lse, const Terms&... terms) {
@@ -58,7 +57,7 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
     const auto mod = score_mod<Spec>(params, tile, terms...);
     const auto mask = mask_of<Spec>(params);
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
-                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
+                                    first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     mod.cap(x);
     if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
@@ -136,8 +135,7 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-                p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
+            for (int j = 0; j < Fragment::kCols; ++j) p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
         if (masked) {
             if constexpr (kTransposed)
                 mask_transposed(p, mask, tile.position, Real(0));

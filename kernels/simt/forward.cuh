@@ -16,8 +16,8 @@
 //   scores [kWarps][kBc][rows]      a warp, its own      the same warp, S and then P
 //
 // Barriers, two a key tile: one before K and V are overwritten, since another warp may still read the previous tile,
-// and one before they are read, since every warp has copied a part. A warp's scores in shared memory belong to it alone,
-// so that it needs no more than __syncwarp.
+// and one before they are read, since every warp has copied a part. A warp's scores in shared memory belong to it
+// alone, so that it needs no more than __syncwarp.
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"

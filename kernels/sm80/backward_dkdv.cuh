@@ -1,25 +1,25 @@
-// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`, the
-// tile's share of dQ added to an fp32 workspace.
+// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`,
+// the tile's share of dQ added to an fp32 workspace.
 //
 //   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
 //   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
 //
-// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and dV
-// are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the left
-// operand of the second product without leaving its registers.
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
+// dV are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the
+// left operand of the second product without leaving its registers.
 //
 // Warps work in pairs on kPairKeys = 16 kM16 keys, one role each, with the same two products on swapped operands:
 //   probability warp: S^T, then dV        derivative warp: dP^T, then dK
-// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every right
-// operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other (in
-// register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps eleven
-// bits). dQ of the previous query tile, which all warps share, fills the wait for P^T. Whether the two of a pair should
-// share a scheduler (warps w and w + kPairs) or be neighbours was measured on an H100 at seqlen 4096: neighbours are 2 to 6 %
-// faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
+// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every
+// right operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other
+// (in register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps
+// eleven bits). dQ of the previous query tile, which all warps share, fills the wait for P^T. Whether the two of a pair
+// should share a scheduler (warps w and w + kPairs) or be neighbours was measured on an H100 at seqlen 4096: neighbours
+// are 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
 //
 // Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
-// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and the
-// slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
+// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
+// the slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -149,8 +149,9 @@ struct BackwardDkdv {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const uint32 pair = weights.reg[2 * h + i];
-                    float(&y)[4] = x.value[2 * s + h];
-                    y[2 * i] = common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
+                    float (&y)[4] = x.value[2 * s + h];
+                    y[2 * i] =
+                        common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
                     y[2 * i + 1] =
                         common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
                 }
@@ -166,16 +167,19 @@ struct BackwardDkdv {
     __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
         const int32 lane = computed_anew(this->lane);
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
-        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys, lane);
+        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys,
+                                                                lane);
         const LaneAddress<QueryTile, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
         const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
-        const uint32 row_stats = smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
+        const uint32 row_stats =
+            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
 
         Scores x[kM16];
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability && common::kProductsFromDelta<Spec>) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && common::kProductsFromDelta<Spec>)
+                load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -205,7 +209,8 @@ struct BackwardDkdv {
                     for (int m = 0; m < kM16; ++m)
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
+                            x[m].value[n][e] =
+                                common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
                 }
                 if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
                     const auto mask = common::mask_of<Spec>(params);
@@ -227,7 +232,8 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s) weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
+                for (int s = 0; s < kBr / 16; ++s)
+                    weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
         }
 
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
@@ -285,7 +291,8 @@ struct BackwardDkdv {
         const int32 tiles_per_head = tiles.end - tiles.begin;
         const int32 steps = tiles_per_head * params.heads_per_group;
         const int32 first_head = where.head * params.heads_per_group;
-        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of dQ.
+        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of
+        // dQ.
         constexpr bool kApart = kWithDq && !Spec::kCausal;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
@@ -345,7 +352,8 @@ struct BackwardDkdv {
                 for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        gradient[m].value[n][e] *= kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
+                        gradient[m].value[n][e] *=
+                            kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);

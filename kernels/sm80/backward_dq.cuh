@@ -2,8 +2,8 @@
 //
 //   S = Q K^T        P = exp(scale S - lse)        dP = dO V^T        dS = P o (dP - delta)        dQ = scale dS K
 //
-// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key tiles
-// that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
+// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key
+// tiles that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
 //
 // Shared memory: Q [kBr][D] | dO [kBr][D] | (K, V) [kStages] each [kBc][D]. dQ leaves through Q's rows.
 // Barriers: as in the forward.
@@ -52,15 +52,20 @@ struct BackwardDq {
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
         const Element* dout = params.dout + params.dout_strides.offset(where.batch, 0, where.head);
-        const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
-        const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
 
-        const Ring ring{smem + kKeys, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
-                        tiles.end, thread};
+        const Ring ring{smem + kKeys,
+                        params.k + params.k_strides.offset(where.batch, 0, head_kv),
+                        params.v + params.v_strides.offset(where.batch, 0, head_kv),
+                        params.k_strides.row,
+                        params.v_strides.row,
+                        params.seqlen_k,
+                        tiles.begin,
+                        tiles.end,
+                        thread};
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
@@ -78,7 +83,8 @@ struct BackwardDq {
                 const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
                 const bool valid = row < params.seqlen_q;
                 const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
-                lse[m][i] = natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
+                lse[m][i] =
+                    natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
                 minus_delta[m][i] = valid ? -params.delta[first_stat + row] : 0.0f;
             }
 
@@ -101,7 +107,8 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
+                    for (int e = 0; e < 4; ++e)
+                        ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
@@ -122,7 +129,8 @@ struct BackwardDq {
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
+                            p[m].value[n][e] =
+                                common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
                     if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
                         common::mask_scores(p[m], mask, score_tile.position, 0.0f);
                 }
@@ -140,8 +148,8 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                common::add_dbias<Spec>(
-                    ds[m], params, {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
+                common::add_dbias<Spec>(ds[m], params,
+                                        {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
                 saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }

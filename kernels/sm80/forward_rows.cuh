@@ -3,8 +3,8 @@
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
-// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles that
-// the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
+// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles
+// that the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
 //
 // Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D]. O leaves through Q's rows.
 // Barriers: one __syncthreads per key tile, in the ring of K and V.
@@ -50,16 +50,21 @@ struct ForwardRows {
         const int32 first_row = where.tile * kBr;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
-        const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
-        const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
-        const Ring ring{smem + QTile::kBytes, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
-                        tiles.end, thread};
+        const Ring ring{smem + QTile::kBytes,
+                        params.k + params.k_strides.offset(where.batch, 0, head_kv),
+                        params.v + params.v_strides.offset(where.batch, 0, head_kv),
+                        params.k_strides.row,
+                        params.v_strides.row,
+                        params.seqlen_k,
+                        tiles.begin,
+                        tiles.end,
+                        thread};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
         ring.start();
@@ -93,8 +98,7 @@ struct ForwardRows {
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
-                if (try_row_shift &&
-                    softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
+                if (try_row_shift && softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
                 if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll

@@ -1,13 +1,15 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync for head dimensions above 128; see forward_rows.cuh.
 //
-// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many mma:
-// shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the two
-// exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the exchanged
-// P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the new one.
+// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many
+// mma: shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the
+// two exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the
+// exchanged P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the
+// new one.
 //
-// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per warp
-// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written, and
-// the votes on them are one; and once more where the row maxima are exchanged.
+// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per
+// warp.
+// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written,
+// and the votes on them are one; and once more where the row maxima are exchanged.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -158,8 +160,7 @@ struct ForwardSplit {
                 bool fits = true;
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m],
-                                               share[m]);
+                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m], share[m]);
                 drop(p, params, score_tile);
                 write_p(p);
                 kept = barrier_all(barrier(), 64, fits);

@@ -4,13 +4,14 @@
 
 namespace fa2::sm80 {
 
-using common::OperandA;
 using common::barrier_arrive, common::barrier_sync;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
+using common::OperandA;
 
 // 16 bytes from global to shared memory past the registers; zeros where `valid` is false (nothing is read then).
 __device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -51,24 +52,24 @@ __device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const Oper
         : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers
-// from before the loop.
+// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in
+// registers from before the loop.
 __device__ __forceinline__ int32 computed_anew(int32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts warps.
+// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts
+// warps.
 __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // All of the barrier's threads wait, and learn whether the predicate held for all of them.
 __device__ __forceinline__ bool barrier_all(int32 id, int32 threads, bool predicate) {
     int32 all;
-    asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
-        : "=r"(all)
-        : "r"(static_cast<int32>(predicate)), "r"(id), "r"(threads)
-        : "memory");
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
+                 : "=r"(all)
+                 : "r"(static_cast<int32>(predicate)), "r"(id), "r"(threads)
+                 : "memory");
     return all != 0;
 }
 

@@ -152,9 +152,9 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
             common::Unused unused;
-            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile),
-                                              score_tile(tile, block), [&](int i, int) { return -minus_lse_[i]; },
-                                              static_cast<const Terms&>(*this));
+            common::take_weights<false, Spec>(
+                scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
+                [&](int i, int) { return -minus_lse_[i]; }, static_cast<const Terms&>(*this));
             return;
         }
         if (masked) mask(scores_, tile, block);
@@ -170,7 +170,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         wgmma_wait<0>();
         pin(dp_);
         release_value();
-        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
+            mbarrier_arrive(memory_.empty_dout(queries_.slot()));
         if constexpr (common::kAddsDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -184,8 +185,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
+            for (int i = 0; i < 2; ++i) ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
     }
     __device__ __forceinline__ float derivative(int n, int i, int column) const {
         const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
@@ -264,8 +264,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const int32 at = row + Scores::row(i, lane_);
             const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
-            minus_lse_[i] = natural == -common::infinity<float>() ? natural
-                                                                  : natural * static_cast<float>(-common::kLog2e);
+            minus_lse_[i] =
+                natural == -common::infinity<float>() ? natural : natural * static_cast<float>(-common::kLog2e);
             minus_delta_[i] = valid ? -delta[at] : 0.0f;
         }
     }
@@ -286,7 +286,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
                 rows.store(params_.dq, box.address + panel * box.panel_bytes, panel * kPanelColumns, first_row(tile),
-                            tile.head(), tile.batch());
+                           tile.head(), tile.batch());
             tma_store_commit();
             mbarrier_arrive(tile.empty);
             if constexpr (!Shape::kOwnOutput) {

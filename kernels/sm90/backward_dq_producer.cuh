@@ -9,9 +9,9 @@ template <class Spec>
 class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
     using Memory = QueryTileMemory<BackwardDqShape<Spec>>;
     using Base = QueryTileProducer<Spec, BackwardDqShape<Spec>, Memory>;
-    using typename Base::Tile;
     using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using typename Base::Tile;
 
   public:
     __device__ BackwardDqProducer(const Params& params, const Memory& memory) : Base(params, memory) {}

@@ -37,8 +37,8 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each step
-    // looks whether it needs the mask: one more copy of the code would be serialised.
+    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each
+    // step looks whether it needs the mask: one more copy of the code would be serialised.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
@@ -58,8 +58,8 @@ class BackwardGroup {
 
     template <bool kMasked>
     __device__ __forceinline__ bool needs_mask(const QueryStep& step) const {
-        return kMasked && (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin ||
-                           step.tile >= own_.tiles.full_end);
+        return kMasked &&
+               (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin || step.tile >= own_.tiles.full_end);
     }
 
     // Every column of x is its query's statistic.
@@ -95,7 +95,8 @@ class BackwardGroup {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
         if constexpr (!kAsStep) pin(x);
         wgmma_fence();
-        if constexpr (kAsStep) wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
+        if constexpr (kAsStep)
+            wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
         for (int s = 0; s < kD / 16; ++s)
             wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
@@ -136,10 +137,10 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
-        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_,
-                                         {own_.batch, step.head, step.tile * kBr, first_key + 16 * warp_, lane_},
-                                         [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
-                                         terms);
+        common::take_weights<true, Spec>(
+            x, p, needs_mask<kMasked>(step), params_,
+            {own_.batch, step.head, step.tile * kBr, first_key + 16 * warp_, lane_},
+            [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, terms);
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.
@@ -176,9 +177,9 @@ class BackwardGroup {
         pin(dq);
     }
 
-    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
-    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits. It
-    // walks before it is used. To change it after that would wait for all additions to have been issued.
+    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What
+    // is added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
+    // It walks before it is used. To change it after that would wait for all additions to have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
@@ -212,9 +213,9 @@ class BackwardGroup {
     // left open.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
-        const int64 first = Spec::kVarlen
-                                ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
-                                : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
+        const int64 first =
+            Spec::kVarlen ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
+                          : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
         workspace_ = params.dq_accum + (first + own_.tiles.begin) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
     }

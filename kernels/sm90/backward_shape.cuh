@@ -60,11 +60,14 @@ struct KeyTile {
 template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     const auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
-    KeyTile<Spec> tile = {
-        where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
-        common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                    common::window_of<Spec>(params)),
-        query_tma_rows<Spec>(params, where.batch), key_tma_rows<Spec>(params, where.batch)};
+    KeyTile<Spec> tile = {where.tile * Spec::kBc,
+                          where.head,
+                          where.batch,
+                          where.head * params.heads_per_group,
+                          common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
+                              where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params)),
+                          query_tma_rows<Spec>(params, where.batch),
+                          key_tma_rows<Spec>(params, where.batch)};
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
     return tile;
 }

@@ -220,8 +220,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
                                         static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
-        if constexpr (common::kDrops<Spec>)
-            common::drop<Spec>(p, params_, score_tile(tile, block));
+        if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
@@ -320,7 +319,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum, row_lse);
+        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum,
+                                  row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto rows = query_tma_rows<Spec>(params_, batch);

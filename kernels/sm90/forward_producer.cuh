@@ -10,9 +10,9 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using typename Base::Tile;
     using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using typename Base::Tile;
 
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : Base(params, memory) {}

@@ -1,16 +1,16 @@
-// The instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register reallocation,
-// stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
+// The instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register
+// reallocation, stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 
 namespace fa2::sm90 {
 
+using common::add_global, common::barrier_arrive, common::barrier_sync;
+using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 using common::PackedFragment;
 using common::QuadFragment;
-using common::add_global, common::barrier_arrive, common::barrier_sync;
-using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 
 // ---------------------------------------------------------------------------------------------------------- mbarriers
 

@@ -16,11 +16,7 @@ class QueryTileConsumer {
     static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;
 
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
-        : params_(params),
-          memory_(memory),
-          group_(group),
-          warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32) {}
+        : params_(params), memory_(memory), group_(group), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     // Of this warp's 16 rows.
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
@@ -65,8 +61,8 @@ class QueryTileConsumer {
         pin(x);
     }
 
-    // Where this warp writes its 16 rows of the result, a box a panel, when nothing reads there any more: its part of the
-    // buffer for results, or its rows of the query tile's operand at `operand`.
+    // Where this warp writes its 16 rows of the result, a box a panel, when nothing reads there any more: its part of
+    // the buffer for results, or its rows of the query tile's operand at `operand`.
     struct Box {
         uint32 address, panel_bytes;
     };
