@@ -473,8 +473,8 @@ MUTANTS = (
     Mutant(
         "query heads of another group",
         "backward",
-        "where.batch, where.head * params.heads_per_group,",
-        "where.batch, where.head,",
+        "where.head * params.heads_per_group,\n",
+        "where.head,\n",
         "numbers",
         Problem(heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
     ),
@@ -597,8 +597,8 @@ MUTANTS = (
     Mutant(
         "dQ: rows without a key",
         "backward_dq",
-        "natural == -common::infinity<float>() ? natural\n",
-        "false ? natural\n",
+        "natural == -common::infinity<float>() ? natural :",
+        "false ? natural :",
         "numbers",
         HOPPER_MASKED_ROWS,
     ),
@@ -684,16 +684,16 @@ MUTANTS = (
     Mutant(
         "k read with the strides of v",
         "forward",
-        "k, v, params.k_strides.row, params.v_strides.row,",
-        "k, v, params.v_strides.row, params.v_strides.row,",
+        "(slot(tile), k, k_stride,",
+        "(slot(tile), k, v_stride,",
         "bounds",
         Problem(packed="v"),
     ),
     Mutant(
         "v read with the strides of k",
         "forward",
-        "k, v, params.k_strides.row, params.v_strides.row,",
-        "k, v, params.k_strides.row, params.k_strides.row,",
+        "KeyTile::kBytes, v, v_stride,",
+        "KeyTile::kBytes, v, k_stride,",
         "uninitialised",
         Problem(packed="v"),
     ),
@@ -1182,7 +1182,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
     device = problem.device or (FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER)
-    asked = {"causal": problem.causal, **problem.settings, **problem.offsets}
+    asked = {"causal": problem.causal, **problem.features, **problem.offsets}
     expected = Expectation(q, k, v, do, **asked)
     options = {
         **asked,
