@@ -50,9 +50,9 @@ struct BackwardDkdv {
         const auto mask = common::mask_of<Spec>(params);
 
         const Real* k = head_of(params.k, params.k_strides, where.batch, where.head);
-        const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
         typename Warp::Rows k_rows, v_rows, dk_rows, dv_rows;
         Warp::load_rows(k_rows, k, params.k_strides.row, first_key, params.seqlen_k, lane);
+        const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
         Warp::load_rows(v_rows, v, params.v_strides.row, first_key, params.seqlen_k, lane);
         Warp::clear(dk_rows);
         Warp::clear(dv_rows);
@@ -95,11 +95,11 @@ struct BackwardDkdv {
                 Warp::accumulate(dk_rows, smem_scores, q_tile, lane);
             }
         }
-        Real* dk = head_of(params.dk, params.dk_strides, where.batch, where.head);
-        Real* dv = head_of(params.dv, params.dv_strides, where.batch, where.head);
-        Warp::store_rows(dk_rows, params.softmax_scale, dk, params.dk_strides.row, first_key, params.seqlen_k, lane);
-        Warp::store_rows(dv_rows, common::kept_scale<Spec>(params), dv, params.dv_strides.row, first_key,
-                         params.seqlen_k, lane);
+        Warp::store_rows(dk_rows, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, where.head),
+                         params.dk_strides.row, first_key, params.seqlen_k, lane);
+        Warp::store_rows(dv_rows, common::kept_scale<Spec>(params),
+                         head_of(params.dv, params.dv_strides, where.batch, where.head), params.dv_strides.row,
+                         first_key, params.seqlen_k, lane);
     }
 };
 

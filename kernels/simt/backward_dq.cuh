@@ -100,15 +100,15 @@ struct BackwardDq {
             if constexpr (kWithDkdv) {
                 Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);
                 __syncthreads();
-                Real* dk = head_of(params.dk, params.dk_strides, where.batch, head_kv);
-                add_tile(dk_tile, params.softmax_scale, dk, params.dk_strides.row, tile * kBc, params.seqlen_k);
-                Real* dv = head_of(params.dv, params.dv_strides, where.batch, head_kv);
-                add_tile(dv_tile, common::kept_scale<Spec>(params), dv, params.dv_strides.row, tile * kBc,
+                add_tile(dk_tile, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, head_kv),
+                         params.dk_strides.row, tile * kBc, params.seqlen_k);
+                add_tile(dv_tile, common::kept_scale<Spec>(params),
+                         head_of(params.dv, params.dv_strides, where.batch, head_kv), params.dv_strides.row, tile * kBc,
                          params.seqlen_k);
             }
         }
-        Real* dq = head_of(params.dq, params.dq_strides, where.batch, where.head);
-        Warp::store_rows(dq_rows, params.softmax_scale, dq, params.dq_strides.row, first_row, params.seqlen_q, lane);
+        Warp::store_rows(dq_rows, params.softmax_scale, head_of(params.dq, params.dq_strides, where.batch, where.head),
+                         params.dq_strides.row, first_row, params.seqlen_q, lane);
     }
 
     __device__ static void add_tile(const Real* tile, Real scale, Real* gmem, int64 row_stride, int32 first_row,

@@ -90,14 +90,15 @@ struct ForwardRows {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
-            const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row, tile * kBc, lane};
             PackedFragment<Element, kBc / 8> p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             // The first tile has no row shift to try, and masked scores are rare enough to go the plain way.
             const bool try_row_shift = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                common::modify_scores<Spec>(scores[m], params, score_tile);
                 if (try_row_shift && softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
                 if constexpr (common::kScalesInExponent<Spec>)
@@ -105,9 +106,7 @@ struct ForwardRows {
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
-                if (masked)
-                    common::mask_scores(scores[m], mask, score_tile.shifted(16 * m, 0).position,
-                                        -common::infinity<float>());
+                if (masked) common::mask_scores(scores[m], mask, score_tile.position, -common::infinity<float>());
                 float rescale[2];
                 softmax[m].update(scores[m], rescale);
 #pragma unroll
@@ -118,7 +117,9 @@ struct ForwardRows {
             }
 
 #pragma unroll
-            for (int m = 0; m < kM16; ++m) common::drop<Spec>(p[m], params, score_tile.shifted(16 * m, 0));
+            for (int m = 0; m < kM16; ++m)
+                common::drop<Spec>(p[m], params,
+                                   {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
             multiply<Element, kBc / 16>(
                 output, [&](int m, int kk) { return p[m].k16(kk); },
                 [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
