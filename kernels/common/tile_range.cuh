@@ -66,6 +66,11 @@ struct QueryTileRange {
 template <class Spec>
 using QueryTiles = QueryTileRange<Spec::kWindow>;
 
+// On which side of the full tiles a tile lies: on either, it needs the mask.
+struct OutsideFull {
+    bool behind, before;
+};
+
 template <bool kCausal, int kBr, int kBc, bool kWindow>
 __device__ __forceinline__ QueryTileRange<kWindow> query_tiles_of(int32 key_tile, int32 seqlen_q, int32 seqlen_k,
                                                                   const WindowLimits<kWindow>& window) {

@@ -117,15 +117,16 @@ __device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real de
 
 // P = exp(S - lse) and dS = P o (dP - delta), an element at a time: `p` has the products Q K^T and becomes P, `ds` has
 // dP and becomes dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; a row past the end or
-// without a visible key has an lse of +inf, which leaves its P at zero.
+// without a visible key has an lse of +inf, which leaves its P at zero. Whether `|` or `||` joins the two sides of
+// `outside` decides which the compiler compares first: both are as the measured kernels have them.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
-__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, bool masked,
+__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
                                                       const Record& params, const ScoreTile& tile, const Lse& lse,
                                                       const Delta& delta) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     if constexpr (kTakesWeights<Spec>) {
         Fragment weights = p;
-        take_weights<kTransposed, Spec>(weights, p, masked, params, tile, lse);
+        take_weights<kTransposed, Spec>(weights, p, outside.behind || outside.before, params, tile, lse);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
@@ -136,7 +137,7 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
-        if (masked) {
+        if (outside.behind | outside.before) {
             if constexpr (kTransposed)
                 mask_transposed(p, mask, tile.position, Real(0));
             else

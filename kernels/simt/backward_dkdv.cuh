@@ -84,9 +84,10 @@ struct BackwardDkdv {
                 Scores p, ds;
                 Warp::dot(p, k_rows, q_tile, smem_scores, lane);
                 Warp::dot(ds, v_rows, do_tile, smem_scores, lane);
-                const bool masked = tile < tiles.full_begin || (tiles.kLeftLimit && tile >= tiles.full_end);
+                const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
                 common::differentiate_softmax<true, Spec>(
-                    p, ds, mask, masked, params, score_tile, [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
+                    p, ds, mask, outside, params, score_tile,
+                    [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
                     [&](int, int j) { return delta_tile[Scores::col(j, lane)]; });
 
                 Warp::post(p, smem_scores, lane);

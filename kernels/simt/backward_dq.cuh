@@ -84,9 +84,9 @@ struct BackwardDq {
             Warp::dot(ds, do_rows, v_tile, smem_scores, lane);
             common::SavedScores<Spec, Scores> saved;
             saved.save(p);
-            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+            const common::OutsideFull outside{tile >= tiles.full_end, tiles.kLeftLimit && tile < tiles.full_begin};
             common::differentiate_softmax<false, Spec>(
-                p, ds, mask, masked, params, score_tile, [&](int, int) { return lse_log2; },
+                p, ds, mask, outside, params, score_tile, [&](int, int) { return lse_log2; },
                 [&](int, int) { return delta; });
             common::add_dbias<Spec>(ds, params, score_tile);
             saved.take_derivative(ds, params);
