@@ -50,15 +50,17 @@ struct ForwardRows {
         const int32 first_row = where.tile * kBr;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
+        const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
+        const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
-        const Ring ring{smem + QTile::kBytes,
-                        params.k + params.k_strides.offset(where.batch, 0, head_kv),
-                        params.v + params.v_strides.offset(where.batch, 0, head_kv),
+        const Ring ring{smem + QTile::kBytes,  // the slots
+                        k,
+                        v,
                         params.k_strides.row,
                         params.v_strides.row,
                         params.seqlen_k,
