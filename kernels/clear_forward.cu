@@ -1,6 +1,6 @@
 // O and lse of rows that are of no packed sequence, the same for every family.
 #include "common/spec.cuh.j2"
-#include "common/clear_rest.cuh"
+#include "common/clear_padding.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps)
 {{ symbol }}(const fa2::Params params) {

@@ -363,6 +363,8 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         for spec in (*default_specs(DeviceInfo.named(arch), dtype, head_dim, True, method), *others)
         for match in re.findall(r'#line \d+ "kernels/([^"]+)"', render_kernel(spec).text)
     }
+    templates = [kernel_directory() / name for name in used if name.endswith(".j2")]
+    used.update(name for path in templates for name in re.findall(r'^//% from "(.+)" import ', path.read_text(), re.M))
     files = {path.relative_to(kernel_directory()).as_posix() for path in kernel_directory().rglob("*") if path.is_file()}
     assert used == files
 

@@ -76,7 +76,7 @@ class Problem:
     causal: bool = True
     few_multiprocessors: bool = False  # so that heads are scheduled in sections
     packed: str = ""  # names of arrays that lie between others
-    growing: bool = False  # scores that leave the softmax's reference behind
+    growing: bool = False  # scores that leave the softmax's row shift behind
     hopper_tile: TileConfig | None = None
     feature: str = ""  # as `feature_cases.options_of` calls it
     view: Callable = place  # how the feature's arrays lie
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "the last V never comes",
         "forward",
-        "load_value(tile, (common::kLeftLimit<Spec> ? tile.first_key_tile : 0));\n            if",
+        "load_value(tile, kLeftLimit ? tile.first_key_tile : 0);\n            if",
         "if",
         "deadlock",
         HOPPER_TILES,
@@ -473,8 +473,8 @@ MUTANTS = (
     Mutant(
         "query heads of another group",
         "backward",
-        "where.batch, where.head * params.heads_per_group,",
-        "where.batch, where.head,",
+        "where.head * params.heads_per_group,\n",
+        "where.head,\n",
         "numbers",
         Problem(heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
     ),
@@ -533,8 +533,8 @@ MUTANTS = (
     Mutant(
         "dQ: as many stages of V as of K",
         "backward_dq",
-        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
-        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n};",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
         "deadlock",
         HOPPER_SKIPPING,
     ),
@@ -597,8 +597,8 @@ MUTANTS = (
     Mutant(
         "dQ: rows without a key",
         "backward_dq",
-        "natural == -common::infinity<float>() ? natural\n",
-        "false ? natural\n",
+        "natural == -common::infinity<float>() ? natural :",
+        "false ? natural :",
         "numbers",
         HOPPER_MASKED_ROWS,
     ),
@@ -613,8 +613,8 @@ MUTANTS = (
     Mutant(
         "dQ: delta of one row for both",
         "backward_dq",
-        "return p * (dp + minus_delta_[i]);",
-        "return p * (dp + minus_delta_[0]);",
+        "(p, dp, -minus_delta_[i], params_);",
+        "(p, dp, -minus_delta_[0], params_);",
         "numbers",
         HOPPER_TILES,
     ),
@@ -684,16 +684,16 @@ MUTANTS = (
     Mutant(
         "k read with the strides of v",
         "forward",
-        "k, v, params.k_strides.row, params.v_strides.row,",
-        "k, v, params.v_strides.row, params.v_strides.row,",
+        "(slot(tile), k, k_stride,",
+        "(slot(tile), k, v_stride,",
         "bounds",
         Problem(packed="v"),
     ),
     Mutant(
         "v read with the strides of k",
         "forward",
-        "k, v, params.k_strides.row, params.v_strides.row,",
-        "k, v, params.k_strides.row, params.k_strides.row,",
+        "KeyTile::kBytes, v, v_stride,",
+        "KeyTile::kBytes, v, k_stride,",
         "uninitialised",
         Problem(packed="v"),
     ),
@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "log-sum-exp of a row without keys",
         "forward",
-        "lse[i] = empty ? -infinity<Real>() : reference",
-        "lse[i] = empty ? Real(0) : reference",
+        "lse[i] = empty ? -infinity<Real>() : row_shift",
+        "lse[i] = empty ? Real(0) : row_shift",
         "numbers",
         MASKED_ROWS,
     ),
@@ -866,7 +866,7 @@ MUTANTS = (
     Mutant(
         "dQ without delta",
         "backward_dq",
-        "Spec::kDropout ? 0.0f : minus_delta[m][e / 2];",
+        "common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;",
         "0.0f;",
         "numbers",
     ),
@@ -917,7 +917,7 @@ MUTANTS = (
     Mutant(
         "bias in pairs past the last key",
         "forward",
-        "bool yes = key + kFurther < params_.seqlen_k;",
+        "bool yes = key + kLastKey < params_.seqlen_k;",
         "bool yes = true;",
         "bounds",
         Problem(feature="bias", lengths=PAIRS),
@@ -1024,12 +1024,12 @@ MUTANTS = (
         "numbers",
         SIMT,
     ),
-    Mutant("simt: dS without delta", "backward_dq", "(ds.value[j] - delta);", "ds.value[j];", "numbers", SIMT),
+    Mutant("simt: dS without delta", "backward_dq", "(ds(i, j) - delta(i, j));", "ds(i, j);", "numbers", SIMT),
     Mutant(
         "simt: rescale of the first row for all",
         "forward",
-        "Warp::of_row(rescale[0], r);",
-        "Warp::of_row(rescale[0], 0);",
+        "Warp::scale_rows(o_rows, rescale[0]);",
+        "Warp::scale_rows(o_rows, Warp::of_row(rescale[0], 0));",
         "numbers",
         SIMT,
     ),
@@ -1073,8 +1073,8 @@ MUTANTS = (
     Mutant(
         "simt: no barrier behind the shared sums",
         "backward",
-        "Warp::scatter_add(dk_tile, board, q, lane);\n                __syncthreads();",
-        "Warp::scatter_add(dk_tile, board, q, lane);",
+        "Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);\n                __syncthreads();",
+        "Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);",
         "race",
         SIMT,
     ),
@@ -1106,8 +1106,8 @@ MUTANTS = (
     Mutant(
         "before sm_90: dQ in the order of sm_90",
         "backward",
-        '"l"(address + e * kElementStride)',
-        '"l"(address + e)',
+        "add_global(address + e * kElementStride, x[e]);",
+        "add_global(address + e, x[e]);",
         "numbers",
         Problem(device="sm_80", feature="window", causal=False),
     ),
@@ -1128,10 +1128,10 @@ MUTANTS = (
         Problem(feature="mask", lengths=PAIRS, view=gapped),
     ),
     Mutant(
-        "a reference of the softmax that no score has been",
+        "a row shift of the softmax that no score has been",
         "forward",
-        "reference[i] = -infinity<Real>();",
-        "reference[i] = 0;",
+        "row_shift[i] = -infinity<Real>();",
+        "row_shift[i] = 0;",
         "numbers",
         Problem(scores=functools.partial(at_level, score=-24.0)),
     ),
@@ -1182,7 +1182,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
     )
     device = problem.device or (FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER)
-    asked = {"causal": problem.causal, **problem.settings, **problem.offsets}
+    asked = {"causal": problem.causal, **problem.features, **problem.offsets}
     expected = Expectation(q, k, v, do, **asked)
     options = {
         **asked,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["BOX_COLUMNS", "TensorLayout", "packed_layout", "tensor_layout"]
 
 BOX_COLUMNS = 64  # 16-bit elements in the 128 bytes that a swizzle spans
-_FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; _FAR_ROW is also in kernels/sm90/map_place.cuh
+_FAR_ROW, _WRAP = 2**30, 2**34  # their product is 2**64; _FAR_ROW is also in kernels/sm90/tma_rows.cuh
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def tensor_layout(
 def packed_layout(
     dtype: str, sizes: Sequence[int], strides: Sequence[int], head_dim: int, itemsize: int, box_rows: int
 ) -> TensorLayout:
-    """The layout of packed sequences of any lengths; kernels/sm90/map_place.cuh computes the coordinates.
+    """The layout of packed sequences of any lengths; kernels/sm90/tma_rows.cuh computes the coordinates.
 
     Consider a sequence of n rows that ends before row `end` of the array. Its row i has the coordinates
     (2**30 - n + i, end, 2**30) along row, end and wrap. The strides are such that the terms in 2**30 add up to a

@@ -1,50 +1,40 @@
 // The gradient of the bias: that of the scores, added to where each element of the bias came from. Where the bias
 // repeats, several elements are added to one, and a warp adds up what it has of it before.
 //
-// With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out of
-// the weights (weights.cuh) and taken here, when dbias has had its part.
+// With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out
+// of the weights (weights.cuh) and taken here, when dbias has had its part.
 #pragma once
+#include "common/ptx.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
-// The products from before the weights took their place, if their derivative is wanted.
-template <class Spec, class Fragment, bool kKept = Spec::kDbias && Spec::kSoftcap>
-class Products {
+// The scores as products of q and k, from before weights took their registers, if the cap's derivative is wanted.
+template <class Spec, class Fragment, bool kSaved = Spec::kDbias && Spec::kSoftcap>
+class SavedScores {
   public:
-    __device__ __forceinline__ void keep(const Fragment&) {}
+    __device__ __forceinline__ void save(const Fragment&) {}
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment&, const Record&) {}
 };
 template <class Spec, class Fragment>
-class Products<Spec, Fragment, true> {
+class SavedScores<Spec, Fragment, true> {
   public:
-    __device__ __forceinline__ void keep(const Fragment& products) { products_ = products; }
-    // What is kept is of no use afterwards.
+    __device__ __forceinline__ void save(const Fragment& products) { scores_ = products; }
+    // Caps the saved scores in their registers.
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
-        const auto mod = score_mod<Spec>(params, 0, 0);
-        mod.cap(products_);
+        const Softcap<Spec, Record> mod(params);
+        mod.cap(scores_);
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j)
-                ds(i, j) *= mod.derivative(products_(i, j));
+            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) *= mod.derivative(scores_(i, j));
     }
 
   private:
-    Fragment products_;
+    Fragment scores_;
 };
-
-// Two neighbouring sums in global memory, at once where the instruction exists.
-__device__ __forceinline__ void add_pair(float* address, float even, float odd) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(even), "f"(odd) : "memory");
-#else
-    atomicAdd(address, even);
-    atomicAdd(address + 1, odd);
-#endif
-}
 
 // Row by row of a lane, and every element on its own.
 template <class Spec, class Fragment, class Real>
@@ -62,7 +52,8 @@ template <class Spec, int kN8>
 __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float* sums, const ScoreStrides& strides,
                                              int32 queries, int32 keys, int32 lane) {
     using Fragment = QuadFragment<kN8>;
-    const bool in_pairs = strides.column == 1 && (strides.row | reinterpret_cast<uint64>(sums) / sizeof(float)) % 2 == 0;
+    const bool in_pairs =
+        strides.column == 1 && (strides.row | reinterpret_cast<uint64>(sums) / sizeof(float)) % 2 == 0;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         float* row = sums + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(0, lane));
@@ -71,7 +62,7 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 #pragma unroll
         for (int n = 0; n < kN8; ++n) {
             if (in_pairs && 8 * n + 1 < left) {
-                add_pair(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
+                add_global(row + 8 * n, ds.value[n][2 * i], ds.value[n][2 * i + 1]);
             } else {
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
@@ -81,13 +72,17 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
     }
 }
 
+// Whether a call asks for the gradient of the bias.
+template <class Spec>
+inline constexpr bool kAddsDbias = Spec::kDbias;
+
 // Adds the gradient of scores to that of the bias. A warp's lanes with the same column are kLanesPerRow apart.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, int32 batch, int32 head,
-                                          int32 first_query, int32 first_key, int32 lane) {
+__device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    const int32 first_query = tile.position.first_query, first_key = tile.position.first_key, lane = tile.position.lane;
     const ScoreStrides& strides = params.dbias_accum_strides;
-    Real* sums = params.dbias_accum + strides.offset(batch, head, first_query, first_key);
+    Real* sums = params.dbias_accum + strides.offset(tile.batch, tile.head, first_query, first_key);
     const int32 queries = params.seqlen_q - first_query, keys = params.seqlen_k - first_key;
     if (strides.row != 0 && strides.column != 0) {
         add_elements<Spec>(ds, sums, strides, queries, keys, lane);
@@ -121,6 +116,11 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& para
         if (lane < Fragment::kLanesPerRow && Fragment::col(j, lane) < keys)
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
+}
+// The same, if the gradient is asked for.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
+    if constexpr (kAddsDbias<Spec>) add_dbias_of<Spec>(ds, params, tile);
 }
 
 }  // namespace fa2::common

@@ -1,9 +1,11 @@
-// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from dP (FlashAttention-2, Algorithm 2, line 4).
+// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from
+// dP (FlashAttention-2, Algorithm 2, line 4).
 //
 // A group of kLanes lanes takes a row, 16 bytes a lane and step where rows are whole 16-byte chunks, else an element.
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh.j2"
+#include "common/statistics.cuh"
 
 namespace fa2::common {
 
@@ -13,7 +15,7 @@ struct Delta {
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
     static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
-    static constexpr int kSteps = ceil_div(Spec::kHeadDim, kVector * kLanes);
+    static constexpr int kSteps = ceil_div(Spec::kHeadDim / kVector, kLanes);
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     __device__ static void run(const Params& params) {
@@ -39,7 +41,7 @@ struct Delta {
         }
         sum = row_sum<kLanes>(sum);
         if (lane == 0 && valid) {
-            const int64 index = (static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q + row;
+            const int64 index = first_statistic<Spec>(params, batch, head) + row;
             if constexpr (Spec::kDlse) sum -= params.dlse[index];
             params.delta[index] = sum;
         }

@@ -1,10 +1,11 @@
-// dsink = -sum_i exp(sink - lse_i) delta_i over all rows of a query head: the sink is a score of every row, with a value
-// of zero.
+// dsink = -sum_i exp(sink - lse_i) delta_i over all rows of a query head: the sink is a score of every row, with a
+// value of zero.
 //
 // A block takes a head, and sums in a fixed order.
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh.j2"
+#include "common/statistics.cuh"
 
 namespace fa2::common {
 
@@ -18,7 +19,7 @@ struct Dsink {
         const Accum sink = params.sink[params.sink_strides.offset(0, head, 0, 0)];
         Accum sum = 0;
         for (int32 batch = 0; batch < params.batch; ++batch) {
-            const int64 first = (static_cast<int64>(batch) * params.num_heads + head) * params.seqlen_q;
+            const int64 first = first_statistic<Spec>(params, batch, head);
             for (int32 row = threadIdx.x; row < params.seqlen_q; row += blockDim.x) {
                 const Accum lse = params.lse[first + row];
                 if (lse == -infinity<Accum>()) continue;  // neither a key nor a sink

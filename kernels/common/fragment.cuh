@@ -38,8 +38,8 @@ struct QuadFragment {
     }
 };
 
-// The same numbers rounded to 16 bits: since accumulators and left operands share the quad layout, k16(s) is the operand
-// of the s-th k-step without any exchange between lanes.
+// The same numbers rounded to 16 bits: since accumulators and left operands share the quad layout, k16(s) is the
+// operand of the s-th k-step without any exchange between lanes.
 template <class Element, int kN8>
 struct PackedFragment {
     uint32 word[kN8][2];
@@ -61,7 +61,7 @@ template <class Element, int kN8>
 __device__ __forceinline__ void multiply_k16(QuadFragment<kN8>& x, int s, const OperandA& y) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-        float(&tile)[4] = x.value[2 * s + r / 2];
+        float (&tile)[4] = x.value[2 * s + r / 2];
         tile[r % 2 * 2] *= unpack_lo<Element>(y.reg[r]);
         tile[r % 2 * 2 + 1] *= unpack_hi<Element>(y.reg[r]);
     }

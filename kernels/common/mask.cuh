@@ -1,6 +1,8 @@
-// Visibility, applied to a fragment. Only tiles that tile_range.cuh calls not full come here.
+// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the
+// same bounds, rounded to tiles, and says which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
+#include "common/score_tile.cuh"
 #include "common/tile_range.cuh"
 
 namespace fa2::common {
@@ -36,11 +38,12 @@ __device__ __forceinline__ Mask<Spec::kCausal, Spec::kWindow> mask_of(const Reco
     return {params.seqlen_k, params.seqlen_k - params.seqlen_q, window_of<Spec>(params)};
 }
 
-// Writes `value` over every element that is not visible. first_query, first_key: position of the fragment's tile. The
-// bound is moved to the lane's first column, so that the columns are constants.
+// Writes `value` over every element that is not visible. The bound is moved to the lane's first column, so that the
+// columns are constants.
 template <class Fragment, bool kCausal, bool kWindow, class Real>
-__device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal, kWindow>& mask, int32 first_query,
-                                            int32 first_key, int32 lane, Real value) {
+__device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal, kWindow>& mask,
+                                            const TilePosition& position, Real value) {
+    const auto [first_query, first_key, lane] = position;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         const int32 end = mask.end_key(first_query + Fragment::row(i, lane)) - first_key - Fragment::col(0, lane);
@@ -62,7 +65,8 @@ __device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal
 // The same for a fragment of S^T, whose rows are keys.
 template <class Fragment, bool kCausal, bool kWindow, class Real>
 __device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCausal, kWindow>& mask,
-                                                int32 first_query, int32 first_key, int32 lane, Real value) {
+                                                const TilePosition& position, Real value) {
+    const auto [first_query, first_key, lane] = position;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         const int32 begin = mask.first_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
@@ -73,8 +77,7 @@ __device__ __forceinline__ void mask_transposed(Fragment& scores, const Mask<kCa
     if constexpr (kWindow)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) {
-            const int32 end =
-                mask.end_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
+            const int32 end = mask.end_query(first_key + Fragment::row(i, lane)) - first_query - Fragment::col(0, lane);
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
                 if (Fragment::col(j, 0) >= end) scores(i, j) = value;

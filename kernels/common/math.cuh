@@ -47,8 +47,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }
 
-// 4e-7 relative: a cap multiplies an absolute error. By exponentials it is 1e-7 absolute, the exponential's infinity leaves
-// 1, its zero -1; where that is too much, by a polynomial (4e-8 relative, fitted like those of fa2cupy/softcap.py).
+// 4e-7 relative: a cap multiplies an absolute error. By exponentials it is 1e-7 absolute, the exponential's infinity
+// leaves 1, its zero -1; where that is too much, by a polynomial (4e-8 relative, fitted like those of
+// fa2cupy/problem/softcap.py).
 __device__ __forceinline__ float tanh_approx(float x) {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(exp2_approx(2 * static_cast<float>(kLog2e) * x) + 1.0f));

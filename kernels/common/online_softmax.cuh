@@ -1,11 +1,11 @@
 // The softmax of one row tile, key tile by key tile, in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, section
 // 3.1), on the fragment contract.
 //
-//   P_ij = 2^(scale * log2(e) * S_ij - reference_i)        sum_i = sum_j P_ij        O_i = sum_j P_ij V_j
+//   P_ij = 2^(scale * log2(e) * S_ij - row_shift_i)        sum_i = sum_j P_ij        O_i = sum_j P_ij V_j
 //
-// The reference cancels in O / sum, so any value does that lets P fit its type. `update` moves it to the running maximum,
-// as everybody does. `try_reference` does not look for a maximum at all: it takes the exponentials against the reference
-// at hand and keeps them if a vote finds that every row's share stays small; on random scores that is nearly always so,
+// The row shift cancels in O / sum, so any value does that lets P fit its type. `update` sets it to the running
+// maximum, as usual. `try_row_shift` does not compute the maximum: it takes the exponentials with the present shift and
+// keeps them if a vote finds that every row's share of the sum stays small. On random scores that is nearly always so,
 // and the maximum, its shuffles and the rescaling of O drop out of the loop.
 #pragma once
 #include "common/fragment.cuh"
@@ -18,20 +18,20 @@ struct OnlineSoftmax {
     // All terms are positive, so a share of the row sum under this bounds each term: far inside float16 (65504).
     static constexpr float kLargestShare = 4096.0f;
 
-    Real reference[kRows];
+    Real row_shift[kRows];
     Real sum[kRows];  // of this lane's columns only
 
     __device__ void reset() {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            reference[i] = -infinity<Real>();
+            row_shift[i] = -infinity<Real>();
             sum[i] = 0;
         }
     }
 
-    // P against the present reference, rounded into `p`; true if this lane's share of it is small enough to keep. Rows that
-    // have seen no key yet (reference = -inf), infinities and NaN are not. `to_base2` is the scale of scores, or a
-    // function of one and minus the reference.
+    // P by the present row shift, rounded into `p`; true if this lane's share of the sum is small enough to keep P. It
+    // is not in rows that have seen no key yet (a shift of -inf), nor with infinities and NaN. `to_base2` is the scale
+    // of scores, or a function of a score and minus the shift.
     // kChains sums are kept side by side, for as many additions at a time.
     template <int kChains = 1, class Fragment, class ToBase2, class Packed>
     __device__ bool attempt(const Fragment& scores, const ToBase2& to_base2, Packed& p, Real (&share)[kRows]) const {
@@ -43,8 +43,8 @@ struct OnlineSoftmax {
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const Real even = kExp2(exponent(to_base2, scores(i, 2 * n), -reference[i]));
-                const Real odd = kExp2(exponent(to_base2, scores(i, 2 * n + 1), -reference[i]));
+                const Real even = kExp2(exponent(to_base2, scores(i, 2 * n), -row_shift[i]));
+                const Real odd = kExp2(exponent(to_base2, scores(i, 2 * n + 1), -row_shift[i]));
                 share[i] += even;
                 (kChains == 1 ? share : second)[i] += odd;
                 p.set(i, n, even, odd);
@@ -65,43 +65,43 @@ struct OnlineSoftmax {
 
     // Both for rows that one warp has whole: false, and nothing changed but `p`, if a lane of the warp voted against.
     template <int kChains = 1, class Fragment, class ToBase2, class Packed>
-    __device__ bool try_reference(const Fragment& scores, const ToBase2& to_base2, Packed& p) {
+    __device__ bool try_row_shift(const Fragment& scores, const ToBase2& to_base2, Packed& p) {
         Real share[kRows];
         if (!__all_sync(kFullWarp, attempt<kChains>(scores, to_base2, p, share))) return false;
         keep(share);
         return true;
     }
 
-    __device__ __forceinline__ static Real exponent(Real scale_log2, Real score, Real minus_reference) {
-        return fma(score, scale_log2, minus_reference);
+    __device__ __forceinline__ static Real exponent(Real scale_log2, Real score, Real minus_row_shift) {
+        return fma(score, scale_log2, minus_row_shift);
     }
     template <class Function>
-    __device__ __forceinline__ static Real exponent(const Function& to_base2, Real score, Real minus_reference) {
-        return to_base2(score, minus_reference);
+    __device__ __forceinline__ static Real exponent(const Function& to_base2, Real score, Real minus_row_shift) {
+        return to_base2(score, minus_row_shift);
     }
 
-    // The row maxima over the reference and `scores`, which are already scaled to base 2 and masked with -inf.
+    // The row maxima of the present shift and `scores`, which are already scaled to base 2 and masked with -inf.
     template <class Fragment>
     __device__ void maximum_of(const Fragment& scores, Real (&highest)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            highest[i] = reference[i];
+            highest[i] = row_shift[i];
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) highest[i] = maximum(highest[i], scores(i, j));
             highest[i] = row_maximum<kLanesPerRow>(highest[i]);
         }
     }
 
-    // Moves the reference there and turns `scores` into P. rescale[i] is what sums taken so far must be multiplied by;
-    // `sum` already is.
+    // Sets the row shift to `highest` and turns `scores` into P. rescale[i] is the factor of the sums taken so far;
+    // `sum` has been multiplied by it.
     template <class Fragment>
-    __device__ void move_reference(const Real (&highest)[kRows], Fragment& scores, Real (&rescale)[kRows]) {
+    __device__ void move_row_shift(const Real (&highest)[kRows], Fragment& scores, Real (&rescale)[kRows]) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             // A row without a visible key keeps -inf; -inf - (-inf) would be NaN.
             const Real shift = highest[i] == -infinity<Real>() ? Real(0) : highest[i];
-            rescale[i] = kExp2(reference[i] - shift);
-            reference[i] = highest[i];
+            rescale[i] = kExp2(row_shift[i] - shift);
+            row_shift[i] = highest[i];
             sum[i] *= rescale[i];
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) {
@@ -116,7 +116,7 @@ struct OnlineSoftmax {
     __device__ void update(Fragment& scores, Real (&rescale)[kRows]) {
         Real highest[kRows];
         maximum_of(scores, highest);
-        move_reference(highest, scores, rescale);
+        move_row_shift(highest, scores, rescale);
     }
 
     // `update` for raw scores and a positive scale: the maximum is found before scaling, which then is part of each
@@ -131,10 +131,10 @@ struct OnlineSoftmax {
                 even = maximum(even, scores(i, j));
                 odd = maximum(odd, scores(i, j + 1));
             }
-            const Real highest = maximum(reference[i], row_maximum<kLanesPerRow>(maximum(even, odd)) * scale_log2);
+            const Real highest = maximum(row_shift[i], row_maximum<kLanesPerRow>(maximum(even, odd)) * scale_log2);
             const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
-            rescale[i] = kExp2(reference[i] - shift);
-            reference[i] = highest;
+            rescale[i] = kExp2(row_shift[i] - shift);
+            row_shift[i] = highest;
             even = odd = 0;
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; j += 2) {
@@ -151,7 +151,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             const bool empty = total[i] == Real(0);
             inverse[i] = empty ? Real(0) : Real(1) / total[i];
-            lse[i] = empty ? -infinity<Real>() : reference[i] * Real(kLn2) + log(total[i]);
+            lse[i] = empty ? -infinity<Real>() : row_shift[i] * Real(kLn2) + log(total[i]);
         }
     }
     __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
@@ -165,9 +165,9 @@ struct OnlineSoftmax {
     __device__ void finish(const Real (&total)[kRows], Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const Real highest = maximum(reference[i], sink);
+            const Real highest = maximum(row_shift[i], sink);
             const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
-            const Real rescale = kExp2(reference[i] - shift);
+            const Real rescale = kExp2(row_shift[i] - shift);
             const Real with_sink = total[i] * rescale + kExp2(sink - shift);
             const bool empty = with_sink == Real(0);
             inverse[i] = empty ? Real(0) : rescale / with_sink;

@@ -1,6 +1,7 @@
-// From the linear block index to a tile of a head. The hardware starts blocks in index order (and blocks that stay for the
-// whole launch count the index up), so this order is the schedule: heads are taken in sections (fa2cupy/sections.py), and
-// within a section the tiles go round the heads, the longest (causal) tiles first, so that no long tile starts last.
+// From the linear block index to a tile of a head. The hardware starts blocks in index order (and blocks that stay for
+// the whole launch count the index up), so this order is the schedule: heads are taken in sections
+// (fa2cupy/plan/schedule.py), and within a section the tiles go round the heads, the longest (causal) tiles first, so
+// that no long tile starts last.
 #pragma once
 #include "common/math.cuh"
 

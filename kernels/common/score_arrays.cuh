@@ -1,11 +1,12 @@
 // What arrays say of scores: the bias to add, and masks that hide. Without such arrays nothing here is used.
 //
-// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of scores
-// has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a time, at
-// distances that are known when the kernel is compiled. Else each element's address is computed, which takes longer than
-// all that happens to a score besides.
+// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of
+// scores has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a
+// time, at distances that are known when the kernel is compiled. Else each element's address is computed, which takes
+// longer than all that happens to a score besides.
 #pragma once
 #include "common/math.cuh"
+#include "common/score_tile.cuh"
 
 namespace fa2::common {
 
@@ -23,8 +24,8 @@ class ScoreArrays {
   public:
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
 
-    __device__ __forceinline__ ScoreArrays(const Record& params, int32 batch, int32 head)
-        : params_(params), batch_(batch), head_(head) {}
+    __device__ __forceinline__ ScoreArrays(const Record& params, const ScoreTile& tile)
+        : params_(params), batch_(tile.batch), head_(tile.head) {}
 
     // Rows and keys past the end take the last one's: what comes of them is not used.
     __device__ __forceinline__ Term at(int32 query, int32 key) const {
@@ -40,12 +41,12 @@ class ScoreArrays {
         return term;
     }
 
-    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which those
-    // past the end do no harm. The last of a lane's keys is kFurther past `key`.
-    template <int kFurther>
+    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which
+    // those past the end do no harm. The last of a lane's keys is key + kLastKey.
+    template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
         if constexpr (!kReadsArrays<Spec>) return false;
-        bool yes = key + kFurther < params_.seqlen_k;
+        bool yes = key + kLastKey < params_.seqlen_k;
         const int32 row = existing(query);
         if constexpr (Spec::kBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
         if constexpr (Spec::kMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));

@@ -6,7 +6,8 @@ namespace fa2::common {
 
 // From capped products to scores.
 template <bool kRegular, int kN8, class Mod>
-__device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod, const typename Mod::Place& first) {
+__device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod,
+                                               const typename Mod::Position& first) {
 #pragma unroll
     for (int n = 0; n < kN8; ++n)
 #pragma unroll
@@ -19,15 +20,15 @@ __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& 
         }
 }
 
-// Turns products into scores, which `score_scale` is still to multiply. first_query, first_key: position of the
-// fragment's tile. `terms`: of the head, if they have been loaded.
+// Turns products into scores, which `score_scale` is still to multiply. `terms`: of the head, if they have been loaded.
 template <class Spec, int kN8, class Record, class... Terms>
-__device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, int32 batch, int32 head,
-                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
+__device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
+                                              const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
         using Fragment = QuadFragment<kN8>;
-        const auto mod = score_mod<Spec>(params, batch, head, terms...);
-        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        const auto [first_query, first_key, lane] = tile.position;
+        const auto mod = score_mod<Spec>(params, tile, terms...);
+        const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
         mod.cap(scores);
         if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
             score_fragment<true>(scores, mod, first);
@@ -37,11 +38,12 @@ __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const R
 }
 // The same, an element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>
-__device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, int32 batch, int32 head,
-                                              int32 first_query, int32 first_key, int32 lane, const Terms&... terms) {
+__device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, const ScoreTile& tile,
+                                              const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
-        const auto mod = score_mod<Spec>(params, batch, head, terms...);
-        const auto first = mod.place(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        const auto [first_query, first_key, lane] = tile.position;
+        const auto mod = score_mod<Spec>(params, tile, terms...);
+        const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
         mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
@@ -52,30 +54,48 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     }
 }
 
-// P of unmasked products against the reference, where the cap is taken late: whether it fits. If not, the products have
-// become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
+// Turns products into scores in base 2, for a family that does not scale them in the exponent.
+template <class Spec, class Fragment, class Record>
+__device__ __forceinline__ void scores_in_base2(Fragment& scores, const Record& params, const ScoreTile& tile) {
+    static_assert(!kScalesInExponent<Spec>);
+    if constexpr (kModifiesScores<Spec>) {
+        modify_scores<Spec>(scores, params, tile);
+    } else {
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+            for (int i = 0; i < Fragment::kRows; ++i) scores(i, j) *= params.scale_log2;
+    }
+}
+
+// P of unmasked products by the present row shift, where the cap is taken late: whether it fits. If not, the products
+// have become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
 template <class Spec, int kChains, class Softmax, class Fragment, class P, class Record>
 __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products, const Record& params, P& p) {
-    const auto mod = score_mod<Spec>(params, 0, 0);
+    const Softcap<Spec, Record> mod(params);
     const auto scale = score_scale<Spec>(params);
     const bool small = mod.are_small(products);
     if (small) {
-        const auto to_base2 = [&](float product, float minus_reference) {
-            return fma(mod.small_capped(product), scale, minus_reference);
+        const auto to_base2 = [&](float product, float minus_row_shift) {
+            return fma(mod.small_capped(product), scale, minus_row_shift);
         };
-        if (__builtin_expect(softmax.template try_reference<kChains>(products, to_base2, p), 1)) return true;
+        if (__builtin_expect(softmax.template try_row_shift<kChains>(products, to_base2, p), 1)) return true;
     }
     mod.cap_any(products);
-    return !small && softmax.template try_reference<kChains>(products, scale, p);
+    return !small && softmax.template try_row_shift<kChains>(products, scale, p);
 }
+
+// Whether `drop` does anything: then the tile's head and batch are needed, too.
+template <class Spec>
+inline constexpr bool kDrops = Spec::kDropout;
 
 // Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
 template <class Spec, class Element, int kN8, class Record>
-__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, int32 batch, int32 head,
-                                     int32 first_query, int32 first_key, int32 lane) {
+__device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
         using Fragment = QuadFragment<kN8>;
-        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+        const auto [first_query, first_key, lane] = tile.position;
+        const Dropout dropout = score_mod<Spec>(params, tile).dropout();
 #pragma unroll
         for (int s = 0; s < kN8 / 2; ++s)
 #pragma unroll
@@ -90,17 +110,22 @@ __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Reco
 }
 // The same before rounding, an element at a time.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void drop(Fragment& p, const Record& params, int32 batch, int32 head, int32 first_query,
-                                     int32 first_key, int32 lane) {
+__device__ __forceinline__ void drop(Fragment& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
-        const Dropout dropout = score_mod<Spec>(params, batch, head).dropout();
+        const auto [first_query, first_key, lane] = tile.position;
+        const Dropout dropout = score_mod<Spec>(params, tile).dropout();
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane))) p(i, j) = 0;
+                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane)))
+                    p(i, j) = 0;
     }
 }
+
+// Whether a row's end depends on its head.
+template <class Spec>
+inline constexpr bool kFinishReadsHead = Spec::kSink;
 
 // What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
 // row where one warp does not have it.

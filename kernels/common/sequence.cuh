@@ -1,11 +1,11 @@
 // Packed sequences: a block works on one sequence, with a record that says of it what it would say of a batch of one.
 //
-// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are given
-// the numbers from first / kRows + number on: sequences before it can never need so many, and all together never more
-// than total / kRows + num_sequences. What is left over, at most a tile a sequence, is nobody's.
+// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are
+// given the numbers from first / kRows + number on: sequences before it can never need so many, and all together never
+// more than total / kRows + num_sequences. The others, at most one a sequence, belong to no sequence.
 //
-// Offsets come from memory that nobody has checked. They are held to the arrays, whatever they are, so that nothing is
-// read or written out of bounds; offsets that do not grow give rows that mean nothing.
+// Offsets are on the device, so that the host cannot check them. They are clamped to the arrays, so that nothing is
+// read or written out of bounds; offsets that do not grow give rows without a meaning.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/params.cuh.j2"
@@ -45,11 +45,11 @@ struct PackedAxis {
 
   private:
     template <class Start>
-    __device__ __forceinline__ int32 last_up_to(int32 place, const Start& start) const {
+    __device__ __forceinline__ int32 last_up_to(int32 position, const Start& start) const {
         int32 begin = 0, end = num_sequences;
         while (end - begin > 1) {
             const int32 middle = (begin + end) / 2;
-            (start(middle) <= place ? begin : end) = middle;
+            (start(middle) <= position ? begin : end) = middle;
         }
         return begin;
     }
@@ -75,15 +75,6 @@ __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& param
     }
 }
 
-// Rows of a head's statistics: those of all sequences, where these are packed.
-template <class Spec, class Record>
-__device__ __forceinline__ int32 statistic_rows(const Record& params) {
-    if constexpr (Spec::kVarlen)
-        return params.total_q;
-    else
-        return params.seqlen_q;
-}
-
 // -------------------------------------------------------------------------------------------------------------- tiles
 
 // From a tile of all sequences to the sequence that it would be of, and which of its tiles it would be.
@@ -96,8 +87,9 @@ __device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const 
 // What the schedule's index-th tile is, of a kernel whose blocks own tiles of queries, or of keys.
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
-    auto where = tile_of_block<Spec::kCausal && !kByKeys>(params.schedule(), index);
-    if constexpr (Spec::kVarlen) enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
+    auto where = tile_of_block<(Spec::kCausal && !kByKeys)>(params.schedule(), index);
+    if constexpr (Spec::kVarlen)
+        enter_sequence_of<kByKeys ? Spec::kBc : Spec::kBr>(where, packed_axis<kByKeys>(params));
     return where;
 }
 
@@ -123,7 +115,7 @@ __device__ __forceinline__ int64 first_workspace_tile(const Record& params, int3
         return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
 }
 
-// The rows of a head's query tile in the workspace. A tile that is nobody's has none.
+// The rows of a head's query tile in the workspace. A tile that belongs to no sequence has none.
 template <class Spec, class Record>
 __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
     if constexpr (Spec::kVarlen) {

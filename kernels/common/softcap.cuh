@@ -1,7 +1,7 @@
 // The cap on scores, and its derivative. Without the feature nothing is left of it.
 //
 // A tanh takes the unit of the exponentials twice, which is the busiest one as it is. But caps are far above most
-// scores, and a polynomial (fa2cupy/softcap.py) does if none of the warp's is large, on which it votes.
+// scores, and a polynomial (fa2cupy/problem/softcap.py) does if none of the warp's is large, on which it votes.
 #pragma once
 #include "common/math.cuh"
 

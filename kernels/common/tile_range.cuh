@@ -1,6 +1,6 @@
-// Which tiles meet which. The only place that knows how attention is aligned: query i is on the diagonal with key
-// i + diagonal, diagonal = seqlen_k - seqlen_q (bottom right). It sees no key behind it under a causal mask, and under a
-// window those from `left` before it to `right` behind it.
+// Which tiles meet which. Attention is aligned to the bottom right: query i is on the diagonal with key i + diagonal,
+// diagonal = seqlen_k - seqlen_q. It sees no key behind that one under a causal mask, and under a window those from
+// `left` before it to `right` behind it.
 #pragma once
 #include "common/math.cuh"
 
@@ -28,8 +28,8 @@ inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
 template <class Spec>
 inline constexpr bool kLeftLimit = Spec::kWindow;
 
-// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold a
-// pair that is not visible and need the mask.
+// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold
+// a pair that is not visible and need the mask.
 template <bool kWindow>
 struct KeyTileRange {
     static constexpr bool kLeftLimit = kWindow;
@@ -61,6 +61,14 @@ template <bool kWindow>
 struct QueryTileRange {
     static constexpr bool kLeftLimit = kWindow;
     int32 begin, full_begin, full_end, end;
+};
+
+template <class Spec>
+using QueryTiles = QueryTileRange<Spec::kWindow>;
+
+// On which side of the full tiles a tile lies: on either, it needs the mask.
+struct OutsideFull {
+    bool behind, before;
 };
 
 template <bool kCausal, int kBr, int kBc, bool kWindow>

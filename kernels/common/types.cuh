@@ -36,7 +36,7 @@ struct ScoreStrides {
     }
 };
 
-// What TMA must know of a tensor: 128 opaque bytes, which fa2cupy/tma.py has the driver fill.
+// What TMA must know of a tensor: 128 opaque bytes, which fa2cupy/gpu/tensor_maps.py has the driver fill.
 struct alignas(64) TensorMap {
     uint64 opaque[16];
 };

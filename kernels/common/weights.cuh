@@ -7,25 +7,25 @@ namespace fa2::common {
 // From capped products to P and weights, see `take_weights`.
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
-                                      const typename Mod::Place& first, float scale, Lse lse) {
+                                      const typename Mod::Position& first, float scale, Lse lse) {
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
         if constexpr (!kTransposed)
 #pragma unroll
             for (int w = 0; w < 4; ++w)
-                mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8, terms[w / 2][w % 2]);
+                mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8,
+                                               terms[w / 2][w % 2]);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
             uint32 kept = 0xf;
-            if constexpr (Spec::kDropout)
-                kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
+            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const int a = w / 2, b = w % 2;  // of the four: 8 queries, 8 keys further
+                const int a = w / 2, b = w % 2;  // which of the four: 8 queries on, 8 keys on
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
@@ -46,19 +46,18 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 }
 
 // From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative
-// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of, P
-// without what is dropped. lse(i, j) is in base 2, and zero where products have started from it.
-// A row past the end or without a visible key has an lse of +inf, which leaves P at zero.
-// `terms`: of the head, if they have been loaded.
+// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of,
+// P without what is dropped. lse(i, j) is in base 2, and zero where products have started from it. A row past the end
+// or without a visible key has an lse of +inf, which leaves P at zero. `terms`: of the head, if they have been loaded.
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
-                                             int32 batch, int32 head, int32 first_query, int32 first_key, int32 lane,
-                                             Lse lse, const Terms&... terms) {
+                                             const ScoreTile& tile, Lse lse, const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
-    const auto mod = score_mod<Spec>(params, batch, head, terms...);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile, terms...);
     const auto mask = mask_of<Spec>(params);
-    const auto first = mod.place(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
-                                 first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
+    const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
+                                    first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     mod.cap(x);
     if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
@@ -68,10 +67,11 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
 }
 // The same for fragments of which each element is on its own.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
-__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params, int32 batch,
-                                             int32 head, int32 first_query, int32 first_key, int32 lane, Lse lse) {
+__device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params,
+                                             const ScoreTile& tile, Lse lse) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
-    const auto mod = score_mod<Spec>(params, batch, head);
+    const auto [first_query, first_key, lane] = tile.position;
+    const auto mod = score_mod<Spec>(params, tile);
     const auto mask = mask_of<Spec>(params);
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i)
@@ -81,7 +81,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
             const Real capped = mod.capped(x(i, j));
-            const Real score = mod.score(capped, mod.place(query, key), 0, 0, mod.at(query, key));
+            const Real score = mod.score(capped, mod.position(query, key), 0, 0, mod.at(query, key));
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;
@@ -107,6 +107,46 @@ __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta,
         return sign_bit(weight) ? -weight * minus_delta : weight * kept;
     } else {
         return weight * dp;
+    }
+}
+// The same for a dP that has started from zero.
+template <class Spec, class Real, class Record>
+__device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real delta, const Record& params) {
+    return weighted<Spec>(weight, kProductsFromDelta<Spec> ? dp - delta : dp, -delta, params);
+}
+
+// P = exp(S - lse) and dS = P o (dP - delta), an element at a time: `p` has the products Q K^T and becomes P, `ds` has
+// dP and becomes dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; a row past the end or
+// without a visible key has an lse of +inf, which leaves its P at zero. Whether `|` or `||` joins the two sides of
+// `outside` decides which the compiler compares first: both are as the measured kernels have them.
+template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
+__device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
+                                                      const Record& params, const ScoreTile& tile, const Lse& lse,
+                                                      const Delta& delta) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    if constexpr (kTakesWeights<Spec>) {
+        Fragment weights = p;
+        take_weights<kTransposed, Spec>(weights, p, outside.behind || outside.before, params, tile, lse);
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+                ds(i, j) = weighted_from_zero<Spec>(weights(i, j), ds(i, j), delta(i, j), params);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
+        if (outside.behind | outside.before) {
+            if constexpr (kTransposed)
+                mask_transposed(p, mask, tile.position, Real(0));
+            else
+                mask_scores(p, mask, tile.position, Real(0));
+        }
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) ds(i, j) = p(i, j) * (ds(i, j) - delta(i, j));
     }
 }
 

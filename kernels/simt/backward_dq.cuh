@@ -1,17 +1,28 @@
-// FlashAttention-2 backward by query tiles, level 1 (see forward.cuh): dQ in registers, and, for `single_pass`, the
-// rows' share of dK and dV added atomically, first in shared, then in global memory.
+// FlashAttention-2 backward by query tiles: dQ in registers, the first pass of `two_pass`, and for `single_pass` the
+// rows' share of dK and dV, too, added atomically, first in shared, then in global memory. Where Algorithm 2 (Dao 2023)
+// gives a block the keys and adds dQ atomically, this one gives it the queries. forward.cuh introduces the family.
 //
 //   S = scale Q K^T     P = exp(S - lse)     dP = dO V^T     dS = P o (dP - delta)
 //   dQ = scale dS K     dV = P^T dO          dK = scale dS^T Q
 //
-// A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q, dO and dQ lie in registers.
+//   block   B_r = kBr query rows of one head, and all key tiles of B_c = kBc keys that these rows see
+//   warp    kBr / kWarps of the query rows, with their Q, dO and dQ in registers
+//   lane    columns lane, lane + 32, ... of these; of S, P, dP and dS a part of one row, whose lse and delta it holds
 //
-// Shared memory: K | V | dK | dV (the last two for `single_pass`), each [kBc][row] | board of each warp.
-// Barriers: one after a tile has been copied (and dK, dV cleared), one after it has been used.
+//   shared memory                   written by           read by
+//   K [kBc][kRowLength]             all warps            all warps, for S and dQ
+//   V [kBc][kRowLength]             all warps            all warps, for dP
+//   dK [kBc][kRowLength]            all warps            all warps, which add it to global memory (`single_pass`)
+//   dV [kBc][kRowLength]            all warps            the same
+//   scores [kWarps][kBc][rows]      a warp, its own      the same warp, P (`single_pass`) and then dS
+//
+// Barriers, two a key tile: one before the tile is overwritten (and dK and dV are cleared) and one before it is read.
+// In `single_pass` there is a third, before the sums of all warps leave shared memory.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "simt/rows.cuh"
@@ -26,7 +37,7 @@ struct BackwardDq {
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
     static constexpr int kTiles = kWithDkdv ? 4 : 2;
-    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) ==
+    static_assert((kTiles * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) ==
                   Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
@@ -35,24 +46,24 @@ struct BackwardDq {
         Real* dk_tile = v_tile + Warp::kTileElements;
         Real* dv_tile = dk_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = k_tile + kTiles * Warp::kTileElements + warp * Warp::kBoardElements;
+        Real* smem_scores = k_tile + kTiles * Warp::kTileElements + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
-        const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
+        const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
+        const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
         const auto mask = common::mask_of<Spec>(params);
 
-        typename Warp::Rows q, dout, dq;
-        Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
-                        params.seqlen_q, lane);
-        Warp::load_rows(dout, params.dout + params.dout_strides.offset(where.batch, 0, where.head),
-                        params.dout_strides.row, first_row, params.seqlen_q, lane);
-        Warp::clear(dq);
+        const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
+        typename Warp::Rows q_rows, do_rows, dq_rows;
+        Warp::load_rows(q_rows, q, params.q_strides.row, first_row, params.seqlen_q, lane);
+        const Real* dout = head_of(params.dout, params.dout_strides, where.batch, where.head);
+        Warp::load_rows(do_rows, dout, params.dout_strides.row, first_row, params.seqlen_q, lane);
+        Warp::clear(dq_rows);
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
         const int32 row = first_row + Scores::row(0, lane);
-        const int64 stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row;
+        const int64 stat = common::first_statistic<Spec>(params, where.batch, where.head) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();
         const Real lse_log2 = valid ? params.lse[stat] * Real(common::kLog2e) : common::infinity<Real>();
         const Real delta = valid ? params.delta[stat] : Real(0);
@@ -67,48 +78,36 @@ struct BackwardDq {
                 for (int32 index = threadIdx.x; index < 2 * Warp::kTileElements; index += kThreads) dk_tile[index] = 0;
             __syncthreads();
 
+            const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores p, ds;
-            Warp::dot(p, q, k_tile, board, lane);
-            Warp::dot(ds, dout, v_tile, board, lane);
-            if constexpr (common::kTakesWeights<Spec>) {
-                Scores weights = p;
-                common::Products<Spec, Scores> products;
-                products.keep(p);
-                const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-                common::take_weights<false, Spec>(weights, p, masked, params, where.batch, where.head, first_row,
-                                                  tile * kBc, lane, [&](int, int) { return lse_log2; });
-#pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    ds.value[j] = common::weighted<Spec>(
-                        weights.value[j], Spec::kDropout ? ds.value[j] : ds.value[j] - delta, -delta, params);
-                if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds, params, where.batch, where.head, first_row, tile * kBc, lane);
-                products.take_derivative(ds, params);
-            } else {
-#pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j)
-                    p.value[j] = common::exp2_accurate(p.value[j] * params.scale_log2 - lse_log2);
-                if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin)) common::mask_scores(p, mask, first_row, tile * kBc, lane, Real(0));
-#pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j) ds.value[j] = p.value[j] * (ds.value[j] - delta);
-            }
+            Warp::dot(p, q_rows, k_tile, smem_scores, lane);
+            Warp::dot(ds, do_rows, v_tile, smem_scores, lane);
+            common::SavedScores<Spec, Scores> saved;
+            saved.save(p);
+            const common::OutsideFull outside{tile >= tiles.full_end, tiles.kLeftLimit && tile < tiles.full_begin};
+            common::differentiate_softmax<false, Spec>(
+                p, ds, mask, outside, params, score_tile, [&](int, int) { return lse_log2; },
+                [&](int, int) { return delta; });
+            common::add_dbias<Spec>(ds, params, score_tile);
+            saved.take_derivative(ds, params);
 
             if constexpr (kWithDkdv) {
-                Warp::post(p, board, lane);
-                Warp::scatter_add(dv_tile, board, dout, lane);
+                Warp::post(p, smem_scores, lane);
+                Warp::scatter_add(dv_tile, smem_scores, do_rows, lane);
             }
-            Warp::post(ds, board, lane);
-            Warp::accumulate(dq, board, k_tile, lane);
+            Warp::post(ds, smem_scores, lane);
+            Warp::accumulate(dq_rows, smem_scores, k_tile, lane);
             if constexpr (kWithDkdv) {
-                Warp::scatter_add(dk_tile, board, q, lane);
+                Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);
                 __syncthreads();
-                add_tile(dk_tile, params.softmax_scale, params.dk + params.dk_strides.offset(where.batch, 0, head_kv),
+                add_tile(dk_tile, params.softmax_scale, head_of(params.dk, params.dk_strides, where.batch, head_kv),
                          params.dk_strides.row, tile * kBc, params.seqlen_k);
-                add_tile(dv_tile, common::kept_scale<Spec>(params), params.dv + params.dv_strides.offset(where.batch, 0, head_kv),
-                         params.dv_strides.row, tile * kBc, params.seqlen_k);
+                add_tile(dv_tile, common::kept_scale<Spec>(params),
+                         head_of(params.dv, params.dv_strides, where.batch, head_kv), params.dv_strides.row, tile * kBc,
+                         params.seqlen_k);
             }
         }
-        Warp::store_rows(dq, params.softmax_scale, params.dq + params.dq_strides.offset(where.batch, 0, where.head),
+        Warp::store_rows(dq_rows, params.softmax_scale, head_of(params.dq, params.dq_strides, where.batch, where.head),
                          params.dq_strides.row, first_row, params.seqlen_q, lane);
     }
 
@@ -116,7 +115,8 @@ struct BackwardDq {
                                     int32 num_rows) {
         for (int32 index = threadIdx.x; index < Warp::kTileElements; index += kThreads) {
             const int32 row = first_row + index / Warp::kRowLength, column = index % Warp::kRowLength;
-            if (row < num_rows && column < Warp::kHeadDim) atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);
+            if (row < num_rows && column < Warp::kHeadDim)
+                atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);
         }
     }
 };

@@ -1,18 +1,29 @@
-// FlashAttention-2 forward (Algorithm 1), level 1: no tensor cores, IEEE arithmetic in float or double, any head
-// dimension up to 256, any CUDA GPU.
+// FlashAttention-2 forward (Dao 2023, Algorithm 1) without tensor cores: IEEE arithmetic in float or double, any head
+// dimension up to 256, any CUDA GPU. Of all kernels the one to read first.
 //
-//   S = scale Q K^T        P = exp(S - max)        O = P V / rowsum(P)        lse = max + log(rowsum(P))
+//   S = scale Q K^T        P = exp(S - row_max)        O = P V / row_sum        lse = row_max + log(row_sum)
 //
-// A block owns kBr query rows of one head, a warp kBr / kWarps of them: Q and O lie in registers, lanes over the head
-// dimension. The loop runs over the key tiles that the rows see; K and V lie in shared memory.
+// A block takes the key tiles one after the other. Where a tile raises row_max, O and row_sum of the tiles before it
+// are multiplied by exp(old row_max - new row_max); O is divided once, at the end (common/online_softmax.cuh).
 //
-// Shared memory: K [kBc][row] | V [kBc][row] | board of each warp.
-// Barriers: one after a tile has been copied, one after it has been used.
+//   block   B_r = kBr query rows of one head, and all key tiles of B_c = kBc keys that these rows see
+//   warp    kBr / kWarps of the query rows, with their Q and O in registers
+//   lane    columns lane, lane + 32, ... of the warp's Q and O; of S and P a part of one row (rows.cuh has the layouts)
+//
+//   shared memory                   written by           read by
+//   K [kBc][kRowLength]             all warps            all warps, for S
+//   V [kBc][kRowLength]             all warps            all warps, for O
+//   scores [kWarps][kBc][rows]      a warp, its own      the same warp, S and then P
+//
+// Barriers, two a key tile: one before K and V are overwritten, since another warp may still read the previous tile,
+// and one before they are read, since every warp has copied a part. A warp's scores in shared memory belong to it
+// alone, so that it needs no more than __syncwarp.
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "simt/rows.cuh"
 
@@ -25,24 +36,24 @@ struct Forward {
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
-    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kBoardElements) * sizeof(Real) == Spec::kSharedBytes);
+    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) == Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
         Real* k_tile = reinterpret_cast<Real*>(smem);
         Real* v_tile = k_tile + Warp::kTileElements;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* board = v_tile + Warp::kTileElements + warp * Warp::kBoardElements;
+        Real* smem_scores = v_tile + Warp::kTileElements + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        const Real* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
-        const Real* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
+        const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
+        const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
+        const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
         const auto mask = common::mask_of<Spec>(params);
 
-        typename Warp::Rows q, o;
-        Warp::load_rows(q, params.q + params.q_strides.offset(where.batch, 0, where.head), params.q_strides.row, first_row,
-                        params.seqlen_q, lane);
-        Warp::clear(o);
+        typename Warp::Rows q_rows, o_rows;
+        Warp::load_rows(q_rows, q, params.q_strides.row, first_row, params.seqlen_q, lane);
+        Warp::clear(o_rows);
         common::OnlineSoftmax<Real, 1, Scores::kLanesPerRow, common::exp2_accurate> softmax;
         softmax.reset();
 
@@ -54,40 +65,28 @@ struct Forward {
             Warp::template load_tile<kThreads>(v_tile, v, params.v_strides.row, tile * kBc, params.seqlen_k);
             __syncthreads();
 
+            const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores scores;
-            Warp::dot(scores, q, k_tile, board, lane);
-            common::modify_scores<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
-            if constexpr (!common::kModifiesScores<Spec>)
-#pragma unroll
-                for (int j = 0; j < Scores::kCols; ++j) scores.value[j] *= params.scale_log2;
-            if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                common::mask_scores(scores, mask, first_row, tile * kBc, lane, -common::infinity<Real>());
+            Warp::dot(scores, q_rows, k_tile, smem_scores, lane);
+            common::scores_in_base2<Spec>(scores, params, score_tile);
+            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+            if (masked) common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
             Real rescale[1];
-            softmax.update(scores, rescale);
-#pragma unroll
-            for (int r = 0; r < Warp::kRows; ++r) {
-                const Real factor = Warp::of_row(rescale[0], r);
-#pragma unroll
-                for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
-            }
-            common::drop<Spec>(scores, params, where.batch, where.head, first_row, tile * kBc, lane);
-            Warp::post(scores, board, lane);
-            Warp::accumulate(o, board, v_tile, lane);
+            softmax.update(scores, rescale);  // S becomes P
+            Warp::scale_rows(o_rows, rescale[0]);
+            common::drop<Spec>(scores, params, score_tile);
+            Warp::post(scores, smem_scores, lane);
+            Warp::accumulate(o_rows, smem_scores, v_tile, lane);
         }
 
         Real inverse_sum[1], lse[1];
         common::finish_rows<Spec>(softmax, params, where.head, inverse_sum, lse);
-#pragma unroll
-        for (int r = 0; r < Warp::kRows; ++r) {
-            const Real factor = Warp::of_row(inverse_sum[0], r);
-#pragma unroll
-            for (int c = 0; c < Warp::kCols; ++c) o[r][c] *= factor;
-        }
-        Warp::store_rows(o, Real(1), params.o + params.o_strides.offset(where.batch, 0, where.head), params.o_strides.row,
-                         first_row, params.seqlen_q, lane);
+        Warp::scale_rows(o_rows, inverse_sum[0]);
+        Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
+        Warp::store_rows(o_rows, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
         const int32 row = first_row + Scores::row(0, lane);
         if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[(static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params) + row] = lse[0];
+            params.lse[common::first_statistic<Spec>(params, where.batch, where.head) + row] = lse[0];
     }
 };
 

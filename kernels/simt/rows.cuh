@@ -1,14 +1,15 @@
 // Rows of matrices across the lanes of a warp: the picture on which the family rests.
 //
-//   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each              rows[r][c]
-//   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension  tile[j * kRowLength + ...]
+//   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each             rows[r][c]
+//   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension
+//                                                                                           tile[j * kRowLength + ...]
 //   scores  kRows x kTileRows dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
 //           kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
-//   board   the warp's scores once more, in shared memory, where every lane can read any        board[j * kRows + r]
+//   smem_scores  the warp's scores once more, in shared memory, for all its lanes       smem_scores[j * kRows + r]
 //
 // A dot product over the head dimension is a sum over the lanes. Reducing one at a time takes five shuffles each, and
-// leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all of
-// them and leaves each lane one: exponentials are then taken once, not 32 times.
+// leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all
+// of them and leaves each lane one: exponentials are then taken once, not 32 times.
 //
 // The loops over a tile's rows stay loops: unrolled, they would hold more numbers at a time than there are registers.
 #pragma once
@@ -20,6 +21,12 @@ namespace fa2::simt {
 using common::ceil_div;
 using common::kFullWarp;
 
+// Where one head's matrix begins: its Q, K, V, O or a gradient.
+template <class Real>
+__device__ __forceinline__ Real* head_of(Real* x, const Strides& strides, int32 batch, int32 head) {
+    return x + strides.offset(batch, 0, head);
+}
+
 template <class Real, int kRows_, int kTileRows_, int kHeadDim_>
 struct WarpRows {
     static constexpr int kRows = kRows_;          // rows of this warp
@@ -28,7 +35,7 @@ struct WarpRows {
     static constexpr int kCols = ceil_div(kHeadDim, 32);
     static constexpr int kRowLength = 32 * kCols;
     static constexpr int kTileElements = kTileRows * kRowLength;
-    static constexpr int kBoardElements = kTileRows * kRows;  // of one warp
+    static constexpr int kScoreElements = kTileRows * kRows;  // of one warp
 
     using Rows = Real[kRows][kCols];
 
@@ -74,6 +81,16 @@ struct WarpRows {
             for (int c = 0; c < kCols; ++c) rows[r][c] = 0;
     }
 
+    // Row by row; `factor` is the lane's, that of the row whose scores it holds.
+    __device__ static void scale_rows(Rows& rows, Real factor) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const Real of_this_row = of_row(factor, r);
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) rows[r][c] *= of_this_row;
+        }
+    }
+
     // The whole block copies a tile.
     template <int kThreads>
     __device__ static void load_tile(Real* tile, const Real* gmem, int64 row_stride, int32 first_row, int32 num_rows) {
@@ -86,9 +103,9 @@ struct WarpRows {
         }
     }
 
-    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose bit
-    // kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A template, not
-    // a loop over kHalf, which would index the array at run time and so move it to local memory.)
+    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose
+    // bit kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A
+    // template, not a loop over kHalf, which would index the array at run time and so move it to local memory.)
     template <int kHalf = 16>
     __device__ static Real reduce_scatter(Real (&value)[32], int32 lane) {
         const bool upper = lane & kHalf;
@@ -103,7 +120,7 @@ struct WarpRows {
     }
 
     // scores = rows tile^T
-    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* board, int32 lane) {
+    __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* smem_scores, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;  // tile rows whose products with all rows make 32
         const int32 own = lane % kGroup * kRows + lane / kGroup;
         __syncwarp();
@@ -118,27 +135,28 @@ struct WarpRows {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) partial[r * kGroup + g] += rows[r][c] * x;
                 }
-            board[j * 32 + own] = reduce_scatter(partial, lane);
+            smem_scores[j * 32 + own] = reduce_scatter(partial, lane);
         }
-        // A lane reads what it wrote itself; the board only stands in for an array that the loop could index.
+        // A lane reads what it wrote itself; shared memory only stands in for an array that the loop could index.
 #pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = board[j * 32 + own];
+        for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = smem_scores[j * 32 + own];
     }
 
-    // Puts scores on the board for the two functions below.
-    __device__ static void post(const Scores& scores, Real* board, int32 lane) {
+    // Writes scores to shared memory, for the two functions below.
+    __device__ static void post(const Scores& scores, Real* smem_scores, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < Scores::kCols; ++j) board[j * 32 + lane % kGroup * kRows + lane / kGroup] = scores.value[j];
+        for (int j = 0; j < Scores::kCols; ++j)
+            smem_scores[j * 32 + lane % kGroup * kRows + lane / kGroup] = scores.value[j];
         __syncwarp();
     }
 
     // rows += scores tile
-    __device__ static void accumulate(Rows& rows, const Real* board, const Real* tile, int32 lane) {
+    __device__ static void accumulate(Rows& rows, const Real* smem_scores, const Real* tile, int32 lane) {
 #pragma unroll 2
         for (int j = 0; j < kTileRows; ++j) {
-            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(smem_scores + j * kRows);
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
                 const Real x = tile[j * kRowLength + lane + 32 * c];
@@ -149,10 +167,10 @@ struct WarpRows {
     }
 
     // tile += scores^T rows, several warps at once: summed over this warp's rows first, then added atomically.
-    __device__ static void scatter_add(Real* tile, const Real* board, const Rows& rows, int32 lane) {
+    __device__ static void scatter_add(Real* tile, const Real* smem_scores, const Rows& rows, int32 lane) {
 #pragma unroll 2
         for (int j = 0; j < kTileRows; ++j) {
-            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(board + j * kRows);
+            const auto score = *reinterpret_cast<const Vector<Real, kRows>*>(smem_scores + j * kRows);
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
                 Real sum = 0;

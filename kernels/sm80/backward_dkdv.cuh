@@ -1,30 +1,31 @@
-// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`, the
-// tile's share of dQ added to an fp32 workspace.
+// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`,
+// the tile's share of dQ added to an fp32 workspace.
 //
 //   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
 //   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
 //
-// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and dV
-// are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the left
-// operand of the second product without leaving its registers.
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
+// dV are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the
+// left operand of the second product without leaving its registers.
 //
 // Warps work in pairs on kPairKeys = 16 kM16 keys, one role each, with the same two products on swapped operands:
 //   probability warp: S^T, then dV        derivative warp: dP^T, then dK
-// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every right
-// operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other (in
-// register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps eleven
-// bits). dQ of the previous query tile, which all warps share, fills the wait for P^T. Whether the two of a pair should
-// share a scheduler (warps w and w + kPairs) or be neighbours was measured on an H100 at seqlen 4096: neighbours are 2 to 6 %
-// faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
+// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every
+// right operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other
+// (in register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps
+// eleven bits). dQ of the previous query tile, which all warps share, fills the wait for P^T. Whether the two of a pair
+// should share a scheduler (warps w and w + kPairs) or be neighbours was measured on an H100 at seqlen 4096: neighbours
+// are 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
 //
 // Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
-// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and the
-// slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
+// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
+// the slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
@@ -47,7 +48,7 @@ struct BackwardDkdv {
 
     using KeyTile = SmemTile<kBc, kD>;
     using QueryTile = SmemTile<kBr, kD>;
-    using ScoreTile = SmemTile<kBc, kBr>;
+    using DsTile = SmemTile<kBc, kBr>;
     using Scores = QuadFragment<kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Exchanged = PackedFragment<float16, kBr / 8>;
@@ -58,7 +59,7 @@ struct BackwardDkdv {
     static constexpr int kDo = kQ + QueryTile::kBytes;
     static constexpr int kStageBytes = 2 * QueryTile::kBytes;
     static constexpr int kDs = kQ + kStages * kStageBytes;
-    static constexpr int kP = kDs + (kWithDq ? 2 * ScoreTile::kBytes : 0);
+    static constexpr int kP = kDs + (kWithDq ? 2 * DsTile::kBytes : 0);
     static constexpr int kRowStats = kP + kBc * kBr * 2;
     static constexpr int kRowStatsBytes = 2 * kBr * 4;
     static constexpr int kSharedBytes = kRowStats + 2 * kRowStatsBytes;
@@ -80,7 +81,7 @@ struct BackwardDkdv {
     const Params& params;
     uint32 smem;
     common::TileCoordinates where;
-    common::QueryTileRange<Spec::kWindow> tiles;
+    common::QueryTiles<Spec> tiles;
     int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
@@ -121,7 +122,7 @@ struct BackwardDkdv {
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
-        const int64 first = (static_cast<int64>(where.batch) * params.num_heads + step.head) * common::statistic_rows<Spec>(params);
+        const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
         if (thread < kBr) {
             const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
@@ -140,7 +141,7 @@ struct BackwardDkdv {
 
     // x, derivatives, times the weights of k-step s.
     __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
-        if constexpr (Spec::kDropout) {
+        if constexpr (!common::kProductsFromDelta<Spec>) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float minus_delta[2];
@@ -148,8 +149,9 @@ struct BackwardDkdv {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const uint32 pair = weights.reg[2 * h + i];
-                    float(&y)[4] = x.value[2 * s + h];
-                    y[2 * i] = common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
+                    float (&y)[4] = x.value[2 * s + h];
+                    y[2 * i] =
+                        common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
                     y[2 * i + 1] =
                         common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
                 }
@@ -165,16 +167,19 @@ struct BackwardDkdv {
     __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
         const int32 lane = computed_anew(this->lane);
         const uint32 q = smem + kQ + slot * kStageBytes, dout = smem + kDo + slot * kStageBytes;
-        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys, lane);
+        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> own(smem + (kProbability ? kK : kV), pair * kPairKeys,
+                                                                lane);
         const LaneAddress<QueryTile, MatrixOrder::kChunksFirst> right(kProbability ? q : dout, 0, lane);
         const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> second(kProbability ? dout : q, 0, lane);
-        const uint32 row_stats = smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
+        const uint32 row_stats =
+            smem + kRowStats + parity * kRowStatsBytes + (kProbability ? 0 : kBr * 4) + lane % 4 * 8;
 
         Scores x[kM16];
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n) {
             float minus_delta[2] = {};
-            if constexpr (!kProbability && !Spec::kDropout) load_shared(row_stats + n * 32, minus_delta);
+            if constexpr (!kProbability && common::kProductsFromDelta<Spec>)
+                load_shared(row_stats + n * 32, minus_delta);
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -186,14 +191,15 @@ struct BackwardDkdv {
 
         PackedFragment<Element, kBr / 8> packed[kM16];
         if constexpr (kProbability) {
+            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr,
+                                               where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::take_weights<true, Spec>(
-                        x[m], packed[m], masked, params, where.batch, step.head, step.tile * kBr,
-                        where.tile * kBc + pair * kPairKeys + 16 * m, lane,
-                        [&](int, int j) { return load_shared(row_stats + j / 2 * 32 + j % 2 * 4); });
+                        x[m], packed[m], masked, params, score_tile.shifted(0, 16 * m),
+                        [&](int, int j) { return load_shared<float>(row_stats + j / 2 * 32 + j % 2 * 4); });
             } else {
 #pragma unroll
                 for (int n = 0; n < kBr / 8; ++n) {
@@ -203,14 +209,14 @@ struct BackwardDkdv {
                     for (int m = 0; m < kM16; ++m)
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            x[m].value[n][e] = common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
+                            x[m].value[n][e] =
+                                common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
                 }
                 if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
                     const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                     for (int m = 0; m < kM16; ++m)
-                        common::mask_transposed(x[m], mask, step.tile * kBr, where.tile * kBc + pair * kPairKeys + 16 * m,
-                                                lane, 0.0f);
+                        common::mask_transposed(x[m], mask, score_tile.shifted(0, 16 * m).position, 0.0f);
                 }
             }
 #pragma unroll
@@ -226,14 +232,15 @@ struct BackwardDkdv {
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
-                for (int s = 0; s < kBr / 16; ++s) weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
+                for (int s = 0; s < kBr / 16; ++s)
+                    weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
         }
 
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m) packed[m].set(x[m]);
         if constexpr (kWithDq && !kProbability) {
-            const uint32 ds = smem + kDs + parity * ScoreTile::kBytes;
+            const uint32 ds = smem + kDs + parity * DsTile::kBytes;
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
@@ -241,7 +248,7 @@ struct BackwardDkdv {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int32 key = pair * kPairKeys + 16 * m + Scores::row(i, lane);
-                        store_shared(ds + ScoreTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
+                        store_shared(ds + DsTile::offset(key, n) + lane % 4 * 4, packed[m].word[n][i]);
                     }
         }
         multiply<Element, kBr / 16>(
@@ -255,7 +262,7 @@ struct BackwardDkdv {
         constexpr int kPartM16 = kDqWarpRows / 16;
         const int32 lane = computed_anew(this->lane);
         const int32 m0 = warp % kDqWarpsM * kPartM16, n0 = warp / kDqWarpsM * kDqN16;
-        const LaneAddress<ScoreTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * ScoreTile::kBytes, 0, lane);
+        const LaneAddress<DsTile, MatrixOrder::kChunksFirst> ds(smem + kDs + parity * DsTile::kBytes, 0, lane);
         const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k(smem + kK, 0, lane);
         Part part[kPartM16];
 #pragma unroll
@@ -284,7 +291,8 @@ struct BackwardDkdv {
         const int32 tiles_per_head = tiles.end - tiles.begin;
         const int32 steps = tiles_per_head * params.heads_per_group;
         const int32 first_head = where.head * params.heads_per_group;
-        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of dQ.
+        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of
+        // dQ.
         constexpr bool kApart = kWithDq && !Spec::kCausal;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
@@ -334,17 +342,18 @@ struct BackwardDkdv {
         store_gradient<kProbability>(gradient);
     }
 
-    // dV leaves through K's rows of this pair, dK through V's: nobody reads them any more.
+    // dV leaves through K's rows of this pair, dK through V's: no warp reads them any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
-        if constexpr (!kProbability || Spec::kDropout)
+        if constexpr (!kProbability || common::kHasKeptScale<Spec>)
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        gradient[m].value[n][e] *= kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
+                        gradient[m].value[n][e] *=
+                            kProbability ? common::kept_scale<Spec>(params) : params.softmax_scale;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, computed_anew(blockIdx.x));
         const Strides& strides = kProbability ? params.dv_strides : params.dk_strides;
         Element* gmem = (kProbability ? params.dv : params.dk) + strides.offset(where.batch, 0, where.head);

@@ -2,8 +2,8 @@
 //
 //   S = Q K^T        P = exp(scale S - lse)        dP = dO V^T        dS = P o (dP - delta)        dQ = scale dS K
 //
-// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key tiles
-// that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
+// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key
+// tiles that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
 //
 // Shared memory: Q [kBr][D] | dO [kBr][D] | (K, V) [kStages] each [kBc][D]. dQ leaves through Q's rows.
 // Barriers: as in the forward.
@@ -13,6 +13,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
@@ -58,8 +59,15 @@ struct BackwardDq {
                                                                          common::window_of<Spec>(params));
         const auto mask = common::mask_of<Spec>(params);
 
-        const Ring ring{smem + kKeys, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
-                        tiles.end, thread};
+        const Ring ring{smem + kKeys,  // the slots
+                        k,
+                        v,
+                        params.k_strides.row,
+                        params.v_strides.row,
+                        params.seqlen_k,
+                        tiles.begin,
+                        tiles.end,
+                        thread};
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
@@ -68,7 +76,7 @@ struct BackwardDq {
         ring.start();
 
         // A row past the end or without a visible key gets an lse of +inf: its P is zero.
-        const int64 first_stat = (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
@@ -77,7 +85,8 @@ struct BackwardDq {
                 const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
                 const bool valid = row < params.seqlen_q;
                 const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
-                lse[m][i] = natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
+                lse[m][i] =
+                    natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
                 minus_delta[m][i] = valid ? -params.delta[first_stat + row] : 0.0f;
             }
 
@@ -100,29 +109,32 @@ struct BackwardDq {
 #pragma unroll
                 for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) ds[m].value[n][e] = Spec::kDropout ? 0.0f : minus_delta[m][e / 2];
+                    for (int e = 0; e < 4; ++e)
+                        ds[m].value[n][e] = common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;
             }
             multiply<Element, kD / 16>(
                 p, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_rows.at(n, kk)); });
-            common::Products<Spec, Scores> products[kM16];
+            common::SavedScores<Spec, Scores> saved[kM16];
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                products[m].keep(p[m]);
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
                     const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
                     common::Unused unused;
-                    common::take_weights<false, Spec>(p[m], unused, masked, params, where.batch, where.head,
-                                                      first_row + warp_row + 16 * m, tile * kBc, lane,
+                    common::take_weights<false, Spec>(p[m], unused, masked, params, score_tile,
                                                       [&](int i, int) { return lse[m][i]; });
                 } else {
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            p[m].value[n][e] = common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
+                            p[m].value[n][e] =
+                                common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
                     if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                        common::mask_scores(p[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane, 0.0f);
+                        common::mask_scores(p[m], mask, score_tile.position, 0.0f);
                 }
             }
             multiply<Element, kD / 16>(
@@ -138,10 +150,9 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                if constexpr (Spec::kDbias)
-                    common::add_dbias<Spec>(ds[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
-                                            tile * kBc, lane);
-                products[m].take_derivative(ds[m], params);
+                common::add_dbias<Spec>(ds[m], params,
+                                        {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
+                saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -1,7 +1,7 @@
 // dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
 //
-// A thread takes eight columns of rows g and g + 8 of a 16-row tile: in the workspace they are the four neighbouring lanes
-// 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
+// A thread takes eight columns of rows g and g + 8 of a 16-row tile: in the workspace they are the four neighbouring
+// lanes 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
@@ -23,7 +23,8 @@ struct ConvertDq {
         const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
         const auto rows = common::workspace_rows<Spec>(params, blockIdx.x % params.num_tiles);
         if (Spec::kVarlen && rows.length <= 0) return;
-        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
+        Element* dq =
+            params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
 
         for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
             const int32 n8 = index % kChunks, g = index / kChunks % 8, m16 = index / (kChunks * 8);

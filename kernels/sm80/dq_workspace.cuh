@@ -3,7 +3,7 @@
 // Since sm_90 a lane adds its four in one instruction; before, the four lie a warp apart, so that each of four
 // instructions covers a full line.
 #pragma once
-#include "common/types.cuh"
+#include "common/ptx.cuh"
 
 namespace fa2::sm80 {
 
@@ -25,13 +25,10 @@ struct DqWorkspace {
 
 __device__ __forceinline__ void add_accumulators(float* address, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
-                 "f"(x[2]), "f"(x[3])
-                 : "memory");
+    common::add_global(address, x);
 #else
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-        asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address + e * kElementStride), "f"(x[e]) : "memory");
+    for (int e = 0; e < 4; ++e) common::add_global(address + e * kElementStride, x[e]);
 #endif
 }
 

@@ -1,10 +1,10 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync.
 //
-//   S = scale Q K^T        P = exp(S - reference)        O = P V / rowsum(P)        lse = reference + log(rowsum(P))
+//   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 // A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
-// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles that
-// the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
+// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles
+// that the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
 //
 // Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D]. O leaves through Q's rows.
 // Barriers: one __syncthreads per key tile, in the ring of K and V.
@@ -15,6 +15,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -57,8 +58,15 @@ struct ForwardRows {
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
-        const Ring ring{smem + QTile::kBytes, k, v, params.k_strides.row, params.v_strides.row, params.seqlen_k, tiles.begin,
-                        tiles.end, thread};
+        const Ring ring{smem + QTile::kBytes,  // the slots
+                        k,
+                        v,
+                        params.k_strides.row,
+                        params.v_strides.row,
+                        params.seqlen_k,
+                        tiles.begin,
+                        tiles.end,
+                        thread};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
         ring.start();
@@ -86,23 +94,21 @@ struct ForwardRows {
 
             PackedFragment<Element, kBc / 8> p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-            // The first tile has no reference to try, and masked scores are rare enough to go the plain way.
-            const bool try_reference = !masked && tile != tiles.end - 1;
+            // The first tile has no row shift to try, and masked scores are rare enough to go the plain way.
+            const bool try_row_shift = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
-                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + warp_row + 16 * m,
-                                            tile * kBc, lane);
-                if (try_reference &&
-                    softmax[m].try_reference(scores[m], common::score_scale<Spec>(params), p[m]))
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                common::modify_scores<Spec>(scores[m], params, score_tile);
+                if (try_row_shift && softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (common::kOwnUnits<Spec>)
+                if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
-                if (masked)
-                    common::mask_scores(scores[m], mask, first_row + warp_row + 16 * m, tile * kBc, lane,
-                                        -common::infinity<float>());
+                if (masked) common::mask_scores(scores[m], mask, score_tile.position, -common::infinity<float>());
                 float rescale[2];
                 softmax[m].update(scores[m], rescale);
 #pragma unroll
@@ -114,7 +120,8 @@ struct ForwardRows {
 
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
-                common::drop<Spec>(p[m], params, where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane);
+                common::drop<Spec>(p[m], params,
+                                   {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
             multiply<Element, kBc / 16>(
                 output, [&](int m, int kk) { return p[m].k16(kk); },
                 [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
@@ -124,7 +131,7 @@ struct ForwardRows {
         cp_async_wait<0>();
         __syncthreads();
         Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];

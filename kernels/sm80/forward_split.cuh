@@ -1,13 +1,15 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync for head dimensions above 128; see forward_rows.cuh.
 //
-// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many mma:
-// shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the two
-// exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the exchanged
-// P meet in one sum: both warps take the old reference, or, if one of the two finds P too large, both take the new one.
+// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many
+// mma: shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the
+// two exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the
+// exchanged P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the
+// new one.
 //
-// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per warp
-// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written, and
-// the votes on them are one; and once more where the row maxima are exchanged.
+// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per
+// warp.
+// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written,
+// and the votes on them are one; and once more where the row maxima are exchanged.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -15,6 +17,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -68,12 +71,9 @@ struct ForwardSplit {
             for (int kk = 0; kk < kHalfKeys / 16; ++kk) store_shared(p_address(half, m, kk), p[m].k16(kk));
     }
 
-    __device__ void drop(Packed (&p)[kM16], const Params& params, const common::TileCoordinates& where, int32 first_row,
-                         int32 first_key) const {
+    __device__ static void drop(Packed (&p)[kM16], const Params& params, const common::ScoreTile& tile) {
 #pragma unroll
-        for (int m = 0; m < kM16; ++m)
-            common::drop<Spec>(p[m], params, where.batch, where.head, first_row + pair * kPairRows + 16 * m, first_key,
-                               lane);
+        for (int m = 0; m < kM16; ++m) common::drop<Spec>(p[m], params, tile.shifted(16 * m, 0));
     }
 
     // O += P V over one half of the tile's keys; V's lane addresses start at that half.
@@ -96,7 +96,7 @@ struct ForwardSplit {
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared(stat_address(1 - half, m, i)));
+            for (int i = 0; i < 2; ++i) stat[m][i] = meet(stat[m][i], load_shared<float>(stat_address(1 - half, m, i)));
     }
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -147,11 +147,11 @@ struct ForwardSplit {
                 scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
-            const int32 first_key = tile * kBc + half * kHalfKeys;
+            const common::ScoreTile score_tile{where.batch, where.head, first_row + pair_row,
+                                               tile * kBc + half * kHalfKeys, lane};
 #pragma unroll
             for (int m = 0; m < kM16; ++m)
-                common::modify_scores<Spec>(scores[m], params, where.batch, where.head, first_row + pair_row + 16 * m,
-                                            first_key, lane);
+                common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
             Packed p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
@@ -160,9 +160,8 @@ struct ForwardSplit {
                 bool fits = true;
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
-                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m],
-                                               share[m]);
-                drop(p, params, where, first_row, first_key);
+                    fits &= softmax[m].attempt(scores[m], common::score_scale<Spec>(params), p[m], share[m]);
+                drop(p, params, score_tile);
                 write_p(p);
                 kept = barrier_all(barrier(), 64, fits);
                 if (kept)
@@ -173,28 +172,28 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (common::kOwnUnits<Spec>)
+                    if constexpr (common::kScalesInExponent<Spec>)
 #pragma unroll
                         for (int n = 0; n < kHalfKeys / 8; ++n)
 #pragma unroll
                             for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                     if (masked)
-                        common::mask_scores(scores[m], mask, first_row + pair_row + 16 * m, tile * kBc + half * kHalfKeys,
-                                            lane, -common::infinity<float>());
+                        common::mask_scores(scores[m], mask, score_tile.shifted(16 * m, 0).position,
+                                            -common::infinity<float>());
                     softmax[m].maximum_of(scores[m], highest[m]);
                 }
                 exchange(highest, [](float a, float b) { return common::maximum(a, b); });
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
                     float rescale[2];
-                    softmax[m].move_reference(highest[m], scores[m], rescale);
+                    softmax[m].move_row_shift(highest[m], scores[m], rescale);
 #pragma unroll
                     for (int n = 0; n < kHalfCols / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) output[m].value[n][e] *= rescale[e / 2];
                     p[m].set(scores[m]);
                 }
-                drop(p, params, where, first_row, first_key);
+                drop(p, params, score_tile);
                 write_p(p);
                 barrier_sync(barrier(), 64);
             }
@@ -221,7 +220,7 @@ struct ForwardSplit {
             for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
         exchange(total, [](float a, float b) { return a + b; });
 
-        float* lse = params.lse + (static_cast<int64>(where.batch) * params.num_heads + where.head) * common::statistic_rows<Spec>(params);
+        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
         for (int m = 0; m < kM16; ++m) {
             float inverse_sum[2], row_lse[2];

@@ -1,4 +1,4 @@
-// The K and V tiles that a block of query rows goes through, last to first, in a ring of kStages slots of shared memory.
+// The K and V tiles that a block of query rows goes through, last to first, in a ring of kStages slots.
 #pragma once
 #include "sm80/smem_tile.cuh"
 
@@ -14,14 +14,14 @@ struct KeyRing {
     int64 k_stride, v_stride;
     int32 seqlen_k, begin, end, thread;
 
-    // Starts the copies of the first tiles. What the caller copies before (and commits) has landed by the first acquire.
+    // Starts the copies of the first tiles. What the caller copies and commits before has landed by the first acquire.
     __device__ void start() const {
 #pragma unroll
         for (int s = 1; s < kStages; ++s) load(end - s);
     }
 
-    // Waits for a tile and gives its slot. Every warp of the block comes here once a tile: after the barrier nobody reads
-    // the slot of tile + 1 any more, so the copy of tile - (kStages - 1) goes there.
+    // Waits for a tile and gives its slot. Every warp of the block comes here once a tile: after the barrier no warp
+    // reads the slot of tile + 1 any more, so the copy of tile - (kStages - 1) goes there.
     __device__ uint32 acquire(int32 tile) const {
         if constexpr (kStages == 1) {
             __syncthreads();
@@ -40,9 +40,10 @@ struct KeyRing {
 
     __device__ void load(int32 tile) const {
         if (tile >= begin) {
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(tile), k, k_stride, tile * KeyTile::kRows, seqlen_k, thread);
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(tile) + KeyTile::kBytes, v, v_stride, tile * KeyTile::kRows,
-                                                         seqlen_k, thread);
+            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(tile), k, k_stride, tile * KeyTile::kRows, seqlen_k,
+                                                         thread);
+            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(tile) + KeyTile::kBytes, v, v_stride,
+                                                         tile * KeyTile::kRows, seqlen_k, thread);
         }
         cp_async_commit();
     }

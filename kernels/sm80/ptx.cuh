@@ -1,18 +1,17 @@
-// The instructions of the family: cp.async, ldmatrix, mma.sync, named barriers, reductions into global memory.
+// The instructions that only this family uses: cp.async, ldmatrix, mma.sync, barriers that vote.
 #pragma once
-#include "common/fragment.cuh"
+#include "common/ptx.cuh"
 
 namespace fa2::sm80 {
 
+using common::barrier_arrive, common::barrier_sync;
+using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
-
-__device__ __forceinline__ uint32 shared_address(const void* p) {
-    return static_cast<uint32>(__cvta_generic_to_shared(p));
-}
 
 // 16 bytes from global to shared memory past the registers; zeros where `valid` is false (nothing is read then).
 __device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -53,71 +52,25 @@ __device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const Oper
         : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
 
-// A barrier among some warps of the block: `arrive` does not wait. Barrier 0 is __syncthreads.
-__device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers
-// from before the loop.
+// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in
+// registers from before the loop.
 __device__ __forceinline__ int32 computed_anew(int32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts warps.
+// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts
+// warps.
 __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // All of the barrier's threads wait, and learn whether the predicate held for all of them.
 __device__ __forceinline__ bool barrier_all(int32 id, int32 threads, bool predicate) {
     int32 all;
-    asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
-        : "=r"(all)
-        : "r"(static_cast<int32>(predicate)), "r"(id), "r"(threads)
-        : "memory");
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
+                 : "=r"(all)
+                 : "r"(static_cast<int32>(predicate)), "r"(id), "r"(threads)
+                 : "memory");
     return all != 0;
-}
-
-__device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]), "r"(x.reg[1]), "r"(x.reg[2]),
-                 "r"(x.reg[3])
-                 : "memory");
-}
-__device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
-    OperandA x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
-                 : "r"(address)
-                 : "memory");
-    return x;
-}
-__device__ __forceinline__ float load_shared(uint32 address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-                 : "memory");
-}
-__device__ __forceinline__ void load_shared(uint32 address, float (&x)[4]) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(address)
-                 : "memory");
-}
-__device__ __forceinline__ void load_shared(uint32 address, float (&x)[2]) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32 address, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
 }  // namespace fa2::sm80

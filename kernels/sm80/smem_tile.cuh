@@ -11,7 +11,8 @@ using common::min_of;
 __host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
-// Columns that a row takes on chip: whole k-steps, and for wide heads (whose columns two warps share) whole pairs of them.
+// Columns that a row takes on chip: whole k-steps, and for wide heads (whose columns two warps share) whole pairs of
+// them.
 __host__ __device__ constexpr int padded_head_dim(int head_dim) {
     return common::round_up(head_dim, head_dim > 128 ? 32 : 16);
 }
@@ -24,8 +25,8 @@ __host__ __device__ constexpr int padded_head_dim(int head_dim) {
 enum class MatrixOrder { kRowsFirst, kChunksFirst };
 
 // kRows x kCols elements, rows unpadded. The eight rows of an 8x8 matrix must fall into eight different 16-byte bank
-// groups. Row r starts in group r * kChunks mod 8, which takes 8 / kPeriod values, kPeriod = the power of two in kChunks
-// (at most 8); XORing log2(kPeriod) bits of the row, taken above those that already differ, spreads the rest.
+// groups. Row r starts in group r * kChunks mod 8, which takes 8 / kPeriod values, kPeriod = the power of two in
+// kChunks (at most 8); XORing log2(kPeriod) bits of the row, taken above those that already differ, spreads the rest.
 template <int kRows_, int kCols_>
 struct SmemTile {
     static constexpr int kRows = kRows_;
@@ -39,9 +40,7 @@ struct SmemTile {
     static_assert(kCols % 16 == 0 && kRows % 16 == 0);
 
     __device__ static uint32 swizzle(int32 row) { return row >> kSwizzleShift & kSwizzleMask; }
-    __device__ static uint32 offset(int32 row, int32 chunk) {
-        return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
-    }
+    __device__ static uint32 offset(int32 row, int32 chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
 };
 
 // This lane's ldmatrix addresses in a tile. The swizzle depends on row % 8 only, so that stepping by 16 rows or 16

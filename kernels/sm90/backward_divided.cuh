@@ -68,7 +68,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(), 16 * warp_);
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(),
+                                 16 * warp_);
         else
             Base::store_gradient(gradient_, params_.softmax_scale, Base::maps_.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
@@ -90,7 +91,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(scores);
         // A statistic that the product has not started from is read with P or dS.
-        constexpr bool kReadsStatistic = kProbability ? !Base::kFromLse : Spec::kDropout;
+        constexpr bool kReadsStatistic = !(kProbability ? Base::kFromLse : Base::kFromDelta);
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
@@ -150,7 +151,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 #pragma unroll
         for (int s = 0; s < kBr / 16; ++s) {
             const OperandA weights = load_shared_operand(lane_of_p(s));
-            if constexpr (Spec::kDropout)
+            if constexpr (!Base::kFromDelta)
                 weight_k16(derivatives, s, weights, statistic);
             else
                 common::multiply_k16<float16>(derivatives, s, weights);
@@ -167,8 +168,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& x = derivatives.value[2 * s + r / 2][r % 2 * 2 + e];
-                const float weight = e == 0 ? common::unpack_lo<float16>(weights.reg[r])
-                                            : common::unpack_hi<float16>(weights.reg[r]);
+                const float weight =
+                    e == 0 ? common::unpack_lo<float16>(weights.reg[r]) : common::unpack_hi<float16>(weights.reg[r]);
                 x = common::weighted<Spec>(weight, x, Base::statistic_of(statistic, 4 * s + r / 2 * 2 + e), params_);
             }
     }

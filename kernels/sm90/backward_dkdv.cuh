@@ -7,8 +7,8 @@
 // A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
 // dV are summed in registers in a fixed order. Its warp groups:
 //
-//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one passes dS on; most registers are
-//           given away
+//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one passes dS on; most registers
+//           are given away
 //   1, 2    consumers. Up to head_dim 128 each has 64 of 128 keys (backward_keys.cuh); beyond, dV and dK of 64 keys are
 //           all that the registers of one group each hold (backward_divided.cuh)
 //
@@ -51,17 +51,18 @@ struct BackwardDkdv {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Keys that no query sees keep the zeros that their gradients are cleared with.
-        if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0)) return;
+        if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0))
+            return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
         __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
-            give_registers_back<Shape::kProducerRegisters>();
+            deallocate_registers<Shape::kProducerRegisters>();
             BackwardProducer<Spec, Shape>(params, launch, memory).run();
         } else {
-            take_registers<Shape::kConsumerRegisters>();
+            allocate_registers<Shape::kConsumerRegisters>();
             if (group == 1)
                 Consumer<0>(params, launch, memory).run();
             else

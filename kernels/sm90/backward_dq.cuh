@@ -36,14 +36,14 @@ struct BackwardDq {
     static constexpr bool kFindsSequences = true;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
-        const BackwardDqMemory<Shape> memory(dynamic_smem);
+        const QueryTileMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {
-            give_registers_back<Shape::kProducerRegisters>();
+            deallocate_registers<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) BackwardDqProducer<Spec>(params, memory).run();
         } else {
-            take_registers<Shape::kConsumerRegisters>();
+            allocate_registers<Shape::kConsumerRegisters>();
             BackwardDqConsumer<Spec>(params, memory).run();
         }
     }

@@ -31,44 +31,48 @@
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
 #include "common/math.cuh"
+#include "common/statistics.cuh"
 #include "common/weights.cuh"
 #include "sm90/backward_dq_shape.cuh"
+#include "sm90/query_tile_consumer.cuh"
 #include "sm90/store_box.cuh"
-#include "sm90/wgmma.cuh.j2"
 
 namespace fa2::sm90 {
 
-// Terms of the head and products are bases: where there are none, a member would still have its place.
+// Terms of the head and saved scores are bases: empty members would still take space. In the rings, keys_ is the
+// position of the present key tile, values_ that of the next one, and queries_ that of Q and of dO.
 template <class Spec>
-class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadFragment<Spec::kBc / 8>> {
+class BackwardDqConsumer : common::HeadTerms<Spec>,
+                           common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>>,
+                           QueryTileConsumer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = BackwardDqShape<Spec>;
-    using Memory = BackwardDqMemory<Shape>;
+    using Memory = QueryTileMemory<Shape>;
+    using Base = QueryTileConsumer<Spec, Shape, Memory>;
+    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
+        Base::score_tile;
+    using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
+    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
+    using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
-    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
-    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
     // Of three groups, the middle one may pass over key tiles whose stages the one that waits for it has not emptied.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
-    static constexpr int kStartBarrier = 1, kOutputBarrier = kStartBarrier + Shape::kGroups;  // one each for a group
+    static constexpr int kStartBarrier = Base::kOwnBarrier;
 
     using Scores = QuadFragment<kBc / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Operand = PackedFragment<Element, kBc / 8>;
-    using Keys = RingPosition<Shape::kStages>;
+    using KeyPosition = RingPosition<Shape::kStages>;
 
   public:
     __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
-        : params_(params),
-          memory_(memory),
-          group_(__shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1),
-          warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32) {}
+        : Base(params, memory, __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1) {}
 
     __device__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) {  // nothing but indices that are nobody's
+        if (Spec::kVarlen && tile.key_tiles() == 0) {  // no index of this block has a tile
             if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             return;
         }
@@ -99,12 +103,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
 
             tile = next_tile(memory_, tiles_);
             if (tile.key_tiles() == 0) break;
-            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
-            // and would compute every descriptor a lane at a time.
-            keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
-            values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
-            queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
-            tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+            make_positions_uniform();
         }
         if (lane_ == 0) tma_store_wait();
     }
@@ -148,23 +147,17 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         finish_ds(tile, keys, block);
     }
 
-    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
-                            lane_, -common::infinity<float>());
-    }
-
     // P, or what weighs dP, where S was.
     __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
-            this->keep(scores_);
+            this->save(scores_);
             common::Unused unused;
-            common::take_weights<false, Spec>(scores_, unused, masked, record_of<Spec>(params_, tile), tile.batch(), tile.head(),
-                                              first_row(tile), block * kBc, lane_,
-                                              [&](int i, int) { return -minus_lse_[i]; },
-                                              static_cast<const Terms&>(*this));
+            common::take_weights<false, Spec>(
+                scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
+                [&](int i, int) { return -minus_lse_[i]; }, static_cast<const Terms&>(*this));
             return;
         }
-        if (masked) mask(tile, block);
+        if (masked) mask(scores_, tile, block);
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
@@ -177,14 +170,14 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         wgmma_wait<0>();
         pin(dp_);
         release_value();
-        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0) mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (Spec::kDbias) {
+        if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
+            mbarrier_arrive(memory_.empty_dout(queries_.slot()));
+        if constexpr (common::kAddsDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                    block * kBc, lane_);
+            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
             this->take_derivative(scores_, params_);
             ds_.set(scores_);
             return;
@@ -192,18 +185,16 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
+            for (int i = 0; i < 2; ++i) ds_.set(i, n, derivative(n, i, 0), derivative(n, i, 1));
     }
     __device__ __forceinline__ float derivative(int n, int i, int column) const {
         const float p = scores_.value[n][2 * i + column], dp = dp_.value[n][2 * i + column];
-        if constexpr (Spec::kDropout) return common::weighted<Spec>(p, dp, minus_delta_[i], params_);
-        return p * (dp + minus_delta_[i]);
+        return common::weighted_from_zero<Spec>(p, dp, -minus_delta_[i], params_);
     }
 
     // ------------------------------------------------------------------------------------------------------- products
 
-    __device__ __forceinline__ void issue_scores_of(const Keys& at) {
+    __device__ __forceinline__ void issue_scores_of(const KeyPosition& at) {
         mbarrier_wait(memory_.full_key(at.slot()), at.parity());
         multiply_rows(scores_, memory_.query(queries_.slot()), memory_.key(at.slot()));
     }
@@ -212,7 +203,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
-    // x = the group's rows times those of a key tile, over all columns: four k-steps a panel, 32 bytes each.
+    // x = the group's rows times those of a key tile, over all columns.
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
         uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
         if constexpr (kD > 192) rows = as_if_new(rows);
@@ -221,8 +212,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         wgmma_first_scores(x, rows, keys);
 #pragma unroll
         for (int s = 1; s < kD / 16; ++s)
-            wgmma_scores(x, rows + (s / 4 * Shape::kQueryPanelBytes + s % 4 * 32) / 16,
-                         keys + (s / 4 * Shape::kKeyPanelBytes + s % 4 * 32) / 16, true);
+            wgmma_scores(x, rows + along_columns<Shape::kQueryPanelBytes>(s),
+                         keys + along_columns<Shape::kKeyPanelBytes>(s), true);
         wgmma_commit();
         pin(x);
     }
@@ -232,10 +223,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         pin(dq_);
         pin(ds_);
         wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) wgmma_output(dq_, ds_.k16(s), k + s * (16 * kPanelRowBytes / 16));
-        wgmma_commit();
-        pin(dq_);
+        multiply_keys(dq_, ds_, k);
     }
     template <int kPending>
     __device__ __forceinline__ void wait_for_dq() {
@@ -262,35 +250,22 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
     __device__ __forceinline__ void release_query() {
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
-    __device__ __forceinline__ void release_key() {
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
-        keys_.advance();
-    }
-    __device__ __forceinline__ void release_value() {
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
-        values_.advance();
-    }
-
-    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
-        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
-    }
 
     // A row past the end or without a visible key gets an lse of +inf: its P is zero.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
-        const int64 first = (static_cast<int64>(tile.batch()) * params_.num_heads + tile.head()) *
-                            common::statistic_rows<Spec>(params_);
+        const int64 first = common::first_statistic<Spec>(params_, tile.batch(), tile.head());
         const float *lse = own.lse + first, *delta = own.delta + first;
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Scores::row(i, lane_);
             const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
-            minus_lse_[i] = natural == -common::infinity<float>() ? natural
-                                                                  : natural * static_cast<float>(-common::kLog2e);
+            minus_lse_[i] =
+                natural == -common::infinity<float>() ? natural : natural * static_cast<float>(-common::kLog2e);
             minus_delta_[i] = valid ? -delta[at] : 0.0f;
         }
     }
@@ -298,30 +273,20 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
     // dQ of this warp's 16 rows, by a box per panel in shared memory, which the warp alone stores while it goes on.
     // With that it is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile) {
-        uint32 box, panel_bytes;
-        if constexpr (Shape::kOwnOutput) {
-            panel_bytes = 16 * kPanelRowBytes;
-            box = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * panel_bytes;
-            if (lane_ == 0) tma_store_wait_read();
-            __syncwarp();
-        } else {
-            panel_bytes = Shape::kQueryPanelBytes;
-            box = memory_.dout(queries_.slot()) + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
-            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with dO, too
-        }
+        const auto box = output_box(memory_.dout(queries_.slot()));
 #pragma unroll
         for (int n = 0; n < kD / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) dq_.value[n][e] *= params_.softmax_scale;
-        write_box<Element>(box, panel_bytes, dq_, lane_);
-        const auto place = query_place<Spec>(params_, tile.batch());
+        write_box<Element>(box.address, box.panel_bytes, dq_, lane_);
+        const auto rows = query_tma_rows<Spec>(params_, tile.batch());
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                place.store(params_.dq, box + panel * panel_bytes, panel * kPanelColumns, first_row(tile), tile.head(),
-                            tile.batch());
+                rows.store(params_.dq, box.address + panel * box.panel_bytes, panel * kPanelColumns, first_row(tile),
+                           tile.head(), tile.batch());
             tma_store_commit();
             mbarrier_arrive(tile.empty);
             if constexpr (!Shape::kOwnOutput) {
@@ -332,13 +297,6 @@ class BackwardDqConsumer : common::HeadTerms<Spec>, common::Products<Spec, QuadF
         queries_.advance();
     }
 
-    const Params& params_;
-    const Memory memory_;
-    const int32 group_, warp_, lane_;
-    RingPosition<Shape::kQueryBuffers> queries_;  // of dO, too
-    Keys keys_;                                   // the present key tile's
-    RingPosition<Shape::kValueStages> values_;    // the next one's
-    RingPosition<kTileSlots> tiles_;
     float minus_lse_[2], minus_delta_[2];  // lse in base 2
     Scores scores_, dp_;
     Operand ds_;

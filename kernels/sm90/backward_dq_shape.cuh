@@ -1,22 +1,15 @@
-// What the two roles of the dQ kernel agree on: sizes, the shared-memory map and the barriers.
+// What the two roles of the dQ kernel agree on, besides what all kernels by query tiles do.
 #pragma once
-#include "sm90/query_tile.cuh"
+#include "sm90/query_tile_shape.cuh"
 
 namespace fa2::sm90 {
 
 template <class Spec>
-struct BackwardDqShape {
-    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr int kGroups = kBr / kGroupRows;  // consumer warp groups
-    static constexpr int kD = round_up(Spec::kHeadDim, 16);
-    static constexpr int kPanels = ceil_div(kD, kPanelColumns);
-    static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0 && kStages >= 2);
+struct BackwardDqShape : QueryTileShape<Spec, 2> {
+    using Base = QueryTileShape<Spec, 2>;
+    using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
+    using Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
-    // -------------------------------------------------------------------------------------------------- shared memory
-    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
-    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
-    static constexpr int kBarriers = 8 + 4 * kStages + 2 * kTileSlots;
-    static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
     // What a block can have; the system takes 1024 bytes for each.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
     // One stage of V instead of two only where two do not fit.
@@ -30,72 +23,12 @@ struct BackwardDqShape {
     static constexpr int kSharedBytes = kBesidesQueries + (2 * kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
-    // ------------------------------------------------------------------------------------------------------ registers
-    // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
-    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
-    static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
-    static constexpr int kConsumerRegisters =
-        min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
-    static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
     // The order of the products, see the consumer. The first one's dP is computed while dQ still takes in the dS of the
     // key tile before: registers hold all four at a time, and what else the loop needs, which is the most where it has
     // a masked copy and many k-steps.
     static constexpr int kBesidesTiles = common::kRightLimit<Spec> && kD > 128 ? 60 : 28;
     static constexpr bool kScoresFirst =
         kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;
-};
-
-// Where everything is.
-template <class Shape>
-struct BackwardDqMemory {
-    static constexpr int kStages = Shape::kStages, kValueStages = Shape::kValueStages;
-
-    uint32 base;
-
-    __device__ explicit BackwardDqMemory(const char* dynamic_smem)
-        : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
-
-    __device__ uint32 query(uint32 buffer) const { return base + buffer * Shape::kQueryBytes; }
-    __device__ uint32 dout(uint32 buffer) const { return query(Shape::kQueryBuffers + buffer); }
-    __device__ uint32 key(uint32 stage) const { return dout(Shape::kQueryBuffers) + stage * Shape::kKeyBytes; }
-    __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kKeyBytes; }
-    __device__ uint32 output() const { return value(kValueStages); }
-    __device__ uint32 barrier(uint32 index) const {
-        return output() + Shape::kOwnOutput * Shape::kQueryBytes + 8 * index;
-    }
-    // Full: the data are there. Empty: all consumer warps are through with them.
-    __device__ uint32 full_query(uint32 buffer) const { return barrier(buffer); }
-    __device__ uint32 empty_query(uint32 buffer) const { return barrier(2 + buffer); }
-    __device__ uint32 full_dout(uint32 buffer) const { return barrier(4 + buffer); }
-    __device__ uint32 empty_dout(uint32 buffer) const { return barrier(6 + buffer); }
-    __device__ uint32 full_key(uint32 stage) const { return barrier(8 + stage); }
-    __device__ uint32 empty_key(uint32 stage) const { return barrier(8 + kStages + stage); }
-    __device__ uint32 full_value(uint32 stage) const { return barrier(8 + 2 * kStages + stage); }
-    __device__ uint32 empty_value(uint32 stage) const { return barrier(8 + 3 * kStages + stage); }
-    __device__ uint32 full_tile(uint32 slot) const { return barrier(8 + 4 * kStages + slot); }
-    __device__ uint32 empty_tile(uint32 slot) const { return barrier(8 + 4 * kStages + kTileSlots + slot); }
-    __device__ uint32 tile_slot(uint32 slot) const { return barrier(Shape::kBarriers) + sizeof(QueryTile) * slot; }
-
-    __device__ void init_barriers() const {
-        constexpr uint32 kConsumerWarps = 4 * Shape::kGroups;
-        for (uint32 i = 0; i < 2; ++i) {
-            mbarrier_init(full_query(i), 1);
-            mbarrier_init(full_dout(i), 1);
-            mbarrier_init(empty_query(i), kConsumerWarps);
-            mbarrier_init(empty_dout(i), kConsumerWarps);
-        }
-        for (uint32 i = 0; i < kStages; ++i) {
-            mbarrier_init(full_key(i), 1);
-            mbarrier_init(full_value(i), 1);
-            mbarrier_init(empty_key(i), kConsumerWarps);
-            mbarrier_init(empty_value(i), kConsumerWarps);
-        }
-        for (uint32 i = 0; i < kTileSlots; ++i) {
-            mbarrier_init(full_tile(i), 1);
-            mbarrier_init(empty_tile(i), kConsumerWarps);
-        }
-        mbarrier_init_fence();
-    }
 };
 
 }  // namespace fa2::sm90

@@ -14,14 +14,6 @@
 
 namespace fa2::sm90 {
 
-// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
-template <int kPanelBytes>
-__device__ __forceinline__ constexpr uint64 along_columns(int s) {
-    return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
-}
-// k-steps of 16 rows.
-__device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
-
 template <class Spec, class Shape>
 class BackwardGroup {
   protected:
@@ -35,7 +27,7 @@ class BackwardGroup {
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
     // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
-    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = !Spec::kDropout;
+    static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
         : params_(params),
@@ -45,8 +37,8 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each step
-    // looks whether it needs the mask: one more copy of the code would be serialised.
+    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each
+    // step looks whether it needs the mask: one more copy of the code would be serialised.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
@@ -66,8 +58,8 @@ class BackwardGroup {
 
     template <bool kMasked>
     __device__ __forceinline__ bool needs_mask(const QueryStep& step) const {
-        return kMasked && (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin ||
-                           step.tile >= own_.tiles.full_end);
+        return kMasked &&
+               (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin || step.tile >= own_.tiles.full_end);
     }
 
     // Every column of x is its query's statistic.
@@ -86,7 +78,7 @@ class BackwardGroup {
 
     // A query's statistic, for the column j of this lane.
     __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
-        return __int_as_float(load_shared(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4));
+        return load_shared<float>(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4);
     }
 
     // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...
@@ -103,7 +95,8 @@ class BackwardGroup {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
         if constexpr (!kAsStep) pin(x);
         wgmma_fence();
-        if constexpr (kAsStep) wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
+        if constexpr (kAsStep)
+            wgmma_statistic(x, statistic_descriptor(memory_.ones()), statistic_descriptor(statistic));
 #pragma unroll
         for (int s = 0; s < kD / 16; ++s)
             wgmma_scores(x, keys + along_columns<Shape::kKeyPanelBytes>(s),
@@ -127,7 +120,7 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if (needs_mask<kMasked>(step)) {
-            common::mask_transposed(x, common::mask_of<Spec>(params_), step.tile * kBr, first_key + 16 * warp_, lane_,
+            common::mask_transposed(x, common::mask_of<Spec>(params_), {step.tile * kBr, first_key + 16 * warp_, lane_},
                                     -common::infinity<float>());
         }
 #pragma unroll
@@ -144,10 +137,10 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
-        common::take_weights<true, Spec>(x, p, needs_mask<kMasked>(step), params_, own_.batch, step.head, step.tile * kBr,
-                                         first_key + 16 * warp_, lane_,
-                                         [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); },
-                                         terms);
+        common::take_weights<true, Spec>(
+            x, p, needs_mask<kMasked>(step), params_,
+            {own_.batch, step.head, step.tile * kBr, first_key + 16 * warp_, lane_},
+            [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, terms);
     }
 
     // This warp's 16 keys of dS, in the panel of the group's 64.
@@ -184,9 +177,9 @@ class BackwardGroup {
         pin(dq);
     }
 
-    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What is
-    // added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits. It
-    // walks before it is used. To change it after that would wait for all additions to have been issued.
+    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What
+    // is added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
+    // It walks before it is used. To change it after that would wait for all additions to have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
@@ -201,7 +194,7 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        // Past those that nobody here sees.
+        // Past the tiles that see no key of this block.
         tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
@@ -210,7 +203,7 @@ class BackwardGroup {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
-    // Until all warps have multiplied for the last time: then nobody reads K or V any more.
+    // Until all warps have multiplied for the last time: then no warp reads K or V any more.
     __device__ __forceinline__ void wait_for_last_dq() const {
         const auto last = read_.previous();
         mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());
@@ -220,9 +213,9 @@ class BackwardGroup {
     // left open.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
-        const int64 first = Spec::kVarlen
-                                ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
-                                : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
+        const int64 first =
+            Spec::kVarlen ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
+                          : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
         workspace_ = params.dq_accum + (first + own_.tiles.begin) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
     }

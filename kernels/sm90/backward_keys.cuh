@@ -11,11 +11,11 @@
 //   wait    dQ                                 dS(j - 1) is empty; dQ is added to the workspace
 //   wait    dK                                 Q is empty
 //
-// Measured on an H100, with a prototype of this loop: a warp can issue only a few wgmmas ahead. S^T is waited for before
-// dP^T is issued, because the compiler then spreads these issues between the exponentials; issuing dV before the wait
-// for dP^T keeps all exponentials there. That dQ lags a tile behind leaves the groups free to run apart, one
-// exponentiating while another multiplies; they start a product apart. No product is in flight across the back edge of a
-// loop: the compiler would serialise them.
+// Measured on an H100, with a prototype of this loop: a warp can issue only a few wgmmas ahead. S^T is waited for
+// before dP^T is issued, because the compiler then spreads these issues between the exponentials; issuing dV before the
+// wait for dP^T keeps all exponentials there. That dQ lags a tile behind leaves the groups free to run apart, one
+// exponentiating while another multiplies; they start a product apart. No product is in flight across the back edge of
+// a loop: the compiler would serialise them.
 #pragma once
 #include "sm90/backward_group.cuh"
 
@@ -112,7 +112,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                if constexpr (Spec::kDropout)
+                if constexpr (!Base::kFromDelta)
                     derivatives.value[n][e] =
                         common::weighted<Spec>(scores.value[n][e], derivatives.value[n][e],
                                                Base::statistic_of(memory_.delta(stage), 2 * n + e % 2), params_);

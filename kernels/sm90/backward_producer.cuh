@@ -7,10 +7,11 @@
 // Where features change scores, products start from zero, and the first is -lse in base 2.
 //
 // A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
-// zero. In shared memory they are k-steps (statistic.cuh), or a lane's numbers of 16 queries, which are those of columns
-// 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
+// zero. In shared memory they are k-steps (statistic.cuh), or a lane's numbers of 16 queries, which are those of
+// columns 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
 #pragma once
 #include "common/score_mod.cuh"
+#include "common/statistics.cuh"
 #include "sm90/backward_shape.cuh"
 
 namespace fa2::sm90 {
@@ -21,7 +22,7 @@ class BackwardProducer {
     static constexpr int kBr = Shape::kBr;
     template <bool kLse>
     static constexpr bool kAsStep =
-        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : !Spec::kDropout);
+        Shape::kStatisticsAsStep && (kLse ? common::kProductsFromLse<Spec> : common::kProductsFromDelta<Spec>);
 
   public:
     __device__ BackwardProducer(const Params& params, const Params& maps, const Memory& memory)
@@ -98,8 +99,9 @@ class BackwardProducer {
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
         constexpr float kMinusLog2e = -common::kLog2e;
-        const float factor =
-            !kLse ? -1.0f : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale : kMinusLog2e;
+        const float factor = !kLse                            ? -1.0f
+                             : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale
+                                                              : kMinusLog2e;
         QueryStep step = first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];
@@ -109,8 +111,7 @@ class BackwardProducer {
             const uint32 stage = ring.slot();
             mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
+            for (int i = 0; i < 4; ++i) x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
             const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
             if constexpr (kAsStep<kLse>) {
 #pragma unroll
@@ -130,8 +131,8 @@ class BackwardProducer {
 
     template <bool kLse>
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
-        const int64 head = static_cast<int64>(own_.batch) * params_.num_heads + step.head;
-        const float* rows = (kLse ? params_.lse : params_.delta) + head * common::statistic_rows<Spec>(params_);
+        const float* rows =
+            (kLse ? params_.lse : params_.delta) + common::first_statistic<Spec>(params_, own_.batch, step.head);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;

@@ -3,7 +3,7 @@
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
-#include "sm90/map_place.cuh"
+#include "sm90/tma_rows.cuh"
 #include "sm90/statistic.cuh"
 
 namespace fa2::sm90 {
@@ -53,18 +53,21 @@ struct QueryStep {
 template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
-    common::QueryTileRange<Spec::kWindow> tiles;
-    MapPlace<Spec::kVarlen> queries, keys;
+    common::QueryTiles<Spec> tiles;
+    TmaRows<Spec::kVarlen> queries, keys;
 };
 
 template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     const auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
-    KeyTile<Spec> tile = {
-        where.tile * Spec::kBc, where.head, where.batch, where.head * params.heads_per_group,
-        common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                    common::window_of<Spec>(params)),
-        query_place<Spec>(params, where.batch), key_place<Spec>(params, where.batch)};
+    KeyTile<Spec> tile = {where.tile * Spec::kBc,
+                          where.head,
+                          where.batch,
+                          where.head * params.heads_per_group,
+                          common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
+                              where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params)),
+                          query_tma_rows<Spec>(params, where.batch),
+                          key_tma_rows<Spec>(params, where.batch)};
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
     return tile;
 }

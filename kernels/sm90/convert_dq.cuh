@@ -23,7 +23,8 @@ struct ConvertDq {
         const float* workspace = params.dq_accum + static_cast<int64>(index) * Workspace::kTileElements;
         const auto rows = common::workspace_rows<Spec>(params, index % params.num_tiles);
         if (Spec::kVarlen && rows.length <= 0) return;
-        Element* dq = params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
+        Element* dq =
+            params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
         const ConvertDq block{params, workspace, dq, rows.length};
         if constexpr (Workspace::kTransposed)
             block.convert_transposed();

@@ -1,6 +1,6 @@
 // FlashAttention forward on wgmma and TMA (Hopper).
 //
-//   S = scale Q K^T        P = exp(S - reference)        O = P V / rowsum(P)        lse = reference + log(rowsum(P))
+//   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
 // One block a multiprocessor stays for the whole launch and takes one query tile of kBr rows after the other, whichever
 // is next by a counter in memory: under a causal mask the tiles have different lengths, longest first. Its warp groups:
@@ -35,10 +35,10 @@ struct Forward {
         __syncthreads();
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
-            give_registers_back<Shape::kProducerRegisters>();
+            deallocate_registers<Shape::kProducerRegisters>();
             if (threadIdx.x == 0) ForwardProducer<Spec>(params, memory).run();
         } else {
-            take_registers<Shape::kConsumerRegisters>();
+            allocate_registers<Shape::kConsumerRegisters>();
             ForwardConsumer<Spec>(params, memory, group - 1).run();
         }
     }

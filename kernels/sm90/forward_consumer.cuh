@@ -4,8 +4,8 @@
 // there is to the order:
 //
 //   issue   S = Q K(next)^T,  O += P(present) V(present)
-//   wait    S               -> K's stage is empty; P(next) = 2^(S - reference), if that fits
-//   wait    O               -> V's stage is empty; O is rescaled if the reference had to move
+//   wait    S               -> K's stage is empty; P(next) = 2^(S - row_shift), if that fits
+//   wait    O               -> V's stage is empty; O is rescaled if the shift had to change
 //
 // The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves
 // across a wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own:
@@ -14,31 +14,37 @@
 //
 // Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
 // tile are computed under the last output of this one. There is no vote on these exponentials, nor on those of masked
-// key tiles; what keeps them above the wait is a store of their sum, which nobody reads (kPinExponentials).
+// key tiles; what keeps them above the wait is a store of their sum, which no thread reads (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
 #include "common/scores.cuh"
+#include "common/statistics.cuh"
 #include "sm90/forward_shape.cuh"
+#include "sm90/query_tile_consumer.cuh"
 #include "sm90/store_box.cuh"
-#include "sm90/wgmma.cuh.j2"
 
 namespace fa2::sm90 {
 
-// Terms of the head are a base: where there are none, a member would still have its place.
+// Terms of the head are a base: an empty member would still take space.
 template <class Spec>
-class ForwardConsumer : common::HeadTerms<Spec> {
+class ForwardConsumer : common::HeadTerms<Spec>,
+                        QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
+    using Base = QueryTileConsumer<Spec, Shape, Memory>;
+    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
+        Base::score_tile;
+    using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
+    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
+    using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
-    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
-    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
     // or its V.
     static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
-    static constexpr int kTurnBarrier = 1, kOutputBarrier = kTurnBarrier + Shape::kGroups;  // one each for every group
+    static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Scores = QuadFragment<kBc / 8>;
     using Output = QuadFragment<kD / 8>;
@@ -47,11 +53,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
   public:
     __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group)
-        : params_(params),
-          memory_(memory),
-          group_(group),
-          warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32),
+        : Base(params, memory, group),
           query_operand_(matrix_descriptor(memory.query(0) + group * kGroupRows * kPanelRowBytes, 0)),
           key_operand_(matrix_descriptor(memory.key(0), 0)),
           value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
@@ -60,7 +62,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // nothing but indices that are nobody's
+        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // no index of this block has a tile
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
@@ -127,12 +129,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
             output_.fill(0.0f);
             softmax_ = next_softmax;
             tile = next;
-            // After the divergent code of `store` the compiler no longer knows that these are the same in all lanes,
-            // and would compute every descriptor a lane at a time.
-            keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
-            values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
-            queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
-            tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+            make_positions_uniform();
         }
         if (lane_ == 0) tma_store_wait();
     }
@@ -163,7 +160,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         issue_both(p);
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block);
-        mask(tile, block);
+        mask(scores_, tile, block);
         float rescale[2];
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         pin_exponentials(softmax_);
@@ -173,13 +170,13 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         drop(tile, block, p);
     }
 
-    // Whether the reference stayed; else `rescale` is what O must be multiplied by.
+    // Whether the row shift stayed; else `rescale` is what O must be multiplied by.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
         bool kept;
         if constexpr (common::kCapsLate<Spec>)
             kept = common::try_capped<Spec, 2>(softmax_, scores_, params_, p);
         else
-            kept = softmax_.template try_reference<2>(scores_, common::score_scale<Spec>(params_), p);
+            kept = softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
         if (__builtin_expect(kept, 1)) return true;
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         p.set(scores_);
@@ -202,7 +199,8 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         const int32 block = keys.end - 1;
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block);
-        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0))) mask(tile, block);
+        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
+            mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
@@ -218,24 +216,18 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
         if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), tile.batch(), tile.head(), first_row(tile),
-                                        block * kBc, lane_, static_cast<const Terms&>(*this));
+            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+                                        static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
-        if constexpr (Spec::kDropout)
-            common::drop<Spec>(p, params_, tile.batch(), tile.head(), first_row(tile), block * kBc, lane_);
-    }
-
-    __device__ __forceinline__ void mask(const TileInSlot& tile, int32 block) {
-        common::mask_scores(scores_, common::mask_of<Spec>(record_of<Spec>(params_, tile)), first_row(tile), block * kBc,
-                            lane_, -common::infinity<float>());
+        if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
     }
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
     // Of a tile whose scores come next, so that what these need of its head is loaded, too.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
-        if constexpr (Spec::kAlibi)
+        if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
     }
@@ -295,9 +287,9 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         pin(scores_);
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < kD / 16; ++s)  // four k-steps a panel, 32 bytes each
-            wgmma_scores(scores_, q + (s / 4 * Shape::kQueryPanelBytes + s % 4 * 32) / 16,
-                         k + (s / 4 * Shape::kKeyPanelBytes + s % 4 * 32) / 16, s > 0);
+        for (int s = 0; s < kD / 16; ++s)
+            wgmma_scores(scores_, q + along_columns<Shape::kQueryPanelBytes>(s),
+                         k + along_columns<Shape::kKeyPanelBytes>(s), s > 0);
         wgmma_commit();
         pin(scores_);
     }
@@ -306,10 +298,7 @@ class ForwardConsumer : common::HeadTerms<Spec> {
         const uint64 v = value_operand_ + values_.slot() * (Shape::kKeyBytes / 16);
         pin(output_);
         wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < kBc / 16; ++s) wgmma_output(output_, p.k16(s), v + s * (16 * kPanelRowBytes / 16));
-        wgmma_commit();
-        pin(output_);
+        multiply_keys(output_, p, v);
     }
 
     __device__ __forceinline__ void multiply_output(const float (&factor)[2]) {
@@ -321,72 +310,42 @@ class ForwardConsumer : common::HeadTerms<Spec> {
 
     // ---------------------------------------------------------------------------------------------------- the outside
 
-    __device__ __forceinline__ void release_key() {
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
-        keys_.advance();
-    }
-
-    __device__ __forceinline__ void release_value() {
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
-        values_.advance();
-    }
-
     // Where O leaves through Q's buffer, that is handed back later.
     __device__ __forceinline__ void release_query() {
         if (Shape::kOwnOutput && lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
-    }
-
-    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
-        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
     // O and lse of this warp's 16 rows. O is written to a box per panel in shared memory, 128-byte swizzled, and stored
     // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax_, params_, Spec::kSink ? tile.head() : 0, inverse_sum, row_lse);
+        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum,
+                                  row_lse);
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
-        const auto place = query_place<Spec>(params_, batch);
-        float* lse =
-            own.lse + (static_cast<int64>(batch) * params_.num_heads + head) * common::statistic_rows<Spec>(params_);
+        const auto rows = query_tma_rows<Spec>(params_, batch);
+        float* lse = own.lse + common::first_statistic<Spec>(params_, batch, head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int32 at = row + Output::row(i, lane_);
             if (lane_ % 4 == 0 && at < own.seqlen_q) lse[at] = row_lse[i];
         }
 
-        uint32 box, panel_bytes;
-        if constexpr (Shape::kOwnOutput) {
-            panel_bytes = 16 * kPanelRowBytes;
-            box = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * panel_bytes;
-            if (lane_ == 0) tma_store_wait_read();
-            __syncwarp();
-        } else {
-            panel_bytes = Shape::kQueryPanelBytes;
-            box = memory_.query(buffer) + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
-            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have done with Q, too
-        }
+        const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);
-        write_box<Element>(box, panel_bytes, output_, lane_);
+        write_box<Element>(box.address, box.panel_bytes, output_, lane_);
         async_proxy_fence();
         __syncwarp();
         if (lane_ == 0) {
 #pragma unroll
             for (int panel = 0; panel < Shape::kPanels; ++panel)
-                place.store(params_.o, box + panel * panel_bytes, panel * kPanelColumns, row, head, batch);
+                rows.store(params_.o, box.address + panel * box.panel_bytes, panel * kPanelColumns, row, head, batch);
             tma_store_commit();
             mbarrier_arrive(tile.empty);
         }
     }
 
-    const Params& params_;
-    const Memory memory_;
-    const int32 group_, warp_, lane_;
     const uint64 query_operand_, key_operand_, value_operand_;
-    RingPosition<Shape::kQueryBuffers> queries_;
-    RingPosition<kStages> keys_, values_;
-    RingPosition<kTileSlots> tiles_;
     Scores scores_;
     Output output_;
     Softmax softmax_;

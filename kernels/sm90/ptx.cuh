@@ -1,64 +1,16 @@
-// The instructions of the family: mbarriers, TMA tensor copies, wgmma's synchronisation, register reallocation,
-// stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
+// The instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register
+// reallocation, stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
-#include "common/fragment.cuh"
 #include "common/math.cuh"
+#include "common/ptx.cuh"
 
 namespace fa2::sm90 {
 
+using common::add_global, common::barrier_arrive, common::barrier_sync;
+using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 using common::PackedFragment;
 using common::QuadFragment;
-
-__device__ __forceinline__ uint32 shared_address(const void* p) {
-    return static_cast<uint32>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ int32 load_shared(uint32 address) {
-    int32 x;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(uint32 address, int32 x) {
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32 address, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-                 : "memory");
-}
-__device__ __forceinline__ void load_shared(uint32 address, float (&x)[4]) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(address)
-                 : "memory");
-}
-// The operands of a k-step, 16 bytes a lane.
-__device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]), "r"(x.reg[1]), "r"(x.reg[2]),
-                 "r"(x.reg[3])
-                 : "memory");
-}
-__device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
-    OperandA x;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
-                 : "r"(address)
-                 : "memory");
-    return x;
-}
-
-// Four neighbouring sums in global memory at once.
-__device__ __forceinline__ void add_global(float* address, const float (&x)[4]) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
-                 "f"(x[2]), "f"(x[3])
-                 : "memory");
-}
 
 // ---------------------------------------------------------------------------------------------------------- mbarriers
 
@@ -154,20 +106,12 @@ __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.
 // ---------------------------------------------------------------------------------------------------------- registers
 
 template <int kRegisters>
-__device__ __forceinline__ void give_registers_back() {
+__device__ __forceinline__ void deallocate_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void allocate_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Named barriers. `arrive` does not wait.
-__device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // -------------------------------------------------------------------------------------------------------------- wgmma

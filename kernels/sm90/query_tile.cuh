@@ -3,7 +3,7 @@
 #pragma once
 #include "common/tile_range.cuh"
 #include "sm90/layout.cuh"
-#include "sm90/map_place.cuh"
+#include "sm90/tma_rows.cuh"
 
 namespace fa2::sm90 {
 
@@ -17,7 +17,7 @@ struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile;
 };
 
-// Blocks start with the tile of their own number and then take the next one that nobody has, or -1 when there are none.
+// Blocks start with the tile of their own number and then take the next one that no block has, or -1 if there is none.
 // Without a counter the order is fixed.
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
     if (previous < 0) return -1;
@@ -28,10 +28,10 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
 // As the producer has it, with what it must know to load it.
 template <class Spec>
 struct LoadedTile : QueryTile {
-    MapPlace<Spec::kVarlen> queries, keys;
+    TmaRows<Spec::kVarlen> queries, keys;
 };
 
-// Of the next index that has one; packed sequences have indices that are nobody's.
+// Of the next index that has one; packed sequences have indices that belong to none.
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int32& index) {
     while (index >= 0) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         const auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
             where.tile, own.seqlen_q, own.seqlen_k, common::window_of<Spec>(params));
         return {{max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch, keys.begin},
-                query_place<Spec>(params, where.batch),
-                key_place<Spec>(params, where.batch)};
+                query_tma_rows<Spec>(params, where.batch),
+                key_tma_rows<Spec>(params, where.batch)};
     }
     return {};
 }
@@ -54,12 +54,12 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
 struct TileInSlot {
     uint32 address, empty;  // of the slot, of its barrier
 
-    __device__ int32 key_tiles() const { return load_shared(address); }
-    __device__ int32 full_key_tiles() const { return load_shared(address + 4); }
-    __device__ int32 first_row() const { return load_shared(address + 8); }
-    __device__ int32 head() const { return load_shared(address + 12); }
-    __device__ int32 batch() const { return load_shared(address + 16); }
-    __device__ int32 first_key_tile() const { return load_shared(address + 20); }
+    __device__ int32 key_tiles() const { return load_shared<int32>(address); }
+    __device__ int32 full_key_tiles() const { return load_shared<int32>(address + 4); }
+    __device__ int32 first_row() const { return load_shared<int32>(address + 8); }
+    __device__ int32 head() const { return load_shared<int32>(address + 12); }
+    __device__ int32 batch() const { return load_shared<int32>(address + 16); }
+    __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
 };
 
 // The next one in the ring of slots, when the producer has written it.

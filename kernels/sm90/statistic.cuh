@@ -1,5 +1,5 @@
-// A number for each query that a product K Q^T or V dO^T begins with, as one k-step more of it: its left operand is ones,
-// and its right one has the number in three parts of 8 bits.
+// A number for each query that a product K Q^T or V dO^T begins with, as one k-step more of it: its left operand is
+// ones, and its right one has the number in three parts of 8 bits.
 //
 //   S^T - lse / scale = [K 1 1 1] [Q hi mid low]^T
 //

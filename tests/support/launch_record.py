@@ -113,7 +113,7 @@ def check_map(layout: TensorLayout, array: np.ndarray) -> None:
         assert tensor.dims == (columns, rows, heads, batch)
         places = [((0, r, h, b), (b, r, h)) for b in (0, batch - 1) for r in (0, rows - 1) for h in (0, heads - 1)]
     else:
-        # A sequence of n rows that ends before row `end` ends with the row axis; see kernels/sm90/map_place.cuh.
+        # A sequence of n rows that ends before row `end` ends with the row axis; see kernels/sm90/tma_rows.cuh.
         far = 2**30
         assert tensor.dims == (columns, far, heads, rows + 1, far + 1)
         sequences = [(n, end) for end in (1, (rows + 1) // 2, rows) for n in (1, end)]

@@ -1,33 +1,35 @@
-// Rows of packed arrays that are of no sequence: zeros in results, -inf in lse. All others are left to the kernels that
-// own them, so that clearing costs next to nothing where sequences fill the arrays.
+// Padding: rows of packed arrays that belong to no sequence get zeros in results and -inf in lse. All others are left
+// to the kernels that own them, so that clearing costs next to nothing where sequences fill the arrays.
 //
-// A thread finds out about a row, and its warp writes those that are left over, 16 bytes a lane where rows are whole
+// A thread finds out whether a row is padding, and its warp writes those that are, 16 bytes a lane where rows are whole
 // 16-byte chunks, else an element.
 #pragma once
 #include "common/sequence.cuh"
+#include "common/statistics.cuh"
 
 namespace fa2::common {
 
 template <class Spec>
-struct ClearRest {
+struct ClearPadding {
     using Element = typename Spec::Element;
     static constexpr int kVector = sizeof(Element) == 2 ? 8 : 1;
     static constexpr int kChunks = Spec::kHeadDim / kVector;
     using Chunk = Vector<Element, kVector>;
     static_assert(Spec::kHeadDim % kVector == 0);
 
-    // clear(row) by whole warps, for each row from 0 to total that owned(row) is false for.
+    // Calls clear(row, lane) by whole warps, for each row in [0, total) for which owned(row) is false.
     template <class Owned, class Clear>
-    __device__ static void for_rest(int32 total, Owned owned, Clear clear) {
+    __device__ static void for_rows(int32 total, Owned owned, Clear clear) {
         const int32 row = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32;
-        uint32 rest = __ballot_sync(kFullWarp, row < total && !owned(row));
-        for (; rest != 0; rest &= rest - 1) clear(row - lane + __ffs(rest) - 1, lane);
+        uint32 padding = __ballot_sync(kFullWarp, row < total && !owned(row));
+        for (; padding != 0; padding &= padding - 1) clear(row - lane + __ffs(padding) - 1, lane);
     }
 
     template <class Pointer>
     __device__ static void clear_row(Pointer x, const Strides& strides, int32 heads, int32 row, int32 lane) {
         for (int32 index = lane; index < heads * kChunks; index += 32)
-            *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) = Chunk{};
+            *reinterpret_cast<Chunk*>(x + strides.offset(0, row, index / kChunks) + index % kChunks * kVector) =
+                Chunk{};
     }
 
     template <class Record>
@@ -48,30 +50,30 @@ struct ClearRest {
 // O and lse.
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_forward(const Record& params) {
-    using Rest = ClearRest<Spec>;
+    using Padding = ClearPadding<Spec>;
     using Accum = typename ElementTraits<typename Spec::Element>::Accum;
-    Rest::for_rest(
-        params.total_q, [&](int32 row) { return Rest::has_query(params, row); },
+    Padding::for_rows(
+        params.total_q, [&](int32 row) { return Padding::has_query(params, row); },
         [&](int32 row, int32 lane) {
-            Rest::clear_row(params.o, params.o_strides, params.num_heads, row, lane);
+            Padding::clear_row(params.o, params.o_strides, params.num_heads, row, lane);
             for (int32 head = lane; head < params.num_heads; head += 32)
-                params.lse[static_cast<int64>(head) * params.total_q + row] = -infinity<Accum>();
+                params.lse[first_statistic<Spec>(params, 0, head) + row] = -infinity<Accum>();
         });
 }
 
 // dQ, dK and dV.
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_backward(const Record& params) {
-    using Rest = ClearRest<Spec>;
-    Rest::for_rest(
-        params.total_q, [&](int32 row) { return Rest::has_query(params, row); },
-        [&](int32 row, int32 lane) { Rest::clear_row(params.dq, params.dq_strides, params.num_heads, row, lane); });
-    Rest::for_rest(
-        params.total_k, [&](int32 row) { return Rest::has_key(params, row); },
+    using Padding = ClearPadding<Spec>;
+    Padding::for_rows(
+        params.total_q, [&](int32 row) { return Padding::has_query(params, row); },
+        [&](int32 row, int32 lane) { Padding::clear_row(params.dq, params.dq_strides, params.num_heads, row, lane); });
+    Padding::for_rows(
+        params.total_k, [&](int32 row) { return Padding::has_key(params, row); },
         [&](int32 row, int32 lane) {
             const int32 heads = params.num_heads / params.heads_per_group;
-            Rest::clear_row(params.dk, params.dk_strides, heads, row, lane);
-            Rest::clear_row(params.dv, params.dv_strides, heads, row, lane);
+            Padding::clear_row(params.dk, params.dk_strides, heads, row, lane);
+            Padding::clear_row(params.dv, params.dv_strides, heads, row, lane);
         });
 }
 

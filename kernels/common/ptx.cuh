@@ -1,0 +1,102 @@
+// The instructions that several families use: accesses to shared memory by address, named barriers, additions to global
+// memory.
+#pragma once
+#include "common/fragment.cuh"
+
+namespace fa2::common {
+
+// ------------------------------------------------------------------------------------------------------ shared memory
+
+__device__ __forceinline__ uint32 shared_address(const void* p) {
+    return static_cast<uint32>(__cvta_generic_to_shared(p));
+}
+
+template <class T>
+__device__ __forceinline__ T load_shared(uint32 address);
+template <>
+__device__ __forceinline__ int32 load_shared<int32>(uint32 address) {
+    int32 x;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+template <>
+__device__ __forceinline__ float load_shared<float>(uint32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void load_shared(uint32 address, float (&x)[2]) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32 address, float (&x)[4]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32 address, int32 x) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, int32 x, int32 y, int32 z, int32 w) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+
+// The operands of a k-step, 16 bytes a lane.
+__device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
+    OperandA x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]), "r"(x.reg[1]), "r"(x.reg[2]),
+                 "r"(x.reg[3])
+                 : "memory");
+}
+
+// ----------------------------------------------------------------------------------------------------- named barriers
+
+// A barrier among some warps of the block: `arrive` does not wait. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------- additions to global memory
+
+// None of these returns the sum, so that the additions happen in the L2 cache and no thread waits for them.
+__device__ __forceinline__ void add_global(float* address, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
+}
+// Two neighbouring sums, at once where the instruction exists.
+__device__ __forceinline__ void add_global(float* address, float even, float odd) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(even), "f"(odd) : "memory");
+#else
+    atomicAdd(address, even);
+    atomicAdd(address + 1, odd);
+#endif
+}
+// Four neighbouring sums at once: since sm_90.
+__device__ __forceinline__ void add_global(float* address, const float (&x)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,92 @@
+// What the consumers of the kernels by query tiles have in common: positions in the rings, what is handed back to the
+// producer, products along panels, and the box in shared memory through which a result leaves.
+#pragma once
+#include "common/mask.cuh"
+#include "sm90/query_tile_shape.cuh"
+#include "sm90/wgmma.cuh.j2"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape, class Memory>
+class QueryTileConsumer {
+  protected:
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
+    // Named barriers, one for each group: of the kernel's own, then for the output.
+    static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;
+
+    __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
+        : params_(params), memory_(memory), group_(group), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
+
+    // Of this warp's 16 rows.
+    __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
+        return tile.first_row() + group_ * kGroupRows + warp_ * 16;
+    }
+
+    // This warp's scores of key tile `block`.
+    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
+        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
+    }
+
+    template <class Scores>
+    __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
+        common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
+    }
+
+    __device__ __forceinline__ void release_key() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_key(keys_.slot()));
+        keys_.advance();
+    }
+    __device__ __forceinline__ void release_value() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_value(values_.slot()));
+        values_.advance();
+    }
+
+    // After the divergent code of a store the compiler no longer knows that positions are the same in all lanes, and
+    // would compute every descriptor a lane at a time.
+    __device__ __forceinline__ void make_positions_uniform() {
+        keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
+        values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
+        queries_.turn = __shfl_sync(common::kFullWarp, queries_.turn, 0);
+        tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
+    }
+
+    // Issues x += p V or dS K over the key tile's rows, to which `rows` (MN-major) leads.
+    template <class Output, class Operand>
+    __device__ __forceinline__ static void multiply_keys(Output& x, const Operand& p, uint64 rows) {
+#pragma unroll
+        for (int s = 0; s < kBc / 16; ++s) wgmma_output(x, p.k16(s), rows + along_rows(s));
+        wgmma_commit();
+        pin(x);
+    }
+
+    // Where this warp writes its 16 rows of the result, a box a panel, when nothing reads there any more: its part of
+    // the buffer for results, or its rows of the query tile's operand at `operand`.
+    struct Box {
+        uint32 address, panel_bytes;
+    };
+    __device__ __forceinline__ Box output_box(uint32 operand) const {
+        if constexpr (Shape::kOwnOutput) {
+            constexpr uint32 kPanelBytes = 16 * kPanelRowBytes;
+            const uint32 address = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * kPanelBytes;
+            if (lane_ == 0) tma_store_wait_read();
+            __syncwarp();
+            return {address, kPanelBytes};
+        } else {
+            const uint32 address = operand + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
+            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have read it, too
+            return {address, Shape::kQueryPanelBytes};
+        }
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const int32 group_, warp_, lane_;
+    RingPosition<Shape::kQueryBuffers> queries_;
+    RingPosition<Shape::kStages> keys_;
+    RingPosition<Shape::kValueStages> values_;
+    RingPosition<kTileSlots> tiles_;
+};
+
+}  // namespace fa2::sm90

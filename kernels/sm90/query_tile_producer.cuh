@@ -1,0 +1,64 @@
+// What the producers of the kernels by query tiles have in common: one thread publishes query tiles to the consumers
+// and loads their operands by TMA, each into the next slot of its ring, when the consumers have emptied that.
+#pragma once
+#include "sm90/query_tile_shape.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, class Shape, class Memory>
+class QueryTileProducer {
+  protected:
+    using Tile = LoadedTile<Spec>;
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>;
+
+    __device__ QueryTileProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
+
+    __device__ void publish(const Tile& tile) {
+        const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
+        mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
+        store_tile<Spec>(address, tile);
+        mbarrier_arrive(memory_.full_tile(slot));
+        tiles_.advance();
+    }
+
+    // Rows of the query tile: of Q, or of dO.
+    __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
+        mbarrier_arrive_expect(full, Shape::kQueryBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tile.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, tile.first_row,
+                              tile.head, tile.batch);
+    }
+
+    __device__ void load_key(const Tile& tile, int32 block) {
+        const uint32 stage = keys_.slot();
+        mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
+        load_keys(params_.k, memory_.key(stage), memory_.full_key(stage), tile, block);
+        keys_.advance();
+    }
+
+    __device__ void load_value(const Tile& tile, int32 block) {
+        const uint32 stage = values_.slot();
+        mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
+        load_keys(params_.v, memory_.value(stage), memory_.full_value(stage), tile, block);
+        values_.advance();
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    RingPosition<Shape::kQueryBuffers> queries_;
+    RingPosition<Shape::kStages> keys_;
+    RingPosition<Shape::kValueStages> values_;
+    RingPosition<kTileSlots> tiles_;
+
+  private:
+    __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
+        mbarrier_arrive_expect(full, Shape::kKeyBytes);
+#pragma unroll
+        for (int panel = 0; panel < Shape::kPanels; ++panel)
+            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
+                           tile.head / params_.heads_per_group, tile.batch);
+    }
+};
+
+}  // namespace fa2::sm90

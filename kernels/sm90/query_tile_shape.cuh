@@ -1,0 +1,87 @@
+// What the roles of a kernel by query tiles agree on: sizes, the shared-memory map and the barriers. kOperands: how
+// many matrices have rows of the query tile, Q alone or Q and dO.
+#pragma once
+#include "sm90/query_tile.cuh"
+
+namespace fa2::sm90 {
+
+template <class Spec, int kOperands_>
+struct QueryTileShape {
+    static constexpr int kOperands = kOperands_;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kGroups = kBr / kGroupRows;  // consumer warp groups
+    static constexpr int kD = round_up(Spec::kHeadDim, 16);
+    static constexpr int kPanels = ceil_div(kD, kPanelColumns);
+    static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0 && kStages >= 2);
+
+    // -------------------------------------------------------------------------------------------------- shared memory
+    static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
+    static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
+    static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
+    static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
+
+    // ------------------------------------------------------------------------------------------------------ registers
+    // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
+    static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
+    static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
+    static constexpr int kConsumerRegisters =
+        min_of(240, (kAtEntry * (kGroups + 1) - kProducerRegisters) / kGroups / 8 * 8);
+    static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
+};
+
+// Where everything is.
+template <class Shape>
+struct QueryTileMemory {
+    static constexpr int kStages = Shape::kStages, kFirstKeyBarrier = 4 * Shape::kOperands;
+
+    uint32 base;
+
+    __device__ explicit QueryTileMemory(const char* dynamic_smem)
+        : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
+
+    __device__ uint32 query(uint32 buffer) const { return base + buffer * Shape::kQueryBytes; }
+    __device__ uint32 dout(uint32 buffer) const { return query(Shape::kQueryBuffers + buffer); }
+    __device__ uint32 key(uint32 stage) const {
+        return query(Shape::kOperands * Shape::kQueryBuffers) + stage * Shape::kKeyBytes;
+    }
+    __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kKeyBytes; }
+    __device__ uint32 output() const { return value(Shape::kValueStages); }
+    __device__ uint32 barrier(uint32 index) const {
+        return output() + Shape::kOwnOutput * Shape::kQueryBytes + 8 * index;
+    }
+    // Full: the data are there. Empty: all consumer warps are through with them.
+    __device__ uint32 full_query(uint32 buffer) const { return barrier(buffer); }
+    __device__ uint32 empty_query(uint32 buffer) const { return barrier(2 + buffer); }
+    __device__ uint32 full_dout(uint32 buffer) const { return barrier(4 + buffer); }
+    __device__ uint32 empty_dout(uint32 buffer) const { return barrier(6 + buffer); }
+    __device__ uint32 full_key(uint32 stage) const { return barrier(kFirstKeyBarrier + stage); }
+    __device__ uint32 empty_key(uint32 stage) const { return barrier(kFirstKeyBarrier + kStages + stage); }
+    __device__ uint32 full_value(uint32 stage) const { return barrier(kFirstKeyBarrier + 2 * kStages + stage); }
+    __device__ uint32 empty_value(uint32 stage) const { return barrier(kFirstKeyBarrier + 3 * kStages + stage); }
+    __device__ uint32 full_tile(uint32 slot) const { return barrier(kFirstKeyBarrier + 4 * kStages + slot); }
+    __device__ uint32 empty_tile(uint32 slot) const { return full_tile(kTileSlots + slot); }
+    __device__ uint32 tile_slot(uint32 slot) const { return barrier(Shape::kBarriers) + sizeof(QueryTile) * slot; }
+
+    __device__ void init_barriers() const {
+        constexpr uint32 kConsumerWarps = 4 * Shape::kGroups;
+        for (uint32 i = 0; i < 2; ++i) {
+            mbarrier_init(full_query(i), 1);
+            if constexpr (Shape::kOperands == 2) mbarrier_init(full_dout(i), 1);
+            mbarrier_init(empty_query(i), kConsumerWarps);
+            if constexpr (Shape::kOperands == 2) mbarrier_init(empty_dout(i), kConsumerWarps);
+        }
+        for (uint32 i = 0; i < kStages; ++i) {
+            mbarrier_init(full_key(i), 1);
+            mbarrier_init(full_value(i), 1);
+            mbarrier_init(empty_key(i), kConsumerWarps);
+            mbarrier_init(empty_value(i), kConsumerWarps);
+        }
+        for (uint32 i = 0; i < kTileSlots; ++i) {
+            mbarrier_init(full_tile(i), 1);
+            mbarrier_init(empty_tile(i), kConsumerWarps);
+        }
+        mbarrier_init_fence();
+    }
+};
+
+}  // namespace fa2::sm90

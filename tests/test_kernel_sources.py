@@ -1,0 +1,65 @@
+"""Rules for the text of the kernels: which of a family's files name a feature."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fa2cupy.problem.features import FEATURES
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+
+pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not in a checkout")
+
+#: Where a family's file names a feature, and how often. A feature belongs into a shared header of ``kernels/common``,
+#: of which families ask what it means for them (``common::kTakesWeights``): the list only ever becomes shorter.
+NAMED = {
+    ("sm80/convert_dq.cuh", "kVarlen"): 1,
+    ("sm90/backward_dkdv.cuh", "kVarlen"): 1,
+    ("sm90/backward_dq_consumer.cuh", "kVarlen"): 1,
+    ("sm90/backward_group.cuh", "kVarlen"): 2,
+    ("sm90/backward_shape.cuh", "kVarlen"): 1,
+    ("sm90/convert_dq.cuh", "kVarlen"): 1,
+    ("sm90/forward_consumer.cuh", "kVarlen"): 1,
+    ("sm90/forward_producer.cuh", "kVarlen"): 1,
+    ("sm90/tma_rows.cuh", "kVarlen"): 2,
+    ("sm90/query_tile.cuh", "kVarlen"): 3,
+}
+
+
+def features_named_in(folder: Path) -> Counter:
+    """(file, flag or field of the record) to how often the file's code names it; comments may name features."""
+    flags = {feature.flag for feature in FEATURES.values()}
+    fields = {name for feature in FEATURES.values() for name in (*feature.arrays, *feature.values, *feature.per_call)}
+    fields |= {f"{name}_strides" for feature in FEATURES.values() for name in feature.arrays}
+    named: Counter = Counter()
+    for path in sorted(p for family in ("simt", "sm80", "sm90") for p in (folder / family).iterdir()):
+        code = re.sub(r"//[^%].*", "", path.read_text())
+        for match in re.findall(r"\bSpec::(k\w+)", code):
+            named[path.relative_to(folder).as_posix(), match] += match in flags
+        for match in re.findall(r"\b(?:params|params_|launch|maps|maps_|own|record)\.(\w+)", code):
+            named[path.relative_to(folder).as_posix(), match] += match in fields
+    return +named
+
+
+def test_families_name_no_feature_but_those_of_the_list():
+    assert features_named_in(KERNELS) == NAMED
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("if constexpr (Spec::kAlibi) {}", "kAlibi"),
+        ("x *= params_.dropout_scale;", "dropout_scale"),
+        ("y = params.bias + params.bias_strides.offset(0, 0, 0, 0);  // and its strides", "bias"),
+    ],
+)
+def test_a_new_use_is_found(tmp_path, line, name):
+    for family in ("simt", "sm80", "sm90"):
+        (tmp_path / family).mkdir()
+    (tmp_path / "simt" / "new.cuh").write_text(f"// Spec::kSink, params.sink\n{line}\n")
+    assert ("simt/new.cuh", name) in features_named_in(tmp_path)
+    assert not [key for key in features_named_in(tmp_path) if "ink" in key[1]]
