@@ -17,12 +17,12 @@ import pytest
 
 pytest.importorskip("cupy")
 
-import ptxsim  # noqa: E402
-from support.fake_cupy import place  # noqa: E402
-from support.fake_gpu import backward, forward  # noqa: E402
-from support.fake_gpu import delta as run_delta  # noqa: E402
-from support.feature_cases import options_of  # noqa: E402
-from support.simulated_problems import (  # noqa: E402
+import ptxsim
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.fake_gpu import delta as run_delta
+from support.feature_cases import options_of
+from support.simulated_problems import (
     FEW_MULTIPROCESSORS,
     HOPPER,
     at_level,
@@ -34,12 +34,12 @@ from support.simulated_problems import (  # noqa: E402
     jumping,
     small_tiles,
 )
-from support.simulator import simulated_gpu  # noqa: E402
-from support.strided_arrays import gapped, packed  # noqa: E402
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped, packed
 
-from fa2cupy import TileConfig, reference  # noqa: E402
-from fa2cupy.jit.spec import KernelSpec  # noqa: E402
-from fa2cupy.testing import Expectation, check_delta  # noqa: E402
+from fa2cupy import TileConfig, reference
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.testing import Expectation, check_delta
 
 pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
 
@@ -123,7 +123,10 @@ class Mutant:
 
 
 PAIRS = (69, 98)  # whose scores have rows that all begin on even elements
-OF_ANOTHER_ROW = ("params_.mask_strides.offset(batch_, head_, row, column)", "params_.mask_strides.offset(batch_, head_, 0, column)")
+OF_ANOTHER_ROW = (
+    "params_.mask_strides.offset(batch_, head_, row, column)",
+    "params_.mask_strides.offset(batch_, head_, 0, column)",
+)
 ONE_HEAD = Problem(heads=(1, 1))
 GROUPS = Problem(heads=(4, 2))
 FULL = Problem(causal=False)
@@ -178,7 +181,8 @@ MUTANTS = (
     Mutant(
         "no wait for Q",
         "forward",
-        "skip_keys(keys);\n        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());\n        mbarrier_wait(memory_.full_key",
+        "skip_keys(keys);\n        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());\n"
+        "        mbarrier_wait(memory_.full_key",
         "skip_keys(keys);\n        mbarrier_wait(memory_.full_key",
         "race",
         HOPPER_TILES,
@@ -469,7 +473,9 @@ MUTANTS = (
         "numbers",
         Problem(lengths=(300, 300), heads=(4, 2), hopper_tile=TileConfig(128, 128, 12, 2)),
     ),
-    Mutant("dK without the scale", "backward", "(dk_, params_.softmax_scale,", "(dk_, 1.0f,", "numbers", HOPPER_COLUMNS),
+    Mutant(
+        "dK without the scale", "backward", "(dk_, params_.softmax_scale,", "(dk_, 1.0f,", "numbers", HOPPER_COLUMNS
+    ),
     Mutant(
         "query heads of another group",
         "backward",
@@ -487,7 +493,12 @@ MUTANTS = (
         HOPPER_COLUMNS,
     ),
     Mutant(
-        "divided: both groups add the same columns", "backward", "kProbability ? 2 : 0,", "0,", "numbers", HOPPER_DIVIDED
+        "divided: both groups add the same columns",
+        "backward",
+        "kProbability ? 2 : 0,",
+        "0,",
+        "numbers",
+        HOPPER_DIVIDED,
     ),
     Mutant(
         "dQ's workspace read as if it were not transposed",
@@ -618,9 +629,7 @@ MUTANTS = (
         "numbers",
         HOPPER_TILES,
     ),
-    Mutant(
-        "dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES
-    ),
+    Mutant("dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES),
     Mutant(
         "dQ: the panels of K in one place",
         "backward_dq",
@@ -859,7 +868,13 @@ MUTANTS = (
         "const bool valid = true;",
         "bounds",
     ),
-    Mutant("dK without the scale", "backward_dkdv", "common::kept_scale<Spec>(params) : params.softmax_scale;", "common::kept_scale<Spec>(params) : 1.0f;", "numbers"),
+    Mutant(
+        "dK without the scale",
+        "backward_dkdv",
+        "common::kept_scale<Spec>(params) : params.softmax_scale;",
+        "common::kept_scale<Spec>(params) : 1.0f;",
+        "numbers",
+    ),
     Mutant(
         "dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "numbers"
     ),
@@ -923,7 +938,9 @@ MUTANTS = (
         Problem(feature="bias", lengths=PAIRS),
     ),
     Mutant("mask of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask")),
-    Mutant("mask in pairs of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask", lengths=PAIRS)),
+    Mutant(
+        "mask in pairs of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask", lengths=PAIRS)
+    ),
     Mutant(
         "dbias past the last key",
         "backward_dq",
@@ -948,9 +965,22 @@ MUTANTS = (
         "numbers",
         Problem(feature="bias of keys"),
     ),
-    Mutant("sink without its share", "forward", "rescale + kExp2(sink - shift);", "rescale;", "numbers", Problem(feature="sink")),
-    Mutant("dropout of other elements", "forward", "words.item[w] >=", "words.item[3 - w] >=", "numbers",
-           Problem(feature="dropout")),
+    Mutant(
+        "sink without its share",
+        "forward",
+        "rescale + kExp2(sink - shift);",
+        "rescale;",
+        "numbers",
+        Problem(feature="sink"),
+    ),
+    Mutant(
+        "dropout of other elements",
+        "forward",
+        "words.item[w] >=",
+        "words.item[3 - w] >=",
+        "numbers",
+        Problem(feature="dropout"),
+    ),
     Mutant(
         "dropout: delta is dropped, too",
         "backward",
@@ -1059,9 +1089,7 @@ MUTANTS = (
         HOPPER_TILES,
     ),
     Mutant("no wait for the last store of O", "forward", "if (lane_ == 0) tma_store_wait();", "", "ends", HOPPER_TILES),
-    Mutant(
-        "mbarriers unknown to TMA", "forward", "        mbarrier_init_fence();\n", "", "init fence", HOPPER_TILES
-    ),
+    Mutant("mbarriers unknown to TMA", "forward", "        mbarrier_init_fence();\n", "", "init fence", HOPPER_TILES),
     Mutant(
         "no fence before the scores",
         "forward",
@@ -1156,7 +1184,9 @@ MUTANTS = (
             f"{name}: operands with a bit less",
             operation,
             "{ word[n8][i] = pack<Element>(even, odd); }",
-            f"{{ word[n8][i] = pack<Element>({A_BIT_LESS[dtype].format('even')}, {A_BIT_LESS[dtype].format('odd')}); }}",
+            "{{ word[n8][i] = pack<Element>({}, {}); }}".format(
+                *(A_BIT_LESS[dtype].format(x) for x in ("even", "odd"))
+            ),
             "root mean square",
             Problem(dtype, 64, (133, 150), causal=False, hopper_tile=tile),
         )

@@ -411,8 +411,8 @@ class RaceDetector:
         warp, clock = init[0] >> 5, init[1]
         if not self._is_fenced(thread >> 5, warp, init[0] & 31, clock, self._init_fences):
             raise PtxError(
-                f"the mbarrier at {where} is signalled by the async proxy, and warp {int(self.local[warp])} initialised "
-                "it without fence.mbarrier_init or fence.proxy.async",
+                f"the mbarrier at {where} is signalled by the async proxy, and warp {int(self.local[warp])} "
+                "initialised it without fence.mbarrier_init or fence.proxy.async",
                 thread,
             )
 
