@@ -1,5 +1,5 @@
 // Masks by position (causal, window, sequence end): which keys a query sees, and how a fragment is masked accordingly.
-// tile_range.cuh has the same bounds rounded to tiles, and says which tiles need a mask.
+// tile_range.cuh has the same bounds rounded to tiles and determines which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/score_tile.cuh"

@@ -3,10 +3,10 @@
 //
 //   P_ij = 2^(scale * log2(e) * S_ij - row_shift_i)        sum_i = sum_j P_ij        O_i = sum_j P_ij V_j
 //
-// The row shift cancels in O / sum, so any value is correct for which P does not overflow. `update` sets it to the
-// running row maximum, as usual. `try_row_shift` skips the row maximum: it computes the exponentials with the current
-// shift and keeps them if a vote finds that every row's share of the sum is small. On random scores that is nearly
-// always so, and the row maximum, its shuffles and the rescaling of O drop out of the loop.
+// The row shift cancels in O / sum, so any value is correct for which P fits its type. `update` sets it to the running
+// row maximum, as usual. `try_row_shift` skips the row maximum: it computes the exponentials with the current shift and
+// keeps them if a vote finds that every row's share of the sum is small. On random scores that is nearly always so, and
+// the row maximum, its shuffles and the rescaling of O drop out of the loop.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/math.cuh"

@@ -25,7 +25,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
             if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const int a = w / 2, b = w % 2;  // of the four: 8 a queries and 8 b keys further on
+                const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);

@@ -34,7 +34,8 @@
 // At the end dV is staged in the rows of K, and dK in those of V.
 //
 // Barriers: block_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the previous
-// tile is complete, and that the slots read by the previous iteration are free. Named barrier 1 + pair: P^T is written.
+// tile is complete, and that the slots read by the previous iteration are free. With one stage, another one before it
+// protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"

@@ -11,7 +11,7 @@
 // (common/online_softmax.cuh).
 //
 //   shared memory                     written by          read by
-//   Q [kBr][kD]                       all warps           each warp its rows, to compute S; O is staged in it at the end
+//   Q [kBr][kD]                       all warps           each warp its rows, to compute S; O is staged here at the end
 //   (K, V) [kStages], [kBc][kD]       all warps           all warps, to compute S (K) and O (V)
 //
 // Barriers: one __syncthreads per key tile, in the ring of K and V (key_ring.cuh). P stays in registers and needs none.

@@ -12,7 +12,7 @@
 // both find P small enough, and otherwise both change to the new one.
 //
 //   shared memory                     written by           read by
-//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S; O is staged in it at the
+//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S; O is staged here at the
 //                                                          end
 //   (K, V) [kStages], [kBc][kD]       all warps            all warps, to compute S (K) and O (V)
 //   P per warp, in register order     each warp its half   its partner, to compute O
