@@ -1,4 +1,4 @@
-// O and lse of rows that are of no packed sequence, the same for every family.
+// Clears O and lse in rows outside all packed sequences; the same kernel for every family.
 #include "common/spec.cuh.j2"
 #include "common/clear_padding.cuh"
 

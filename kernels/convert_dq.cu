@@ -1,4 +1,4 @@
-// single_pass, last stage: dQ from its fp32 workspace.
+// single_pass, last stage: converts dQ from its fp32 workspace to the element type.
 #include "common/spec.cuh.j2"
 #include "{{ family }}/convert_dq.cuh"
 

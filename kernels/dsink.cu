@@ -1,4 +1,4 @@
-// The gradient of the sinks, the same for every family.
+// The gradient of the sinks; the same kernel for every family.
 #include "common/spec.cuh.j2"
 #include "common/dsink.cuh"
 

@@ -1,8 +1,8 @@
-// Padding: rows of packed arrays that belong to no sequence get zeros in results and -inf in lse. All others are left
-// to the kernels that own them, so that clearing costs next to nothing where sequences fill the arrays.
+// Clears padding: rows of packed arrays outside all sequences get zeros in the results and -inf in lse. All other rows
+// are written by the kernels that own them, so clearing costs almost nothing where sequences fill the arrays.
 //
-// A thread finds out whether a row is padding, and its warp writes those that are, 16 bytes a lane where rows are whole
-// 16-byte chunks, else an element.
+// Each thread tests one row; then the warp writes the padding rows among its 32, one row at a time. A lane writes 16
+// bytes at a time for 16-bit types, whose rows are whole 16-byte chunks, and one element for the others.
 #pragma once
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
@@ -17,7 +17,7 @@ struct ClearPadding {
     using Chunk = Vector<Element, kVector>;
     static_assert(Spec::kHeadDim % kVector == 0);
 
-    // Calls clear(row, lane) by whole warps, for each row in [0, total) for which owned(row) is false.
+    // Calls clear(row, lane) with all lanes of a warp for each row in [0, total) for which owned(row) is false.
     template <class Owned, class Clear>
     __device__ static void for_rows(int32 total, Owned owned, Clear clear) {
         const int32 row = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32;
@@ -37,7 +37,7 @@ struct ClearPadding {
         const PackedAxis queries = packed_axis<false>(params);
         return queries.num_sequences > 0 && queries.rows(queries.sequence_of_row(row)).contain(row);
     }
-    // Keys without a query are left over, too: no kernel by query tiles or key tiles need look at them.
+    // Keys of a sequence without queries count as padding, so that no other kernel has to handle them.
     template <class Record>
     __device__ static bool has_key(const Record& params, int32 row) {
         const PackedAxis keys = packed_axis<true>(params);
@@ -47,7 +47,6 @@ struct ClearPadding {
     }
 };
 
-// O and lse.
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_forward(const Record& params) {
     using Padding = ClearPadding<Spec>;
@@ -61,7 +60,6 @@ __device__ __forceinline__ void clear_forward(const Record& params) {
         });
 }
 
-// dQ, dK and dV.
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_backward(const Record& params) {
     using Padding = ClearPadding<Spec>;

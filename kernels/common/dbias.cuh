@@ -1,15 +1,18 @@
-// The gradient of the bias: that of the scores, added to where each element of the bias came from. Where the bias
-// repeats, several elements are added to one, and a warp adds up what it has of it before.
+// The gradient of the bias: the gradient of each score is added to the element of the bias that the score was read
+// from. Along axes on which the bias is broadcast, many scores share one element; a warp then sums its own scores first
+// and adds the sum with one atomic.
 //
-// With a cap, dQ wants the gradient of the products instead, of which the cap's derivative is a factor. It is left out
-// of the weights (weights.cuh) and taken here, when dbias has had its part.
+// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap the two differ by the cap's
+// derivative. The weights (weights.cuh) leave that factor out if there is a dbias; `take_derivative` multiplies by it
+// once dbias has been added.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
-// The scores as products of q and k, from before weights took their registers, if the cap's derivative is wanted.
+// A copy of the products Q K^T, made before `take_weights` overwrites them. Empty unless the cap's derivative is still
+// to be taken.
 template <class Spec, class Fragment, bool kSaved = Spec::kDbias && Spec::kSoftcap>
 class SavedScores {
   public:
@@ -21,7 +24,7 @@ template <class Spec, class Fragment>
 class SavedScores<Spec, Fragment, true> {
   public:
     __device__ __forceinline__ void save(const Fragment& products) { scores_ = products; }
-    // Caps the saved scores in their registers.
+    // Multiplies `ds` by the cap's derivative. The saved products are capped in place.
     template <class Record>
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
         const Softcap<Spec, Record> mod(params);
@@ -36,7 +39,7 @@ class SavedScores<Spec, Fragment, true> {
     Fragment scores_;
 };
 
-// Row by row of a lane, and every element on its own.
+// Adds each element with its own atomic.
 template <class Spec, class Fragment, class Real>
 __device__ __forceinline__ void add_elements(const Fragment& ds, Real* sums, const ScoreStrides& strides, int32 queries,
                                              int32 keys, int32 lane) {
@@ -47,7 +50,7 @@ __device__ __forceinline__ void add_elements(const Fragment& ds, Real* sums, con
             if (Fragment::row(i, lane) < queries && Fragment::col(j, lane) < keys)
                 atomicAdd(sums + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(j, lane)), ds(i, j));
 }
-// Neighbours together, if the sums of all rows begin where two may be written at once.
+// Adds neighbouring elements in pairs if the rows of `sums` are contiguous and all start at 8-byte boundaries.
 template <class Spec, int kN8>
 __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float* sums, const ScoreStrides& strides,
                                              int32 queries, int32 keys, int32 lane) {
@@ -72,11 +75,12 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
     }
 }
 
-// Whether a call asks for the gradient of the bias.
+// True if the call asks for the gradient of the bias.
 template <class Spec>
 inline constexpr bool kAddsDbias = Spec::kDbias;
 
-// Adds the gradient of scores to that of the bias. A warp's lanes with the same column are kLanesPerRow apart.
+// Adds the gradient of the scores to that of the bias. Sums over a broadcast axis use the fragment layout: lanes that
+// share a row are neighbours, lanes that share a column are kLanesPerRow apart.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
@@ -117,7 +121,7 @@ __device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& p
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
 }
-// The same, if the gradient is asked for.
+// Does nothing unless the call asks for the gradient of the bias.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
     if constexpr (kAddsDbias<Spec>) add_dbias_of<Spec>(ds, params, tile);

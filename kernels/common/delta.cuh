@@ -1,7 +1,8 @@
-// delta_i = sum_d dO_id O_id, less the gradient for lse_i where there is one: what the softmax gradient subtracts from
-// dP (FlashAttention-2, Algorithm 2, line 4).
+// delta_i = sum_d dO_id O_id - dlse_i, which the softmax gradient dS = P o (dP - delta) subtracts from dP
+// (FlashAttention-2, Algorithm 2, line 4). dlse, the gradient with respect to lse, is optional.
 //
-// A group of kLanes lanes takes a row, 16 bytes a lane and step where rows are whole 16-byte chunks, else an element.
+// kLanes lanes share a row. In each step a lane reads 16 bytes for 16-bit types, whose rows are whole 16-byte chunks,
+// and one element for the others.
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh.j2"

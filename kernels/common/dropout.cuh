@@ -1,6 +1,6 @@
-// Which probabilities are dropped: the definition of fa2cupy/problem/philox.py. One call of the generator serves the
-// elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of a tile of 16 x 16, which are those that a lane of the
-// quad layout holds, whether the tile is of S or of S^T.
+// Decides which probabilities dropout drops, as defined in fa2cupy/problem/philox.py. One call of the generator yields
+// four words, for the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of a 16 x 16 tile. In the quad layout
+// (fragment.cuh) one lane holds all four, for S and for S^T, so that no word is computed twice.
 #pragma once
 #include "common/math.cuh"
 
@@ -31,8 +31,8 @@ struct Dropout {
     uint32 threshold;
     int32 head, batch;
 
-    // Whether the four are kept: bit 2 a + b is that of element (query + 8 a, key + 8 b), these in the first half of
-    // their 16.
+    // Bit 2 a + b of the result is set if element (query + 8 a, key + 8 b) is kept; `query` and `key` lie in the first
+    // half of their group of 16.
     __device__ __forceinline__ uint32 kept_of_four(int32 query, int32 key) const {
         const Words words = philox4x32(8 * (key / 16) + key % 8, 8 * (query / 16) + query % 8, head, batch, seed);
         uint32 kept = 0;

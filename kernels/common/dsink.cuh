@@ -1,7 +1,7 @@
-// dsink = -sum_i exp(sink - lse_i) delta_i over all rows of a query head: the sink is a score of every row, with a
-// value of zero.
+// dsink = -sum_i exp(sink - lse_i) delta_i over all rows i of a query head. This is dS = P o (dP - delta) for the sink,
+// which acts as an additional key of every row whose value vector, and so whose dP, is zero.
 //
-// A block takes a head, and sums in a fixed order.
+// One block per query head sums in a fixed order, so that the result is deterministic.
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh.j2"
@@ -22,7 +22,7 @@ struct Dsink {
             const int64 first = first_statistic<Spec>(params, batch, head);
             for (int32 row = threadIdx.x; row < params.seqlen_q; row += blockDim.x) {
                 const Accum lse = params.lse[first + row];
-                if (lse == -infinity<Accum>()) continue;  // neither a key nor a sink
+                if (lse == -infinity<Accum>()) continue;  // no visible key, and the sink is -inf
                 sum -= exp2_accurate((sink - lse) * Accum(kLog2e)) * params.delta[first + row];
             }
         }

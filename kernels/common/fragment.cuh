@@ -1,22 +1,23 @@
-// The fragment contract: how a warp's rows x columns of scores lie in its lanes. Masks and softmax are written against
-// it once, and serve the tensor-core families (mma.sync and wgmma accumulators share the quad layout) and simt alike.
+// The fragment contract: how a warp's tile of scores is distributed over its lanes. Masks and softmax are written
+// against this interface once, and serve the tensor-core families (mma.sync and wgmma accumulators share the quad
+// layout) as well as simt. A lane holds a grid of kRows x kCols elements:
 //
-//   kRows, kCols       rows and columns of which this lane holds an element each
-//   kLanesPerRow       neighbouring lanes that share a row
-//   row(i, lane), col(j, lane)    position within the warp's tile
-//   (i, j)             the element
+//   (i, j)             element of this lane, i < kRows, j < kCols
+//   row(i, lane)       its row within the warp's tile
+//   col(j, lane)       its column within the warp's tile
+//   kLanesPerRow       number of lanes that share a row; these lanes are neighbours
 #pragma once
 #include "common/types.cuh"
 
 namespace fa2::common {
 
-// Left operand of one m16n8k16.
+// The left operand of one m16n8k16 instruction.
 struct OperandA {
     uint32 reg[4];
 };
 
-// fp32 accumulators of m16n8 tensor-core tiles, kN8 of them side by side: a lane holds columns 2t, 2t+1 (t = lane % 4)
-// of each tile in rows g and g+8 (g = lane / 4).
+// The quad layout: fp32 accumulators of kN8 adjacent m16n8 tensor-core tiles. Of each tile, a lane holds columns 2t and
+// 2t + 1 (t = lane % 4) in rows g and g + 8 (g = lane / 4).
 template <int kN8>
 struct QuadFragment {
     static constexpr int kRows = 2;
@@ -38,7 +39,7 @@ struct QuadFragment {
     }
 };
 
-// The same numbers rounded to 16 bits: since accumulators and left operands share the quad layout, k16(s) is the
+// A QuadFragment rounded to 16 bits. Accumulators and left operands share the quad layout, so k16(s) is the left
 // operand of the s-th k-step without any exchange between lanes.
 template <class Element, int kN8>
 struct PackedFragment {
@@ -56,7 +57,7 @@ struct PackedFragment {
     }
 };
 
-// x *= y, element by element, for the packed numbers y of k-step s.
+// x *= y, element by element, in the 16 columns of k-step s.
 template <class Element, int kN8>
 __device__ __forceinline__ void multiply_k16(QuadFragment<kN8>& x, int s, const OperandA& y) {
 #pragma unroll

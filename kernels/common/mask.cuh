@@ -1,5 +1,5 @@
-// Visibility: whether query i sees key j, by their positions, and its application to a fragment. tile_range.cuh has the
-// same bounds, rounded to tiles, and says which tiles need a mask.
+// Masks by position (causal, window, sequence end): which keys a query sees, and how a fragment is masked accordingly.
+// tile_range.cuh has the same bounds rounded to tiles and determines which tiles need a mask.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/score_tile.cuh"
@@ -7,7 +7,8 @@
 
 namespace fa2::common {
 
-// Visible pairs are a range of keys for every query, and a range of queries for every key.
+// A query sees a contiguous range of keys [first_key, end_key), and a key is seen by a contiguous range of queries
+// [first_query, end_query).
 template <bool kCausal, bool kWindow>
 struct Mask {
     int32 seqlen_k;
@@ -28,7 +29,7 @@ struct Mask {
         if constexpr (kWindow) return key < first_key(query);
         return false;
     }
-    // Under a left limit.
+    // Used only with a window, which alone limits keys on the left.
     __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
     __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }
 };
@@ -38,8 +39,8 @@ __device__ __forceinline__ Mask<Spec::kCausal, Spec::kWindow> mask_of(const Reco
     return {params.seqlen_k, params.seqlen_k - params.seqlen_q, window_of<Spec>(params)};
 }
 
-// Writes `value` over every element that is not visible. The bound is moved to the lane's first column, so that the
-// columns are constants.
+// Writes `value` over every element that is not visible. Bounds are taken relative to the lane's first column, so that
+// each comparison is with a compile-time constant.
 template <class Fragment, bool kCausal, bool kWindow, class Real>
 __device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal, kWindow>& mask,
                                             const TilePosition& position, Real value) {

@@ -36,20 +36,22 @@ __device__ __forceinline__ double infinity<double>() {
     return __longlong_as_double(0x7ff0000000000000ll);
 }
 
-// The fast unit's 2^x (2 ulp): right for 16-bit data, whose P is rounded to 8 or 11 bits next.
+// 2^x by the special function unit (2 ulp). This is accurate enough for 16-bit types, whose P is then rounded to 8 or
+// 11 significant bits.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// The library's 2^x, for data that keep all its digits.
+// The library's 2^x, for float and double, which keep all its digits.
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }
 
-// 4e-7 relative: a cap multiplies an absolute error. By exponentials it is 1e-7 absolute, the exponential's infinity
-// leaves 1, its zero -1; where that is too much, by a polynomial (4e-8 relative, fitted like those of
-// fa2cupy/problem/softcap.py).
+// tanh with a relative error of 4e-7. The error must be relative because the cap multiplies an absolute one.
+// 1 - 2 / (e^2x + 1) has an absolute error of 1e-7, and gives 1 if the exponential overflows to infinity and -1 if it
+// underflows to zero. For small x that error is too large, and a polynomial takes over (4e-8 relative, fitted like
+// those of fa2cupy/problem/softcap.py).
 __device__ __forceinline__ float tanh_approx(float x) {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(exp2_approx(2 * static_cast<float>(kLog2e) * x) + 1.0f));
@@ -63,18 +65,18 @@ __device__ __forceinline__ double tanh_accurate(double x) { return tanh(x); }
 __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
 __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 
-// The magnitude of x with the sign of another number.
+// The magnitude of x with the sign of `sign`.
 __device__ __forceinline__ float with_sign_of(float sign, float x) { return copysignf(x, sign); }
 __device__ __forceinline__ double with_sign_of(double sign, double x) { return copysign(x, sign); }
 
 __device__ __forceinline__ bool sign_bit(float x) { return __float_as_int(x) < 0; }
 __device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 0; }
 
-// NaN operands are ignored, as by fmax: NaN scores come back through exp2.
+// A NaN operand is ignored, as by fmax. A NaN score still makes P NaN, because exp2 is taken of the score itself.
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 
-// A row is shared by kLanes neighbouring lanes; every one of them gets the result.
+// Reductions over the kLanes neighbouring lanes that share a row. All of these lanes get the result.
 template <int kLanes, class T>
 __device__ __forceinline__ T row_maximum(T x) {
 #pragma unroll
@@ -87,7 +89,7 @@ __device__ __forceinline__ T row_sum(T x) {
     for (int mask = 1; mask < kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
     return x;
 }
-// A column by every kLanes-th lane.
+// Sum over the lanes that share a column, which are kLanes apart.
 template <int kLanes, class T>
 __device__ __forceinline__ T column_sum(T x) {
 #pragma unroll

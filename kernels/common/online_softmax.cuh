@@ -1,12 +1,12 @@
-// The softmax of one row tile, key tile by key tile, in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, section
-// 3.1), on the fragment contract.
+// Online softmax: the softmax of a tile of rows, computed one key tile at a time, in base 2 (Milakov and Gimelshein
+// 2018; FlashAttention-2, section 3.1). It is written against the fragment contract.
 //
 //   P_ij = 2^(scale * log2(e) * S_ij - row_shift_i)        sum_i = sum_j P_ij        O_i = sum_j P_ij V_j
 //
-// The row shift cancels in O / sum, so any value does that lets P fit its type. `update` sets it to the running
-// maximum, as usual. `try_row_shift` does not compute the maximum: it takes the exponentials with the present shift and
-// keeps them if a vote finds that every row's share of the sum stays small. On random scores that is nearly always so,
-// and the maximum, its shuffles and the rescaling of O drop out of the loop.
+// The row shift cancels in O / sum, so any value is correct for which P fits its type. `update` sets it to the running
+// row maximum, as usual. `try_row_shift` skips the row maximum: it computes the exponentials with the current shift and
+// keeps them if a vote finds that every row's share of the sum is small. On random scores that is nearly always so, and
+// the row maximum, its shuffles and the rescaling of O drop out of the loop.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/math.cuh"
@@ -15,7 +15,8 @@ namespace fa2::common {
 
 template <class Real, int kRows, int kLanesPerRow, Real (*kExp2)(Real)>
 struct OnlineSoftmax {
-    // All terms are positive, so a share of the row sum under this bounds each term: far inside float16 (65504).
+    // The largest share of a row sum that is kept. No term is negative, so it bounds each term as well, far below the
+    // largest float16 (65504).
     static constexpr float kLargestShare = 4096.0f;
 
     Real row_shift[kRows];
@@ -29,10 +30,10 @@ struct OnlineSoftmax {
         }
     }
 
-    // P by the present row shift, rounded into `p`; true if this lane's share of the sum is small enough to keep P. It
-    // is not in rows that have seen no key yet (a shift of -inf), nor with infinities and NaN. `to_base2` is the scale
-    // of scores, or a function of a score and minus the shift.
-    // kChains sums are kept side by side, for as many additions at a time.
+    // Computes P with the current row shift, rounds it into `p`, and returns true if this lane's share of each row sum
+    // is small enough to keep P. The answer is false in rows that have seen no key yet (their shift is -inf), and for
+    // infinities and NaN. `to_base2` is the scale of the scores, or a function of a score and minus the row shift.
+    // kChains independent sums are accumulated, so that an addition need not wait for the one before.
     template <int kChains = 1, class Fragment, class ToBase2, class Packed>
     __device__ bool attempt(const Fragment& scores, const ToBase2& to_base2, Packed& p, Real (&share)[kRows]) const {
         static_assert(kChains == 1 || kChains == 2);
@@ -57,13 +58,14 @@ struct OnlineSoftmax {
         }
         return fits;
     }
-    // ... which all lanes that share the rows must do together.
+    // Accepts the P of `attempt`. All lanes that share a row must decide alike, because they share its shift.
     __device__ void keep(const Real (&share)[kRows]) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) sum[i] += share[i];
     }
 
-    // Both for rows that one warp has whole: false, and nothing changed but `p`, if a lane of the warp voted against.
+    // `attempt`, a vote and `keep`, for rows that lie within one warp. If a lane votes against P, the result is false
+    // and only `p` has changed.
     template <int kChains = 1, class Fragment, class ToBase2, class Packed>
     __device__ bool try_row_shift(const Fragment& scores, const ToBase2& to_base2, Packed& p) {
         Real share[kRows];
@@ -80,7 +82,7 @@ struct OnlineSoftmax {
         return to_base2(score, minus_row_shift);
     }
 
-    // The row maxima of the present shift and `scores`, which are already scaled to base 2 and masked with -inf.
+    // The new row maxima: of the current shift and of `scores`, which are in base 2 and masked with -inf.
     template <class Fragment>
     __device__ void maximum_of(const Fragment& scores, Real (&highest)[kRows]) const {
 #pragma unroll
@@ -92,13 +94,13 @@ struct OnlineSoftmax {
         }
     }
 
-    // Sets the row shift to `highest` and turns `scores` into P. rescale[i] is the factor of the sums taken so far;
-    // `sum` has been multiplied by it.
+    // Sets the row shift to `highest` and replaces `scores` by P. The caller must multiply row i of O by rescale[i];
+    // `sum` already is.
     template <class Fragment>
     __device__ void move_row_shift(const Real (&highest)[kRows], Fragment& scores, Real (&rescale)[kRows]) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            // A row without a visible key keeps -inf; -inf - (-inf) would be NaN.
+            // In a row without a visible key the shift stays -inf; 0 is subtracted instead, as -inf - (-inf) is NaN.
             const Real shift = highest[i] == -infinity<Real>() ? Real(0) : highest[i];
             rescale[i] = kExp2(row_shift[i] - shift);
             row_shift[i] = highest[i];
@@ -111,7 +113,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // Both for rows that one warp has whole.
+    // `maximum_of` and `move_row_shift`, for rows that lie within one warp.
     template <class Fragment>
     __device__ void update(Fragment& scores, Real (&rescale)[kRows]) {
         Real highest[kRows];
@@ -119,8 +121,8 @@ struct OnlineSoftmax {
         move_row_shift(highest, scores, rescale);
     }
 
-    // `update` for raw scores and a positive scale: the maximum is found before scaling, which then is part of each
-    // exponential's FMA.
+    // `update` for unscaled scores and a positive scale. The row maximum is taken of unscaled scores, so that the FMA
+    // in front of each exponential can do the scaling.
     template <class Fragment>
     __device__ void update_raw(Fragment& scores, Real scale_log2, Real (&rescale)[kRows]) {
 #pragma unroll
@@ -145,7 +147,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // After the last key tile: 1 / total (0 for a row without a visible key) and the natural log-sum-exp.
+    // The end of a row, after its last key tile: 1 / total (0 without a visible key) and the natural log-sum-exp.
+    // `total` is the row sum over all lanes.
     __device__ void finish(const Real (&total)[kRows], Real (&inverse)[kRows], Real (&lse)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -161,7 +164,7 @@ struct OnlineSoftmax {
         finish(total, inverse, lse);
     }
 
-    // The same with a sink: a score that joins the sum without a value.
+    // The same with a sink: one more score in the row sum, whose value vector is zero. `sink` is in base 2.
     __device__ void finish(const Real (&total)[kRows], Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {

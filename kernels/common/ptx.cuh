@@ -1,4 +1,4 @@
-// The instructions that several families use: accesses to shared memory by address, named barriers, additions to global
+// Instructions that several families use: shared memory accesses by address, named barriers, atomic additions to global
 // memory.
 #pragma once
 #include "common/fragment.cuh"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_shared(uint32 address, const float (&x)[4]
                  : "memory");
 }
 
-// The operands of a k-step, 16 bytes a lane.
+// The left operand of a k-step, 16 bytes per lane.
 __device__ __forceinline__ OperandA load_shared_operand(uint32 address) {
     OperandA x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -69,7 +69,8 @@ __device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) 
 
 // ----------------------------------------------------------------------------------------------------- named barriers
 
-// A barrier among some warps of the block: `arrive` does not wait. Barrier 0 is __syncthreads.
+// A named barrier synchronises some warps of the block; `threads` counts those that arrive and those that wait.
+// `arrive` does not wait. Barrier 0 is the one of __syncthreads.
 __device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -79,11 +80,11 @@ __device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
 
 // ---------------------------------------------------------------------------------------- additions to global memory
 
-// None of these returns the sum, so that the additions happen in the L2 cache and no thread waits for them.
+// These additions return nothing, so the L2 cache performs them and no thread waits.
 __device__ __forceinline__ void add_global(float* address, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
 }
-// Two neighbouring sums, at once where the instruction exists.
+// Adds to two neighbouring elements, in one instruction where it exists (sm_90 and newer).
 __device__ __forceinline__ void add_global(float* address, float even, float odd) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(even), "f"(odd) : "memory");
@@ -92,7 +93,7 @@ __device__ __forceinline__ void add_global(float* address, float even, float odd
     atomicAdd(address + 1, odd);
 #endif
 }
-// Four neighbouring sums at once: since sm_90.
+// Adds to four neighbouring elements in one instruction, which exists on sm_90 and newer only.
 __device__ __forceinline__ void add_global(float* address, const float (&x)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
                  "f"(x[2]), "f"(x[3])

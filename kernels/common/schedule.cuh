@@ -1,7 +1,7 @@
-// From the linear block index to a tile of a head. The hardware starts blocks in index order (and blocks that stay for
-// the whole launch count the index up), so this order is the schedule: heads are taken in sections
-// (fa2cupy/plan/schedule.py), and within a section the tiles go round the heads, the longest (causal) tiles first, so
-// that no long tile starts last.
+// Maps a linear index to a tile of a head. The hardware starts blocks in index order, and persistent blocks draw
+// indices in the same order, so this map is the schedule. Heads form sections (fa2cupy/plan/schedule.py), which are
+// scheduled one after the other. Within a section, consecutive indices take the same tile of all heads, then the next
+// tile. Under a causal mask the longest tiles come first, so that no long tile starts last and runs alone.
 #pragma once
 #include "common/math.cuh"
 
@@ -15,7 +15,7 @@ struct TileSchedule {
     int32 num_tiles, num_heads, batch, heads_per_section;
 };
 
-// kLongestLast: the last tile has the most work (query tiles under a causal mask).
+// kLongestLast: the last tile has the most work (query tiles under a causal mask), so tiles are taken in reverse order.
 template <bool kLongestLast>
 __device__ __forceinline__ TileCoordinates tile_of_block(const TileSchedule& schedule, int32 block) {
     const int32 blocks_per_section = schedule.heads_per_section * schedule.num_tiles;

@@ -1,9 +1,9 @@
-// What arrays say of scores: the bias to add, and masks that hide. Without such arrays nothing here is used.
+// Arrays that modify scores: the bias that is added, and the masks that hide keys. Calls without them use nothing here.
 //
-// Mostly, keys that are neighbours are neighbours in memory, too, rows begin on even elements, and a warp's tile of
-// scores has no key past the end: such a tile is `regular`. Where lanes have rows of it, these are read two keys at a
-// time, at distances that are known when the kernel is compiled. Else each element's address is computed, which takes
-// longer than all that happens to a score besides.
+// Usually neighbouring keys are neighbours in memory, rows start at even elements, and no key of a warp's tile of
+// scores lies past the end. Such a tile is called regular: its rows are read two keys at a time, at compile-time
+// offsets from one address. Otherwise the address of each element is computed, which costs more than all other work on
+// a score.
 #pragma once
 #include "common/math.cuh"
 #include "common/score_tile.cuh"
@@ -27,11 +27,11 @@ class ScoreArrays {
     __device__ __forceinline__ ScoreArrays(const Record& params, const ScoreTile& tile)
         : params_(params), batch_(tile.batch), head_(tile.head) {}
 
-    // Rows and keys past the end take the last one's: what comes of them is not used.
+    // Rows and keys past the end are clamped to the last one; the results there are not used.
     __device__ __forceinline__ Term at(int32 query, int32 key) const {
         Term term;
         if constexpr (kReadsArrays<Spec>) {
-            // A packed sequence may be without a key.
+            // A packed sequence may have no key.
             const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
             const int32 row = existing(query), column = min_of(key, last_key);
             if constexpr (Spec::kBias) term.bias = to_accum(*bias(row, column));
@@ -41,8 +41,10 @@ class ScoreArrays {
         return term;
     }
 
-    // Whether a warp's tile of scores is regular: by rows, of which a lane has two, an even number apart, and of which
-    // those past the end do no harm. The last of a lane's keys is key + kLastKey.
+    // True if every lane can load its keys in aligned pairs: unit stride, even row starts, and the last of a lane's
+    // keys (key + kLastKey) inside the sequence. It is enough to test the first of a lane's two rows: the lanes' first
+    // rows are eight consecutive ones, whose starts are all even only if the row stride is even or all are clamped to
+    // the same row.
     template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
         if constexpr (!kReadsArrays<Spec>) return false;
@@ -55,14 +57,14 @@ class ScoreArrays {
         return __all_sync(kFullWarp, yes);
     }
 
-    // Two neighbouring keys, so many past `key`.
+    // The terms of keys key + keys and key + keys + 1.
     template <bool kRegular>
     __device__ __forceinline__ void pair_at(int32 query, int32 key, int32 keys, Term (&terms)[2]) const {
         if constexpr (!kRegular) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) terms[e] = at(query, key + keys + e);
         } else {
-            terms[0] = terms[1] = {};  // NVRTC 12.9 forgets to, in arrays of arrays
+            terms[0] = terms[1] = {};  // NVRTC 12.9 omits the member initialisers in arrays of arrays
             const int32 row = existing(query);
             if constexpr (Spec::kBias) {
                 const auto two = read_two(bias(row, key) + keys);

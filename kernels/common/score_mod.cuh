@@ -1,11 +1,11 @@
-// What features do to scores and to P, between the products, in the order of fa2cupy/problem/features.py. Without any
-// of them nothing here is used, and main loops are as they were.
+// Score modification: what features do to scores and to P between the two matrix products, in the order of
+// fa2cupy/problem/features.py. Calls without features use nothing here, and their main loops contain no trace of it.
 //
-//   raw score x -> scale x -> cap tanh(. / cap)                                            `cap`, with its `derivative`
-//   -> - slope |distance| -> + bias -> -inf where a mask hides                          `score`
-//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta)        times the derivative of the cap
+//   product x -> scale x -> cap tanh(. / cap)                          `Softcap::cap`, and its `derivative`
+//   -> - slope |distance| -> + bias -> -inf where a mask hides         `ScoreMod::score`
+//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivative of the cap
 //
-// A score function of the user's own would stand where the cap stands.
+// A user-defined score function would take the place of the cap.
 #pragma once
 #include "common/dropout.cuh"
 #include "common/mask.cuh"
@@ -15,39 +15,42 @@
 
 namespace fa2::common {
 
-// Whether scores are more than products times the scale: then `at` scales them, too, to base 2.
+// True if a score is more than product times scale. `score` then also scales it to base 2, unless kScalesInExponent.
 template <class Spec>
 inline constexpr bool kModifiesScores =
     Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask || Spec::kKeyPadding;
-// Whether that takes registers for addresses and what is loaded, or for the generator of dropout.
+// True if the features need many registers: for addresses and loaded values, or for the generator of dropout.
 template <class Spec>
 inline constexpr bool kNeedsRegisters =
     Spec::kBias || Spec::kMask || Spec::kKeyPadding || Spec::kDropout || (Spec::kSoftcap && Spec::kAlibi);
-// Whether the backward goes through `take_weights`: products then start from zero, not from statistics.
+// True if the backward computes P by `take_weights` (weights.cuh).
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
-// Whether scores stay unscaled, as products or capped products, until the exponential's FMA scales them to base 2 as it
-// subtracts. Maxima and -inf allow that if the scale is positive.
+// True if scores stay unscaled (products or capped products) up to the FMA in front of the exponential, which scales to
+// base 2 and subtracts at once. Row maxima, and the -inf that `score` writes, are right in unscaled scores only if the
+// scale is positive; that of capped products always is.
 template <class Spec>
 inline constexpr bool kScalesInExponent = sizeof(typename Spec::Element) == 2 && !Spec::kBias &&
                                           (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
 
-// Whether the backward's products may start from -lse, so that no instruction subtracts it: as long as scores are
-// products, and terms that are added to them.
+// True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
+// products plus added terms; a cap is not linear.
 template <class Spec>
 inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap);
 
-// Whether dO V^T may start from -delta: dropout multiplies dP before delta is subtracted.
+// True if the accumulators of dO V^T may start from -delta. Dropout rules that out: it multiplies dP before delta is
+// subtracted.
 template <class Spec>
 inline constexpr bool kProductsFromDelta = !Spec::kDropout;
 
-// Whether the cap is all that happens to products, so that the forward can take it with each element's exponential:
-// behind a branch on how to cap, no exponential would begin before all elements are capped.
+// True if the cap is the only modification, so that the forward can apply it together with each element's exponential.
+// If the cap came first, behind its branch between polynomial and tanh, no exponential could start before all elements
+// are capped.
 template <class Spec>
 inline constexpr bool kCapsLate =
     kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding;
 
-// What remains to be multiplied for base 2.
+// The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
 template <class Spec, class Record>
 __device__ __forceinline__ auto score_scale(const Record& params) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
@@ -59,13 +62,14 @@ __device__ __forceinline__ auto score_scale(const Record& params) {
         return params.scale_log2;
 }
 
-// What scores need of memory, the same for a whole head. A main loop with products to wait for loads it before: what
-// comes behind a wait is not moved above it, and exponentials would wait for the addresses and the load.
+// Values that scores need from memory and that are the same for a whole head. A main loop that waits for asynchronous
+// products loads them before the wait. The compiler does not move loads above a wait, so after it the exponentials
+// would be delayed by the address computation and the load.
 template <class Spec, bool kAlibi = Spec::kAlibi>
 struct HeadTerms {};
 template <class Spec>
 struct HeadTerms<Spec, true> {
-    typename ElementTraits<typename Spec::Element>::Accum slope;  // to base 2, or unscaled
+    typename ElementTraits<typename Spec::Element>::Accum slope;  // in base 2, or in the units of unscaled scores
 };
 
 template <class Spec>
@@ -92,11 +96,11 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
     static constexpr Real kBase2 = kLog2e;
 
   public:
-    // Where a lane's first element is. The distance of the others from the diagonal is this one's plus what is known
-    // when the kernel is compiled, so that no element has an integer to convert, which takes as long as an exponential.
+    // The position of a lane's first element. The other elements' distances from the diagonal differ from `distance` by
+    // compile-time constants, so that no element needs an integer conversion, which takes as long as an exponential.
     struct Position {
         int32 query, key;
-        Real distance;  // times the slope, if scores are unscaled
+        Real distance;  // multiplied by the slope if scores are unscaled
     };
 
     __device__ __forceinline__ ScoreMod(const Record& params, const ScoreTile& tile, const HeadTerms<Spec>& terms)
@@ -114,8 +118,8 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
         return {query, key, distance};
     }
 
-    // From a capped product, so many queries and keys past `first`, to a score: to base 2, or unscaled. `term`
-    // is what arrays say of it.
+    // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: unscaled if
+    // kScalesInExponent, otherwise in base 2. `term` holds the element's bias and visibility from the arrays.
     __device__ __forceinline__ Real score(Real capped, const Position& first, int32 queries, int32 keys,
                                           const typename Arrays::Term& term) const {
         Real x = capped;
@@ -126,8 +130,9 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record> 
                 x *= kFast ? params_.capped_log2 : params_.softcap_log2;
         }
         if constexpr (Spec::kAlibi) {
-            // Unscaled, one FMA for all elements as far from the diagonal, and an addition. Distances of keys that a
-            // causal mask leaves are positive; of the others only the slope's sign is kept.
+            // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
+            // element costs one addition. Keys that a causal mask leaves visible have distances of zero or more;
+            // otherwise, giving slope * distance the sign of the slope yields slope * |distance|.
             const Real offset = static_cast<Real>(queries - keys);
             if constexpr (!kScalesInExponent<Spec>)
                 x -= terms_.slope * magnitude(first.distance + offset);
@@ -162,7 +167,7 @@ __device__ __forceinline__ ScoreMod<Spec, Record> score_mod(const Record& params
     return {params, tile, terms};
 }
 
-// The factor of what dropout keeps, and whether there is one.
+// The factor by which dropout scales the elements that it keeps; 1 without dropout.
 template <class Spec>
 inline constexpr bool kHasKeptScale = Spec::kDropout;
 template <class Spec, class Record>

@@ -1,10 +1,10 @@
-// The forward's side of score_mod.cuh: scores from products, P without what is dropped, and the end of a row.
+// How the forward uses score_mod.cuh: it turns products into scores, applies dropout to P, and finishes rows.
 #pragma once
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
-// From capped products to scores.
+// Turns capped products into scores. kRegular: see ScoreArrays::is_regular.
 template <bool kRegular, int kN8, class Mod>
 __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod,
                                                const typename Mod::Position& first) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& 
         }
 }
 
-// Turns products into scores, which `score_scale` is still to multiply. `terms`: of the head, if they have been loaded.
+// Turns products into scores, which `score_scale` must still multiply. `terms`: the HeadTerms, if already loaded.
 template <class Spec, int kN8, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
                                               const Terms&... terms) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const R
             score_fragment<false>(scores, mod, first);
     }
 }
-// The same, an element at a time.
+// The same for other fragments, one element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& params, const ScoreTile& tile,
                                               const Terms&... terms) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     }
 }
 
-// Turns products into scores in base 2, for a family that does not scale them in the exponent.
+// Turns products into scores in base 2, for element types whose scores are not scaled in the exponent.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void scores_in_base2(Fragment& scores, const Record& params, const ScoreTile& tile) {
     static_assert(!kScalesInExponent<Spec>);
@@ -68,8 +68,9 @@ __device__ __forceinline__ void scores_in_base2(Fragment& scores, const Record& 
     }
 }
 
-// P of unmasked products by the present row shift, where the cap is taken late: whether it fits. If not, the products
-// have become scores, by tanh: the compiler would keep what the polynomial has given, for which there are no registers.
+// `try_row_shift` for unmasked products whose cap is applied late (kCapsLate). If P does not fit, the result is false
+// and the products have been replaced by scores. That fallback caps by tanh even if all products are small: with the
+// polynomial, the compiler would keep the first attempt's results, for which there are no registers.
 template <class Spec, int kChains, class Softmax, class Fragment, class P, class Record>
 __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products, const Record& params, P& p) {
     const Softcap<Spec, Record> mod(params);
@@ -85,11 +86,11 @@ __device__ __forceinline__ bool try_capped(Softmax& softmax, Fragment& products,
     return !small && softmax.template try_row_shift<kChains>(products, scale, p);
 }
 
-// Whether `drop` does anything: then the tile's head and batch are needed, too.
+// True if `drop` changes P; it then needs the tile's head and batch.
 template <class Spec>
 inline constexpr bool kDrops = Spec::kDropout;
 
-// Drops elements of P. The others grow with the row's inverse sum, see `finish_rows`.
+// Sets the elements of P that dropout drops to zero. `finish_rows` scales the others, by way of the inverse row sum.
 template <class Spec, class Element, int kN8, class Record>
 __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Reco
             }
     }
 }
-// The same before rounding, an element at a time.
+// The same before rounding, one element at a time.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void drop(Fragment& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
@@ -123,12 +124,12 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
     }
 }
 
-// Whether a row's end depends on its head.
+// True if `finish_rows` reads a value of the head.
 template <class Spec>
 inline constexpr bool kFinishReadsHead = Spec::kSink;
 
-// What remains of a row after its last key tile: the factor of O, and lse. `total` is the sum of each
-// row where one warp does not have it.
+// Finishes rows after their last key tile: computes the factor of O and lse. `total`: the row sums, if a row is shared
+// by several warps.
 template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
 __device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head,
                                             Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {

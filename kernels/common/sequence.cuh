@@ -1,11 +1,13 @@
-// Packed sequences: a block works on one sequence, with a record that says of it what it would say of a batch of one.
+// Packed sequences. A block works on one sequence, with a copy of the record that describes this sequence as if it were
+// a batch of one.
 //
-// Each sequence starts with a tile of its own. To find its tiles without adding up the lengths before it, they are
-// given the numbers from first / kRows + number on: sequences before it can never need so many, and all together never
-// more than total / kRows + num_sequences. The others, at most one a sequence, belong to no sequence.
+// No tile spans two sequences. Sequence n owns the tile indices from first_row / kRows + n on, so that its tiles are
+// found without summing the lengths before it. The sequences before it fit below that index, because each adds less
+// than one tile by rounding up. The total is bounded by total / kRows + num_sequences; at most one index per sequence
+// stays unused.
 //
-// Offsets are on the device, so that the host cannot check them. They are clamped to the arrays, so that nothing is
-// read or written out of bounds; offsets that do not grow give rows without a meaning.
+// The offsets are in device memory, so the host cannot check them. They are clamped to the arrays, so that nothing is
+// read or written out of bounds; decreasing offsets give undefined results.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/params.cuh.j2"
@@ -18,7 +20,7 @@ struct Rows {
     __device__ __forceinline__ bool contain(int32 row) const { return row >= first && row - first < length; }
 };
 
-// What offsets say of the rows of queries, or of keys.
+// The packed rows of queries, or of keys: offsets and the bounds to which these are clamped.
 struct PackedAxis {
     const int32* offsets;
     int32 num_sequences, total, longest;
@@ -34,7 +36,7 @@ struct PackedAxis {
         return first_row(number) / kRows + number;
     }
 
-    // The last sequence that starts at or before a row or a tile, which it has if it reaches so far.
+    // The last sequence that starts at or before a row or tile. The caller must check that it reaches so far.
     __device__ __forceinline__ int32 sequence_of_row(int32 row) const {
         return last_up_to(row, [&](int32 number) { return first_row(number); });
     }
@@ -63,7 +65,7 @@ __device__ __forceinline__ PackedAxis packed_axis(const Record& params) {
         return {params.cu_seqlens_q, params.num_sequences, params.total_q, params.max_seqlen_q};
 }
 
-// The record of a sequence; the launch's own where a batch is not packed.
+// The record of a sequence; without packed sequences a reference to the launch's record, which costs no copy.
 template <class Spec, class Record>
 __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& params, int32 number) {
     if constexpr (Spec::kVarlen) {
@@ -77,14 +79,15 @@ __device__ __forceinline__ decltype(auto) record_of_sequence(const Record& param
 
 // -------------------------------------------------------------------------------------------------------------- tiles
 
-// From a tile of all sequences to the sequence that it would be of, and which of its tiles it would be.
+// Turns a tile index over all sequences into a sequence and a tile of this sequence. The index may be unused, so the
+// tile must be checked with `has_tile`.
 template <int kRows>
 __device__ __forceinline__ void enter_sequence_of(TileCoordinates& where, const PackedAxis& axis) {
     where.batch = axis.sequence_of_tile<kRows>(where.tile);
     where.tile -= axis.first_tile<kRows>(where.batch);
 }
 
-// What the schedule's index-th tile is, of a kernel whose blocks own tiles of queries, or of keys.
+// The tile at a position in the schedule, for a kernel whose blocks own query tiles or (kByKeys) key tiles.
 template <class Spec, bool kByKeys, class Record>
 __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, int32 index) {
     auto where = tile_of_block<(Spec::kCausal && !kByKeys)>(params.schedule(), index);
@@ -93,12 +96,13 @@ __device__ __forceinline__ TileCoordinates scheduled_tile(const Record& params, 
     return where;
 }
 
-// Whether a sequence of so many rows has the tile.
+// True if a sequence of `length` rows has the tile.
 __device__ __forceinline__ bool has_tile(int32 tile, int32 rows_of_tile, int32 length) {
     return tile >= 0 && tile < ceil_div(length, rows_of_tile);
 }
 
-// In a workspace of query tiles [head][tile] the first one of a sequence and head, and the tiles of a head.
+// The workspace of query tiles is laid out [head][tile]: the number of tiles of a head, and the first tile of a
+// sequence (or batch) and head.
 template <class Spec, class Record>
 __device__ __forceinline__ int32 workspace_tiles(const Record& params) {
     if constexpr (Spec::kVarlen)
@@ -115,7 +119,7 @@ __device__ __forceinline__ int64 first_workspace_tile(const Record& params, int3
         return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
 }
 
-// The rows of a head's query tile in the workspace. A tile that belongs to no sequence has none.
+// The rows of a head's query tile in the workspace. Unused tile indices give an empty range.
 template <class Spec, class Record>
 __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
     if constexpr (Spec::kVarlen) {
@@ -130,7 +134,8 @@ __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile)
     }
 }
 
-// A kernel whose blocks own tiles of queries, or of keys, and which takes its sequence's record for the launch's.
+// Runs a kernel with the record of the block's sequence in place of the launch's. Blocks with an unused tile index
+// exit. Kernels with kFindsSequences look up their sequences themselves, so they get the launch's record.
 template <class Spec, class Kernel, class Record>
 __device__ __forceinline__ void run_on_sequence(const Record& params, char* smem) {
     if constexpr (Spec::kVarlen && !Kernel::kFindsSequences) {

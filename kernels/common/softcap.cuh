@@ -1,7 +1,8 @@
-// The cap on scores, and its derivative. Without the feature nothing is left of it.
+// The cap on scores and its derivative. Calls without a cap compile to nothing.
 //
-// A tanh takes the unit of the exponentials twice, which is the busiest one as it is. But caps are far above most
-// scores, and a polynomial (fa2cupy/problem/softcap.py) does if none of the warp's is large, on which it votes.
+// A tanh uses the special function unit twice, and the exponentials make this unit the bottleneck already. But most
+// scores are far below the cap, where a polynomial is accurate enough (fa2cupy/problem/softcap.py). A warp votes, and
+// takes the polynomial if none of its products is large.
 #pragma once
 #include "common/math.cuh"
 
@@ -15,7 +16,8 @@ class Softcap {
   public:
     __device__ __forceinline__ explicit Softcap(const Record& params) : params_(params) {}
 
-    // Caps products of q and k. The vote comes first: products are replaced where they are, as a copy has no registers.
+    // Caps the products Q K^T in place. All are checked before the first is overwritten, as there are no registers for
+    // a copy.
     template <class Fragment>
     __device__ __forceinline__ void cap(Fragment& x) const {
         if constexpr (Spec::kSoftcap) {
@@ -42,12 +44,12 @@ class Softcap {
 #pragma unroll
             for (int i = 0; i < Fragment::kRows; ++i) x(i, j) = capped(x(i, j));
     }
-    // One product that is small, by the polynomial.
+    // Caps one small product by the polynomial. The result is in the polynomial's units (`tanh_unit`).
     __device__ __forceinline__ float small_capped(float product) const {
         const float square = fma(product, product, params_.tanh_shift);
         return product * fma(square, square, params_.tanh_rest);
     }
-    // One product, by tanh itself: in units of the cap where that is accurate, else in those of the polynomial.
+    // Caps one product by tanh: for float and double in units of the cap, for 16-bit types in the polynomial's units.
     __device__ __forceinline__ Real capped(Real product) const {
         if constexpr (Spec::kSoftcap) {
             const Real x = product * params_.scale_over_softcap;
@@ -56,7 +58,7 @@ class Softcap {
             return product;
         }
     }
-    // Of a score by its product, but for the scale.
+    // The derivative of the score with respect to the product, without the factor softmax_scale.
     __device__ __forceinline__ Real derivative(Real capped) const {
         if constexpr (Spec::kSoftcap) {
             const Real tanh = kFast ? capped * params_.tanh_unit : capped;
@@ -67,7 +69,8 @@ class Softcap {
     }
 
   private:
-    // NaN aside, which every way of capping keeps. Four maxima at a time, as one would wait for the last each time.
+    // The largest magnitude. NaN is ignored, which is safe because both ways of capping propagate it. Four independent
+    // maxima shorten the chain of dependent instructions.
     template <class Fragment>
     __device__ __forceinline__ static float largest(const Fragment& x) {
         float highest[4] = {};

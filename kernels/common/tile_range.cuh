@@ -1,6 +1,7 @@
-// Which tiles meet which. Attention is aligned to the bottom right: query i is on the diagonal with key i + diagonal,
-// diagonal = seqlen_k - seqlen_q. It sees no key behind that one under a causal mask, and under a window those from
-// `left` before it to `right` behind it.
+// Tile ranges: which key tiles a query tile sees, and which query tiles see a key tile. Attention is aligned to the
+// bottom right: the diagonal key of query i is i + diagonal, with diagonal = seqlen_k - seqlen_q. Under a causal mask
+// the query sees no key after its diagonal key; under a window it sees the keys from `left` before it to `right` after
+// it.
 #pragma once
 #include "common/math.cuh"
 
@@ -13,7 +14,7 @@ struct WindowLimits<true> {
     int32 left, right;
 };
 
-// The record has them where there is a window only, so that its type is left open.
+// Record is a template parameter because the record has these fields only if there is a window.
 template <class Spec, class Record>
 __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& params) {
     if constexpr (Spec::kWindow)
@@ -22,14 +23,14 @@ __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& p
         return {};
 }
 
-// Whether the last keys, the first keys of a sequence may be hidden from a query by its position.
+// True if a query's position may hide the last (kRightLimit) or the first (kLeftLimit) keys of its sequence.
 template <class Spec>
 inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
 template <class Spec>
 inline constexpr bool kLeftLimit = Spec::kWindow;
 
-// Key tiles [begin, end) of one query tile; tiles before full_begin (under a left limit only) and from full_end on hold
-// a pair that is not visible and need the mask.
+// The key tiles [begin, end) that a query tile sees. Tiles before full_begin (only under a left limit) and from
+// full_end on contain pairs that are not visible, and need the mask.
 template <bool kWindow>
 struct KeyTileRange {
     static constexpr bool kLeftLimit = kWindow;
@@ -55,8 +56,8 @@ __device__ __forceinline__ KeyTileRange<kWindow> key_tiles_of(int32 query_tile, 
     return {begin, full_begin, seen_by_all / kBc, ceil_div(seen_by_any, kBc)};
 }
 
-// Query tiles [begin, end) of one key tile; tiles before full_begin and from full_end on (under a left limit only) need
-// the mask. A key tile that reaches past seqlen_k needs it everywhere.
+// The query tiles [begin, end) that see a key tile. Tiles before full_begin and from full_end on (only under a left
+// limit) need the mask. A partial key tile, which reaches past seqlen_k, needs it for all query tiles.
 template <bool kWindow>
 struct QueryTileRange {
     static constexpr bool kLeftLimit = kWindow;

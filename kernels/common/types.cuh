@@ -1,5 +1,5 @@
-// Fixed-width names, element types and their conversions. NVRTC has no <cstdint>, and the four conversions that the
-// kernels need are four instructions, so nothing here includes a CUDA header.
+// Fixed-width integers, element types and their conversions. No CUDA header is included: NVRTC has no <cstdint>, and
+// the kernels need only four conversions, each a single instruction.
 #pragma once
 
 namespace fa2 {
@@ -10,7 +10,7 @@ using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
-// Storage of the 16-bit types; arithmetic happens in float.
+// Storage types only; arithmetic on 16-bit elements is done in float.
 struct float16 {
     uint16 bits;
 };
@@ -27,7 +27,7 @@ struct Strides {
     }
 };
 
-// Element strides of an array over scores; 0 along axes on which it repeats.
+// Element strides of an array over scores; 0 along axes on which it is broadcast.
 struct ScoreStrides {
     int64 batch, head, row, column;
 
@@ -36,12 +36,12 @@ struct ScoreStrides {
     }
 };
 
-// What TMA must know of a tensor: 128 opaque bytes, which fa2cupy/gpu/tensor_maps.py has the driver fill.
+// A TMA descriptor (CUtensorMap): 128 opaque bytes, which fa2cupy/gpu/tensor_maps.py has the driver encode.
 struct alignas(64) TensorMap {
     uint64 opaque[16];
 };
 
-// kCount elements that one instruction (or few) can move.
+// kCount elements aligned as a whole, so that loads and stores can be vectorised.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
     T item[kCount];
@@ -49,7 +49,7 @@ struct alignas(sizeof(T) * kCount) Vector {
 
 namespace common {
 
-// Accum: what scores, statistics and sums are kept in.
+// Accum: the type of scores, statistics and sums.
 template <class Element>
 struct ElementTraits {
     using Accum = float;
@@ -68,7 +68,7 @@ __device__ __forceinline__ float to_accum(bfloat16 x) { return __uint_as_float(s
 __device__ __forceinline__ float to_accum(float x) { return x; }
 __device__ __forceinline__ double to_accum(double x) { return x; }
 
-// Two floats, rounded to nearest even, in one register: `lo` in the lower half.
+// Rounds two floats to nearest even and packs them into one register, `lo` in the lower half.
 template <class Element>
 __device__ __forceinline__ uint32 pack(float lo, float hi);
 template <>

@@ -1,10 +1,10 @@
-// The backward's side of score_mod.cuh: P from products, and what dP - delta is multiplied by.
+// How the backward uses score_mod.cuh: it computes P from products, and the weights w of dS = w (dP - delta).
 #pragma once
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
-// From capped products to P and weights, see `take_weights`.
+// Computes P and weights from capped products, for `take_weights`.
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
             if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const int a = w / 2, b = w % 2;  // which of the four: 8 queries on, 8 keys on
+                const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
@@ -45,10 +45,10 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
     }
 }
 
-// From products to weights, which dP - delta is multiplied by for the gradient of the products: P times the derivative
-// (which is not taken yet where dbias comes first), with the sign bit where dropout drops. `p` gets what dV is made of,
-// P without what is dropped. lse(i, j) is in base 2, and zero where products have started from it. A row past the end
-// or without a visible key has an lse of +inf, which leaves P at zero. `terms`: of the head, if they have been loaded.
+// Replaces the products Q K^T by the weights w of dS = w * (dP - delta): P times the cap's derivative, with the sign
+// bit set where dropout drops. With dbias the derivative is left out, to be multiplied later (dbias.cuh). `p` receives
+// P after dropout, for dV. lse(i, j) is in base 2, or zero if the products have started from -lse; an lse of +inf makes
+// P zero in rows past the end and in rows without a visible key. `terms`: the HeadTerms, if already loaded.
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
                                              const ScoreTile& tile, Lse lse, const Terms&... terms) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool ma
     else
         weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse);
 }
-// The same for fragments of which each element is on its own.
+// The same for other fragments, one element at a time.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>
 __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, const Record& params,
                                              const ScoreTile& tile, Lse lse) {
@@ -92,14 +92,14 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
         }
 }
 
-// For kernels without dV.
+// Takes the place of `p` in kernels that do not compute dV.
 struct Unused {
     template <class Real>
     __device__ void set(int, int, Real, Real) {}
 };
 
-// The gradient of a product from its weight, dP (which has started from -delta without dropout, from zero with it) and
-// -delta.
+// The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
+// -delta, so that `dp` is dP - delta; with dropout, they started from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
     if constexpr (Spec::kDropout) {
@@ -109,16 +109,16 @@ __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta,
         return weight * dp;
     }
 }
-// The same for a dP that has started from zero.
+// The same for accumulators of dP that always start from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real delta, const Record& params) {
     return weighted<Spec>(weight, kProductsFromDelta<Spec> ? dp - delta : dp, -delta, params);
 }
 
-// P = exp(S - lse) and dS = P o (dP - delta), an element at a time: `p` has the products Q K^T and becomes P, `ds` has
-// dP and becomes dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; a row past the end or
-// without a visible key has an lse of +inf, which leaves its P at zero. Whether `|` or `||` joins the two sides of
-// `outside` decides which the compiler compares first: both are as the measured kernels have them.
+// P = exp(S - lse) and dS = P o (dP - delta), one element at a time. `p` holds the products Q K^T and is replaced by P;
+// `ds` holds dP and is replaced by dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; an lse
+// of +inf makes P zero in rows past the end and in rows without a visible key. The operator that joins
+// the two sides of `outside`, `|` or `||`, decides which the compiler compares first: both are as measured.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
 __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds, const Mask& mask, OutsideFull outside,
                                                       const Record& params, const ScoreTile& tile, const Lse& lse,

@@ -1,4 +1,4 @@
-// single_pass: the kernel of dQ, which adds up dK and dV on the way.
+// single_pass: the kernel of dQ, which also accumulates dK and dV.
 #pragma once
 #include "simt/backward_dq.cuh"
 

@@ -1,22 +1,23 @@
-// FlashAttention-2 backward by key tiles (Dao 2023, Algorithm 2, without dQ): dK and dV in registers, without atomics,
-// the second pass of `two_pass`. forward.cuh introduces the family.
+// FlashAttention-2 backward by key tiles (Dao 2023, Algorithm 2, without dQ), the second pass of `two_pass`. The kernel
+// accumulates dK and dV in registers and needs no atomics. forward.cuh introduces the family.
 //
 //   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dV = P^T dO           dK = scale dS^T Q
 //
-//   block   B_c = kBc keys of one K/V head, and all query tiles of B_r = kBr rows that see them, in all query heads of
-//           the group: dK and dV of grouped heads are sums over these
-//   warp    kBc / kWarps of the keys, with their K, V, dK and dV in registers
-//   lane    columns lane, lane + 32, ... of these; of S^T, P^T, dP^T and dS^T a part of one key's row
+//   block   owns B_c = kBc keys of one K/V head; loops over all query tiles of B_r = kBr rows that see them, in every
+//           query head of the group, because dK and dV of a K/V head are sums over its query heads
+//   warp    owns kBc / kWarps of these keys; keeps their K, V, dK and dV in registers
+//   lane    holds columns lane, lane + 32, ... of K, V, dK and dV, and part of one row (one key) of S^T, P^T, dP^T and
+//           dS^T
 //
 //   shared memory                   written by           read by
-//   Q [kBr][kRowLength]             all warps            all warps, for S^T and dK
-//   dO [kBr][kRowLength]            all warps            all warps, for dP^T and dV
-//   scores [kWarps][kBr][keys]      a warp, its own      the same warp, P^T and then dS^T
-//   lse [kBr], in base 2            all warps            all warps, for P^T
-//   delta [kBr]                     all warps            all warps, for dS^T
+//   Q [kBr][kRowLength]             all warps            all warps, to compute S^T and dK
+//   dO [kBr][kRowLength]            all warps            all warps, to compute dP^T and dV
+//   scores [kWarps][kBr][keys]      each warp its part   the same warp; holds P^T, then dS^T
+//   lse [kBr], in base 2            all warps            all warps, to compute P^T
+//   delta [kBr]                     all warps            all warps, to compute dS^T
 //
-// Barriers, two a query tile: one before the tile is overwritten and one before it is read.
+// The block synchronises twice per query tile: before the tile is overwritten and before it is read.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
@@ -70,7 +71,7 @@ struct BackwardDkdv {
                 Warp::template load_tile<kThreads>(q_tile, q, params.q_strides.row, tile * kBr, params.seqlen_q);
                 Warp::template load_tile<kThreads>(do_tile, dout, params.dout_strides.row, tile * kBr, params.seqlen_q);
                 for (int32 index = threadIdx.x; index < kBr; index += kThreads) {
-                    // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+                    // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
                     const int32 row = tile * kBr + index;
                     const bool valid =
                         row < params.seqlen_q && params.lse[first_stat + row] != -common::infinity<Real>();

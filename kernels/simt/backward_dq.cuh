@@ -1,23 +1,27 @@
-// FlashAttention-2 backward by query tiles: dQ in registers, the first pass of `two_pass`, and for `single_pass` the
-// rows' share of dK and dV, too, added atomically, first in shared, then in global memory. Where Algorithm 2 (Dao 2023)
-// gives a block the keys and adds dQ atomically, this one gives it the queries. forward.cuh introduces the family.
+// FlashAttention-2 backward by query tiles. The kernel accumulates dQ in registers (the first pass of `two_pass`). For
+// `single_pass` it also adds the contribution of its rows to dK and dV, with atomics: the warps' sums meet in shared
+// memory, the blocks' sums in global memory. Algorithm 2 (Dao 2023) does the opposite: a block owns keys and adds to dQ
+// atomically. forward.cuh introduces the family.
 //
 //   S = scale Q K^T     P = exp(S - lse)     dP = dO V^T     dS = P o (dP - delta)
 //   dQ = scale dS K     dV = P^T dO          dK = scale dS^T Q
 //
-//   block   B_r = kBr query rows of one head, and all key tiles of B_c = kBc keys that these rows see
-//   warp    kBr / kWarps of the query rows, with their Q, dO and dQ in registers
-//   lane    columns lane, lane + 32, ... of these; of S, P, dP and dS a part of one row, whose lse and delta it holds
+// delta = rowsum(dO o O) comes from common/delta.cuh, so that dS needs no second pass over a row.
+//
+//   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
+//   warp    owns kBr / kWarps of these rows; keeps their Q, dO and dQ in registers
+//   lane    holds columns lane, lane + 32, ... of Q, dO and dQ, part of one row of S, P, dP and dS, and that row's lse
+//           and delta
 //
 //   shared memory                   written by           read by
-//   K [kBc][kRowLength]             all warps            all warps, for S and dQ
-//   V [kBc][kRowLength]             all warps            all warps, for dP
-//   dK [kBc][kRowLength]            all warps            all warps, which add it to global memory (`single_pass`)
-//   dV [kBc][kRowLength]            all warps            the same
-//   scores [kWarps][kBc][rows]      a warp, its own      the same warp, P (`single_pass`) and then dS
+//   K [kBc][kRowLength]             all warps            all warps, to compute S and dQ
+//   V [kBc][kRowLength]             all warps            all warps, to compute dP
+//   dK [kBc][kRowLength]            all warps            all warps, to add it to global memory (`single_pass` only)
+//   dV [kBc][kRowLength]            all warps            all warps, to add it to global memory (`single_pass` only)
+//   scores [kWarps][kBc][rows]      each warp its part   the same warp; holds P (`single_pass` only), then dS
 //
-// Barriers, two a key tile: one before the tile is overwritten (and dK and dV are cleared) and one before it is read.
-// In `single_pass` there is a third, before the sums of all warps leave shared memory.
+// The block synchronises twice per key tile: before K and V are overwritten (and dK and dV cleared), and before they
+// are read. `single_pass` has a third barrier: all warps must have added to dK and dV before these leave shared memory.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/params.cuh.j2"
@@ -61,7 +65,7 @@ struct BackwardDq {
         Warp::load_rows(do_rows, dout, params.dout_strides.row, first_row, params.seqlen_q, lane);
         Warp::clear(dq_rows);
 
-        // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+        // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
         const int32 row = first_row + Scores::row(0, lane);
         const int64 stat = common::first_statistic<Spec>(params, where.batch, where.head) + row;
         const bool valid = row < params.seqlen_q && params.lse[stat] != -common::infinity<Real>();

@@ -1,23 +1,25 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1) without tensor cores: IEEE arithmetic in float or double, any head
-// dimension up to 256, any CUDA GPU. Of all kernels the one to read first.
+// dimension up to 256, any CUDA GPU. Read this kernel first: the other forward kernels compute the same and differ in
+// how they use the hardware.
 //
 //   S = scale Q K^T        P = exp(S - row_max)        O = P V / row_sum        lse = row_max + log(row_sum)
 //
-// A block takes the key tiles one after the other. Where a tile raises row_max, O and row_sum of the tiles before it
-// are multiplied by exp(old row_max - new row_max); O is divided once, at the end (common/online_softmax.cuh).
+// S and P never reach global memory: a block visits the key tiles one after the other and keeps running values of
+// row_max, row_sum and O (online softmax, common/online_softmax.cuh). When a tile raises row_max, the O and row_sum
+// accumulated so far are multiplied by exp(old row_max - new row_max). O is divided by row_sum once, at the end.
 //
-//   block   B_r = kBr query rows of one head, and all key tiles of B_c = kBc keys that these rows see
-//   warp    kBr / kWarps of the query rows, with their Q and O in registers
-//   lane    columns lane, lane + 32, ... of the warp's Q and O; of S and P a part of one row (rows.cuh has the layouts)
+//   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
+//   warp    owns kBr / kWarps of these rows; keeps their Q and O in registers
+//   lane    holds columns lane, lane + 32, ... of the warp's Q and O, and part of one row of S and P (see rows.cuh)
 //
 //   shared memory                   written by           read by
-//   K [kBc][kRowLength]             all warps            all warps, for S
-//   V [kBc][kRowLength]             all warps            all warps, for O
-//   scores [kWarps][kBc][rows]      a warp, its own      the same warp, S and then P
+//   K [kBc][kRowLength]             all warps            all warps, to compute S
+//   V [kBc][kRowLength]             all warps            all warps, to compute O
+//   scores [kWarps][kBc][rows]      each warp its part   the same warp; holds S, then P
 //
-// Barriers, two a key tile: one before K and V are overwritten, since another warp may still read the previous tile,
-// and one before they are read, since every warp has copied a part. A warp's scores in shared memory belong to it
-// alone, so that it needs no more than __syncwarp.
+// The block synchronises twice per key tile. The first barrier comes before K and V are overwritten, because another
+// warp may still be reading the previous tile. The second comes before they are read, because every warp copies a part
+// of them. The scores of a warp are private to it, so __syncwarp is enough for them.
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"

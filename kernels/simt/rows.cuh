@@ -1,17 +1,19 @@
-// Rows of matrices across the lanes of a warp: the picture on which the family rests.
+// How the simt kernels distribute matrices over the lanes of a warp, and the three products on that layout.
 //
-//   rows    kRows rows of a matrix; lane l holds columns l, l + 32, ... of each             rows[r][c]
-//   tile    rows in shared memory, as long as the lanes reach, zeros past the head dimension
-//                                                                                           tile[j * kRowLength + ...]
-//   scores  kRows x kTileRows dot products, one lane to an element: lane l holds row l / kLanesPerRow and every
-//           kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
-//   smem_scores  the warp's scores once more, in shared memory, for all its lanes       smem_scores[j * kRows + r]
+//   rows         kRows rows of a matrix in registers; element [r][c] of lane l is column l + 32 c of row r
+//   tile         kTileRows rows in shared memory, each padded with zeros from kHeadDim to kRowLength, a multiple of 32;
+//                row j starts at tile[j * kRowLength]
+//   scores       kRows x kTileRows dot products in registers, each in one lane: lane l holds row l / kLanesPerRow and
+//                every kLanesPerRow-th column (the fragment contract of common/fragment.cuh)
+//   smem_scores  a copy of the warp's scores in shared memory, readable by all its lanes; row r, column j lies at
+//                smem_scores[j * kRows + r]
 //
-// A dot product over the head dimension is a sum over the lanes. Reducing one at a time takes five shuffles each, and
-// leaves the same number in 32 lanes. Reducing 32 at a time, halving the set in every step, takes 31 shuffles for all
-// of them and leaves each lane one: exponentials are then taken once, not 32 times.
+// A dot product over the head dimension is a sum over the 32 lanes. Reducing the dot products one by one takes five
+// shuffles each and leaves the same number in all 32 lanes. Reducing 32 of them together, with half as many left after
+// each step (a reduce-scatter), takes 31 shuffles for all and leaves one result per lane, so that each exponential is
+// computed once and not 32 times.
 //
-// The loops over a tile's rows stay loops: unrolled, they would hold more numbers at a time than there are registers.
+// The loops over the rows of a tile are not fully unrolled: they would need more registers than there are.
 #pragma once
 #include "common/mask.cuh"
 #include "common/math.cuh"
@@ -21,7 +23,7 @@ namespace fa2::simt {
 using common::ceil_div;
 using common::kFullWarp;
 
-// Where one head's matrix begins: its Q, K, V, O or a gradient.
+// The first element of one head's matrix (Q, K, V, O or a gradient).
 template <class Real>
 __device__ __forceinline__ Real* head_of(Real* x, const Strides& strides, int32 batch, int32 head) {
     return x + strides.offset(batch, 0, head);
@@ -81,7 +83,7 @@ struct WarpRows {
             for (int c = 0; c < kCols; ++c) rows[r][c] = 0;
     }
 
-    // Row by row; `factor` is the lane's, that of the row whose scores it holds.
+    // Multiplies each row by its factor. A lane passes the factor of the row whose scores it holds.
     __device__ static void scale_rows(Rows& rows, Real factor) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -91,7 +93,7 @@ struct WarpRows {
         }
     }
 
-    // The whole block copies a tile.
+    // Copies a tile to shared memory with all threads of the block; rows and columns outside the matrix become zeros.
     template <int kThreads>
     __device__ static void load_tile(Real* tile, const Real* gmem, int64 row_stride, int32 first_row, int32 num_rows) {
 #pragma unroll 8
@@ -103,9 +105,10 @@ struct WarpRows {
         }
     }
 
-    // Sums value[i] over the lanes; lane i gets the i-th sum in value[0]. One step folds the set in half: lanes whose
-    // bit kHalf is set keep the upper half, the others the lower, and each hands over what its partner keeps. (A
-    // template, not a loop over kHalf, which would index the array at run time and so move it to local memory.)
+    // Sums each value[i] over the lanes and returns the i-th sum to lane i. Each step halves the number of values per
+    // lane: a lane whose bit kHalf is set keeps the upper half and sends the lower half to its partner; other lanes do
+    // the opposite. This is a recursive template because a loop over kHalf would index the array at run time, which
+    // would move it from registers to local memory.
     template <int kHalf = 16>
     __device__ static Real reduce_scatter(Real (&value)[32], int32 lane) {
         const bool upper = lane & kHalf;
@@ -121,7 +124,7 @@ struct WarpRows {
 
     // scores = rows tile^T
     __device__ static void dot(Scores& scores, const Rows& rows, const Real* tile, Real* smem_scores, int32 lane) {
-        constexpr int kGroup = Scores::kLanesPerRow;  // tile rows whose products with all rows make 32
+        constexpr int kGroup = Scores::kLanesPerRow;  // tile rows per step: kGroup * kRows = 32 dot products
         const int32 own = lane % kGroup * kRows + lane / kGroup;
         __syncwarp();
 #pragma unroll 1
@@ -137,12 +140,13 @@ struct WarpRows {
                 }
             smem_scores[j * 32 + own] = reduce_scatter(partial, lane);
         }
-        // A lane reads what it wrote itself; shared memory only stands in for an array that the loop could index.
+        // No __syncwarp is needed: a lane reads only what it wrote. The scores pass through shared memory because the
+        // loop above, which is not unrolled, cannot index registers.
 #pragma unroll
         for (int j = 0; j < Scores::kCols; ++j) scores.value[j] = smem_scores[j * 32 + own];
     }
 
-    // Writes scores to shared memory, for the two functions below.
+    // Copies scores to shared memory, where `accumulate` and `scatter_add` read them.
     __device__ static void post(const Scores& scores, Real* smem_scores, int32 lane) {
         constexpr int kGroup = Scores::kLanesPerRow;
         __syncwarp();
@@ -166,7 +170,8 @@ struct WarpRows {
         }
     }
 
-    // tile += scores^T rows, several warps at once: summed over this warp's rows first, then added atomically.
+    // tile += scores^T rows. All warps add to the same tile, so each sums over its own rows first and then adds the sum
+    // atomically.
     __device__ static void scatter_add(Real* tile, const Real* smem_scores, const Rows& rows, int32 lane) {
 #pragma unroll 2
         for (int j = 0; j < kTileRows; ++j) {
@@ -181,7 +186,7 @@ struct WarpRows {
         }
     }
 
-    // The number that row r's lanes hold, for every lane.
+    // Broadcasts to all lanes the value held by the lanes of row r.
     __device__ static Real of_row(Real x, int r) { return __shfl_sync(kFullWarp, x, r * Scores::kLanesPerRow); }
 };
 

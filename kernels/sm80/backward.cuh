@@ -1,4 +1,4 @@
-// single_pass: the kernel of dK and dV, which adds up dQ on the way.
+// single_pass: the kernel of dK and dV, which also accumulates dQ.
 #pragma once
 #include "sm80/backward_dkdv.cuh"
 

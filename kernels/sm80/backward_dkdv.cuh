@@ -1,25 +1,41 @@
-// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync: dK and dV of a key tile, and, for `single_pass`,
-// the tile's share of dQ added to an fp32 workspace.
+// FlashAttention-2 backward by key tiles (Algorithm 2) on mma.sync. The kernel computes dK and dV of a key tile; for
+// `single_pass` it also adds the tile's contribution to dQ to an fp32 workspace (dq_workspace.cuh).
 //
 //   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
 //   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
 //
-// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
-// dV are summed on chip in a fixed order. Scores are taken transposed: an accumulator of S^T or dP^T, rounded, is the
-// left operand of the second product without leaving its registers.
+//   block   owns kBc keys of one K/V head; loops over the query tiles of B_r = kBr rows that see them, in all query
+//           heads of the group, so that dK and dV are summed on chip in a fixed order
+//   pair    two warps own kPairKeys = 16 kM16 of these keys and divide the work by role:
+//             probability warp    S^T, then dV
+//             derivative warp     dP^T, then dK
 //
-// Warps work in pairs on kPairKeys = 16 kM16 keys, one role each, with the same two products on swapped operands:
-//   probability warp: S^T, then dV        derivative warp: dP^T, then dK
-// Alone, a warp would have to hold dK and dV of its keys; apart, each holds one, has twice as many keys, and every
-// right operand read from shared memory is used twice as often. The price is P^T, which crosses from one to the other
-// (in register order, no bank conflicts; as float16 whatever the element type, since P is in [0, 1], where that keeps
-// eleven bits). dQ of the previous query tile, which all warps share, fills the wait for P^T. Whether the two of a pair
-// should share a scheduler (warps w and w + kPairs) or be neighbours was measured on an H100 at seqlen 4096: neighbours
-// are 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
+// Scores are computed transposed. The accumulators of S^T or dP^T, rounded to 16 bits, are then the left operand of the
+// second product and stay in registers.
 //
-// Shared memory: K | V | (Q, dO) [kStages] | dS^T [2] (single_pass) | P^T per pair | lse, delta [2]
-// Barriers: the block's at the top of an iteration: the query tile has landed, dS of the previous one is complete, and
-// the slots that the previous iteration read are free. Barrier 1 + pair: P^T is written.
+// Roles: a warp that computed both gradients would have to hold dK and dV of its keys in registers. With roles each
+// warp holds one of them, for twice as many keys, and uses every right operand read from shared memory twice as often.
+// The cost is that P^T must pass from the probability warp to the derivative warp, through shared memory. It is stored
+// in register order, without bank conflicts, and as float16 for either element type, since P lies in [0, 1], where
+// float16 keeps eleven significant bits. In `single_pass` all warps share the work on dQ of the previous query tile,
+// which fills the wait for P^T.
+//
+// The two warps of a pair are neighbours (kInterleaved) or warps w and w + kPairs, which share a scheduler. On an H100
+// at seqlen 4096 neighbours were 2 to 6 % faster with dQ from head_dim 96 on, and up to 5 % slower otherwise.
+//
+//   shared memory                     written by          read by
+//   K [kBc][kD]                       all warps           probability warps, for S^T; all warps, for dQ (`single_pass`)
+//   V [kBc][kD]                       all warps           derivative warps, for dP^T
+//   (Q, dO) [kStages], [kBr][kD]      all warps           all warps, as right operands of the four products
+//   dS^T [2][kBc][kBr]                derivative warps    all warps, for dQ one iteration later (`single_pass` only)
+//   P^T [kBc][kBr]                    probability warps   the derivative warp of the same pair
+//   (lse, -delta) [2], [kBr]          first 2 kBr threads probability warps (lse), derivative warps (-delta)
+//
+// At the end dV is staged in the rows of K, and dK in those of V.
+//
+// Barriers: block_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the previous
+// tile is complete, and that the slots read by the previous iteration are free. With one stage, another one before it
+// protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -66,14 +82,14 @@ struct BackwardDkdv {
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static_assert(2 * kBr <= kThreads);
 
-    // dQ: kBr x kD over all warps, 32 rows a warp where the columns divide, 16 otherwise.
+    // All warps share the kBr x kD products of dQ: 32 rows per warp if the columns then divide evenly, otherwise 16.
     static constexpr int kDqWarpRows = kBr % 32 == 0 && (kD / 16) % (kWarps / (kBr / 32)) == 0 ? 32 : 16;
     static constexpr int kDqWarpsM = kBr / kDqWarpRows;
     static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
     static_assert(kWarps % kDqWarpsM == 0);
 
-    // A position in the sequence of (query head of the group, query tile).
+    // One iteration: a query head of the group and a query tile.
     struct Step {
         int32 head, tile;
     };
@@ -117,8 +133,8 @@ struct BackwardDkdv {
                                                        step.tile * kBr, params.seqlen_q, thread);
     }
 
-    // lse * log2(e) in the first kBr threads, -delta in the next. A row past the end or without a visible key gets an
-    // lse of +inf: its P is then zero without a mask.
+    // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
+    // mask, in rows past the end and in rows without a visible key.
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         const int32 row = step.tile * kBr + thread % kBr;
@@ -139,7 +155,7 @@ struct BackwardDkdv {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
 
-    // x, derivatives, times the weights of k-step s.
+    // Turns dP^T in `x` into dS^T for k-step s, by means of P^T, or the weights, from the probability warp.
     __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
         if constexpr (!common::kProductsFromDelta<Spec>) {
 #pragma unroll
@@ -161,8 +177,8 @@ struct BackwardDkdv {
         }
     }
 
-    // The role's half of an iteration: 'own' is K or V, 'right' the query-side tile of the first product, 'second' that
-    // of the second.
+    // One role's part of an iteration. `own`: the warp's rows of K or V. `right`: the query-side operand of the first
+    // product, Q or dO. `second`: the query-side operand of the second product, dO or Q.
     template <bool kProbability>
     __device__ void iterate(Gradient (&gradient)[kM16], int32 slot, int32 parity, Step step) const {
         const int32 lane = computed_anew(this->lane);
@@ -256,7 +272,7 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(second.at(kk, n)); });
     }
 
-    // This warp's part of dQ += dS K for the query tile of `step`, whose dS lies in buffer `parity`.
+    // Adds this warp's part of dS K to dQ of the query tile of `step`; its dS^T is in buffer `parity`.
     __device__ void add_dq(Step step, int32 parity) const {
         using Part = QuadFragment<2 * kDqN16>;
         constexpr int kPartM16 = kDqWarpRows / 16;
@@ -291,8 +307,8 @@ struct BackwardDkdv {
         const int32 tiles_per_head = tiles.end - tiles.begin;
         const int32 steps = tiles_per_head * params.heads_per_group;
         const int32 first_head = where.head * params.heads_per_group;
-        // Without a mask all blocks would walk the same query tiles in step; begun apart, they add to different rows of
-        // dQ.
+        // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
+        // additions do not meet in the same rows of dQ.
         constexpr bool kApart = kWithDq && !Spec::kCausal;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
@@ -342,7 +358,7 @@ struct BackwardDkdv {
         store_gradient<kProbability>(gradient);
     }
 
-    // dV leaves through K's rows of this pair, dK through V's: no warp reads them any more.
+    // dV is staged in this pair's rows of K, and dK in those of V, which no warp reads any more.
     template <bool kProbability>
     __device__ void store_gradient(Gradient (&gradient)[kM16]) const {
         if constexpr (!kProbability || common::kHasKeptScale<Spec>)

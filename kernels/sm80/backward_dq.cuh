@@ -1,12 +1,21 @@
-// FlashAttention-2 backward by query tiles on mma.sync: dQ of a query tile, without atomics (first pass of `two_pass`).
+// FlashAttention-2 backward by query tiles on mma.sync: dQ without atomics, the first pass of `two_pass`.
 //
 //   S = Q K^T        P = exp(scale S - lse)        dP = dO V^T        dS = P o (dP - delta)        dQ = scale dS K
 //
-// Built like the forward: a block owns kBr query rows, a warp kBr / kWarps of them, and the loop runs over the key
-// tiles that the rows see. lse and delta are known beforehand, so nothing is carried from tile to tile but dQ.
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
+//   warp    owns kBr / kWarps of these rows; keeps their dQ, lse and delta in registers
 //
-// Shared memory: Q [kBr][D] | dO [kBr][D] | (K, V) [kStages] each [kBc][D]. dQ leaves through Q's rows.
-// Barriers: as in the forward.
+// The structure is that of the forward (forward_rows.cuh). lse and delta are known in advance, so dQ is all that a warp
+// carries from one key tile to the next.
+//
+//   shared memory                     written by          read by
+//   Q [kBr][kD]                       all warps           each warp its rows, to compute S
+//   dO [kBr][kD]                      all warps           each warp its rows, to compute dP
+//   (K, V) [kStages], [kBc][kD]       all warps           all warps, to compute S and dQ (K) and dP (V)
+//
+// At the end dQ is staged in the rows of Q.
+//
+// Barriers: as in the forward, one __syncthreads per key tile, in the ring of K and V.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
@@ -75,7 +84,7 @@ struct BackwardDq {
         cp_async_commit();
         ring.start();
 
-        // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+        // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
         const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
         float lse[kM16][2], minus_delta[kM16][2];
 #pragma unroll
@@ -160,7 +169,7 @@ struct BackwardDq {
                 [&](int n, int kk) { return ldmatrix_x4<true>(k_columns.at(kk, n)); });
         }
 
-        // Without a key tile, Q's copy is still under way where dQ is about to be written.
+        // If there was no key tile, the copy of Q is still in flight, and dQ is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
 #pragma unroll

@@ -1,7 +1,8 @@
-// dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
+// dQ = scale * workspace, rounded and restored to rows: the last stage of `single_pass`.
 //
-// A thread takes eight columns of rows g and g + 8 of a 16-row tile: in the workspace they are the four neighbouring
-// lanes 4g .. 4g + 3 of one m16n8 tile, in dQ two 16-byte chunks.
+// A block converts one query tile of one head. A thread converts eight columns of rows g and g + 8 of a 16-row tile: in
+// the workspace these belong to the four neighbouring lanes 4g .. 4g + 3 of one m16n8 tile, in dQ they are two 16-byte
+// chunks.
 #pragma once
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
@@ -28,7 +29,7 @@ struct ConvertDq {
 
         for (int32 index = threadIdx.x; index < kBr / 2 * kChunks; index += blockDim.x) {
             const int32 n8 = index % kChunks, g = index / kChunks % 8, m16 = index / (kChunks * 8);
-            float x[4][4];  // [lane of the four][accumulator]
+            float x[4][4];  // [lane - 4g][accumulator]
 #pragma unroll
             for (int t = 0; t < 4; ++t)
 #pragma unroll

@@ -1,7 +1,8 @@
-// The fp32 workspace in which `single_pass` adds up dQ. It holds the accumulators in the order in which mma.sync leaves
-// them in registers, so that a warp's additions are contiguous: [head][query tile][16 rows][8 columns][32 lanes x 4].
-// Since sm_90 a lane adds its four in one instruction; before, the four lie a warp apart, so that each of four
-// instructions covers a full line.
+// The fp32 workspace in which `single_pass` accumulates dQ. It keeps the accumulators in the order in which mma.sync
+// leaves them in registers, so that a warp's additions are contiguous: [head][query tile][16 rows][8 columns][32 lanes
+// x 4 accumulators]. On sm_90 and newer a lane adds its four accumulators in one instruction. Older GPUs need four
+// instructions; there the four accumulators of a lane lie 32 elements apart, so that each instruction of the warp
+// covers a full 128-byte line.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -1,5 +1,5 @@
-// The forward has two main loops: a warp keeps whole rows of O while its registers hold 32 of them, and two warps share
-// them beyond.
+// The forward has two main loops. Up to head_dim 128 a warp's registers hold 32 whole rows of O (forward_rows.cuh);
+// above, two warps share these rows (forward_split.cuh).
 #pragma once
 #include "sm80/forward_rows.cuh"
 #include "sm80/forward_split.cuh"

@@ -2,12 +2,19 @@
 //
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
-// A block owns kBr query rows of one head, a warp kBr / kWarps of them (16 or 32: with 32, every right operand that
-// ldmatrix brings feeds four mma, which is what keeps shared memory from limiting). The loop runs over the key tiles
-// that the rows see, last to first, so that the masked ones (causal diagonal, ragged end) come first.
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
+//   warp    owns kBr / kWarps of these rows, 16 or 32; keeps their O in registers. With 32 rows, every right operand
+//           loaded by ldmatrix feeds four mma instructions, so that shared memory bandwidth is not the limit
 //
-// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D]. O leaves through Q's rows.
-// Barriers: one __syncthreads per key tile, in the ring of K and V.
+// Key tiles are visited from last to first, so that the masked ones (causal diagonal, partial last tile) come first.
+// The row shift is the row maximum of the tiles so far, or an earlier one while P stays small
+// (common/online_softmax.cuh).
+//
+//   shared memory                     written by          read by
+//   Q [kBr][kD]                       all warps           each warp its rows, to compute S; O is staged here at the end
+//   (K, V) [kStages], [kBc][kD]       all warps           all warps, to compute S (K) and O (V)
+//
+// Barriers: one __syncthreads per key tile, in the ring of K and V (key_ring.cuh). P stays in registers and needs none.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -94,7 +101,7 @@ struct ForwardRows {
 
             PackedFragment<Element, kBc / 8> p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-            // The first tile has no row shift to try, and masked scores are rare enough to go the plain way.
+            // The first tile has no row shift to try yet. Masked tiles are rare, so they take the general path.
             const bool try_row_shift = !masked && tile != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
@@ -127,7 +134,7 @@ struct ForwardRows {
                 [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
         }
 
-        // Without a key tile, Q's copy is still under way where O is about to be written.
+        // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
         Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);

@@ -1,15 +1,25 @@
 // FlashAttention-2 forward (Algorithm 1) on mma.sync for head dimensions above 128; see forward_rows.cuh.
 //
-// A warp's registers hold O of 16 rows only, and then every right operand read from shared memory feeds half as many
-// mma: shared memory would limit. So two warps share 32 (or 16) rows: each takes half of a tile's keys for S and P, the
-// two exchange their halves of P, and each takes half of the columns for O. Row statistics must agree, because the
-// exchanged P meet in one sum: both warps keep the old shift, or, if one of the two finds P too large, both take the
-// new one.
+// At this width a warp's registers hold O of only 16 rows. Every right operand read from shared memory would then feed
+// half as many mma instructions, and shared memory bandwidth would be the limit. So two warps share 32 (or 16) rows:
 //
-// Shared memory: Q [kBr][D] | (K, V) [kStages] each [kBc][D] | P per warp, in register order | row maxima, row sums per
-// warp.
-// Barriers: __syncthreads once per key tile, in the ring of K and V. Barrier 1 + pair: both halves of P are written,
-// and the votes on them are one; and once more where the row maxima are exchanged.
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
+//   pair    two warps own kPairRows of these rows
+//   warp    computes S and P for one half of the tile's keys, exchanges P with its partner, and accumulates one half of
+//           the columns of O over all keys of the tile
+//
+// Both warps must use the same row shift, because their halves of P enter the same sums. They keep the old shift if
+// both find P small enough, and otherwise both change to the new one.
+//
+//   shared memory                     written by           read by
+//   Q [kBr][kD]                       all warps            both warps of a pair, to compute S; O is staged here at the
+//                                                          end
+//   (K, V) [kStages], [kBc][kD]       all warps            all warps, to compute S (K) and O (V)
+//   P per warp, in register order     each warp its half   its partner, to compute O
+//   statistics [kWarps][kPairRows]    each warp its part   its partner; row maxima, and at the end row sums
+//
+// Barriers: one __syncthreads per key tile, in the ring of K and V. Named barrier 1 + pair: both halves of P are
+// written; the same barrier combines the two votes. It is used once more when row maxima are exchanged.
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -55,7 +65,7 @@ struct ForwardSplit {
     uint32 smem;
     int32 lane, pair, half;
 
-    // One of this pair's exchange slots: its own (of_half = half) or the partner's.
+    // An exchange slot of this pair: the warp's own (of_half = half) or its partner's.
     __device__ uint32 p_address(int32 of_half, int m, int kk) const {
         return smem + kP + ((((pair * 2 + of_half) * kM16 + m) * (kHalfKeys / 16) + kk) * 32 + lane) * 16;
     }
@@ -76,7 +86,7 @@ struct ForwardSplit {
         for (int m = 0; m < kM16; ++m) common::drop<Spec>(p[m], params, tile.shifted(16 * m, 0));
     }
 
-    // O += P V over one half of the tile's keys; V's lane addresses start at that half.
+    // O += P V over one half of the tile's keys. The lane addresses `v` start at that half.
     template <class FetchP>
     __device__ static void accumulate(Output (&output)[kM16], const LaneAddress<KeyTile, MatrixOrder::kRowsFirst>& v,
                                       int32 first_c16, FetchP fetch_p) {
@@ -84,7 +94,7 @@ struct ForwardSplit {
                                           [&](int n, int kk) { return ldmatrix_x4<true>(v.at(kk, first_c16 + n)); });
     }
 
-    // The row statistic of both halves, through shared memory; `meet` combines the two.
+    // Exchanges a row statistic with the partner through shared memory and combines the two values by `meet`.
     template <class Meet>
     __device__ void exchange(float (&stat)[kM16][2], Meet meet) const {
 #pragma unroll
@@ -205,7 +215,7 @@ struct ForwardSplit {
                        [&](int m, int kk) { return load_shared_operand(p_address(1 - half, m, kk)); });
         }
 
-        // Without a key tile, Q's copy is still under way where O is about to be written.
+        // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
         store(params, where, softmax, output, first_row + pair_row, pair_row);

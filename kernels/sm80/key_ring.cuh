@@ -1,4 +1,5 @@
-// The K and V tiles that a block of query rows goes through, last to first, in a ring of kStages slots.
+// A ring of kStages slots in shared memory, through which a block streams its K and V tiles, from last to first, with
+// cp.async.
 #pragma once
 #include "sm80/smem_tile.cuh"
 
@@ -14,14 +15,14 @@ struct KeyRing {
     int64 k_stride, v_stride;
     int32 seqlen_k, begin, end, thread;
 
-    // Starts the copies of the first tiles. What the caller copies and commits before has landed by the first acquire.
+    // Starts the copies of the first tiles. Copies that the caller committed before have landed by the first acquire.
     __device__ void start() const {
 #pragma unroll
         for (int s = 1; s < kStages; ++s) load(end - s);
     }
 
-    // Waits for a tile and gives its slot. Every warp of the block comes here once a tile: after the barrier no warp
-    // reads the slot of tile + 1 any more, so the copy of tile - (kStages - 1) goes there.
+    // Waits for a tile and returns its slot. All warps of the block call this once per tile. After the barrier no warp
+    // reads the slot of tile + 1 any more, so it is refilled with tile - (kStages - 1).
     __device__ uint32 acquire(int32 tile) const {
         if constexpr (kStages == 1) {
             __syncthreads();

@@ -1,4 +1,4 @@
-// acc += A B for one warp, 16 x 16 x 16 blocks at a time, operands fetched block by block.
+// acc += A B for one warp, in steps of 16 x 16 x 16. Each block of B is fetched once and used for all rows of the warp.
 #pragma once
 #include "sm80/smem_tile.cuh"
 
@@ -7,7 +7,8 @@ namespace fa2::sm80 {
 using common::PackedFragment;
 using common::QuadFragment;
 
-// fetch_a(m16, k16) and fetch_b(n16, k16) give the operands' registers; b holds two n8 halves, (0, 1) and (2, 3).
+// fetch_a(m16, k16) and fetch_b(n16, k16) return a block in registers. A block of B has two n8 halves, in registers 0,
+// 1 and 2, 3.
 template <class Element, int kK16, int kM16, int kN8, class FetchA, class FetchB>
 __device__ __forceinline__ void multiply(QuadFragment<kN8> (&acc)[kM16], FetchA fetch_a, FetchB fetch_b) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The instructions that only this family uses: cp.async, ldmatrix, mma.sync, barriers that vote.
+// Instructions that only this family uses: cp.async, ldmatrix, mma.sync, barriers with a vote.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -8,7 +8,8 @@ using common::barrier_arrive, common::barrier_sync;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 
-// 16 bytes from global to shared memory past the registers; zeros where `valid` is false (nothing is read then).
+// Starts a copy of 16 bytes from global to shared memory that bypasses registers and L1. If `valid` is false, nothing
+// is read and zeros are written.
 __device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0)
                  : "memory");
@@ -19,7 +20,7 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
 template <bool kTranspose>
 __device__ __forceinline__ OperandA ldmatrix_x4(uint32 address) {
     OperandA x;
@@ -52,18 +53,18 @@ __device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const Oper
         : "r"(a.reg[0]), "r"(a.reg[1]), "r"(a.reg[2]), "r"(a.reg[3]), "r"(b0), "r"(b1));
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it is computed here, not kept in
-// registers from before the loop.
+// Optimisation barrier: returns x as an opaque value, so that values derived from it are recomputed here instead of
+// kept in registers across the loop.
 __device__ __forceinline__ int32 computed_anew(int32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// __syncthreads for warps that reach it at different instructions: C++ wants one place for all threads, PTX counts
-// warps.
+// __syncthreads for warps that reach it at different instructions. CUDA C++ requires all threads to reach the same
+// __syncthreads; PTX only counts the warps that arrive.
 __device__ __forceinline__ void block_barrier() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-// All of the barrier's threads wait, and learn whether the predicate held for all of them.
+// A named barrier with a vote: all its threads wait, and get true if the predicate holds in all of them.
 __device__ __forceinline__ bool barrier_all(int32 id, int32 threads, bool predicate) {
     int32 all;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.and.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"

@@ -1,4 +1,5 @@
-// A tile of 16-bit elements in shared memory, its XOR swizzle, and the copies to and from global memory.
+// A tile of 16-bit elements in shared memory: its XOR swizzle, ldmatrix addresses, and copies to and from global
+// memory.
 #pragma once
 #include "common/math.cuh"
 #include "sm80/ptx.cuh"
@@ -11,22 +12,25 @@ using common::min_of;
 __host__ __device__ constexpr int lowest_set_bit(int x) { return x & -x; }
 __host__ __device__ constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
 
-// Columns that a row takes on chip: whole k-steps, and for wide heads (whose columns two warps share) whole pairs of
-// them.
+// The number of columns on chip: a multiple of a k-step of 16, and for wide heads, whose columns two warps share, of
+// two k-steps.
 __host__ __device__ constexpr int padded_head_dim(int head_dim) {
     return common::round_up(head_dim, head_dim > 128 ? 32 : 16);
 }
 
-// How the four 8x8 matrices of an ldmatrix.x4 cover a 16 x 16 block (8 rows x one 16-byte chunk each).
+// The order in which the four 8x8 matrices of an ldmatrix.x4 cover a 16 x 16 block. Each is 8 rows of one 16-byte
+// chunk.
 //   kRowsFirst    (row 0, chunk 0), (row 8, chunk 0), (row 0, chunk 1), (row 8, chunk 1)
-//                 left operand stored [m][k]; transposed: right operand stored [k][n]
+//                 for left operands stored [m][k], and transposed for right operands stored [k][n]
 //   kChunksFirst  (row 0, chunk 0), (row 0, chunk 1), (row 8, chunk 0), (row 8, chunk 1)
-//                 right operand stored [n][k]; transposed: left operand stored [k][m]
+//                 for right operands stored [n][k], and transposed for left operands stored [k][m]
 enum class MatrixOrder { kRowsFirst, kChunksFirst };
 
-// kRows x kCols elements, rows unpadded. The eight rows of an 8x8 matrix must fall into eight different 16-byte bank
-// groups. Row r starts in group r * kChunks mod 8, which takes 8 / kPeriod values, kPeriod = the power of two in
-// kChunks (at most 8); XORing log2(kPeriod) bits of the row, taken above those that already differ, spreads the rest.
+// kRows x kCols elements, without padding between rows. ldmatrix is free of bank conflicts if the eight rows of an 8x8
+// matrix fall into eight different 16-byte bank groups. Without a swizzle row r starts in group r * kChunks mod 8. This
+// takes only 8 / kPeriod different values, where kPeriod is the largest power of two that divides kChunks, at most 8.
+// The swizzle XORs the chunk with log2(kPeriod) bits of the row, taken above those that already lead to different
+// groups.
 template <int kRows_, int kCols_>
 struct SmemTile {
     static constexpr int kRows = kRows_;
@@ -43,8 +47,8 @@ struct SmemTile {
     __device__ static uint32 offset(int32 row, int32 chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
 };
 
-// This lane's ldmatrix addresses in a tile. The swizzle depends on row % 8 only, so that stepping by 16 rows or 16
-// columns is an addition of a constant to one of at most four precomputed addresses.
+// This lane's ldmatrix addresses in a tile. The swizzle depends on row % 8 only, so a step of 16 rows or 16 columns
+// adds a constant to one of at most four precomputed addresses.
 template <class Tile, MatrixOrder kOrder>
 class LaneAddress {
   public:
@@ -65,8 +69,9 @@ class LaneAddress {
     uint32 row_, chunk_;
 };
 
-// Where this thread copies: neighbouring threads take neighbouring 16-byte chunks of a row, at most eight (a 128-byte
-// line, one conflict-free write), the rest of the row in further steps.
+// The assignment of 16-byte chunks to threads in a copy. Neighbouring threads copy neighbouring chunks of a row, at
+// most eight, which are a 128-byte line and a write without bank conflicts. The rest of the row follows in further
+// steps.
 template <class Tile, int kThreads>
 struct CopyMap {
     static constexpr int kChunksPerStep = Tile::kPeriod;
@@ -77,7 +82,7 @@ struct CopyMap {
 };
 
 // Starts the copy of rows [first_row, first_row + kRows) of a (row, column) matrix into the tile. Rows past `num_rows`
-// and columns past kHeadDim arrive as zeros, so that they add nothing to any product.
+// and columns past kHeadDim become zeros, which add nothing to any product.
 template <class Tile, int kThreads, int kHeadDim, class Element>
 __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem, int64 row_stride, int32 first_row,
                                                 int32 num_rows, int32 thread) {
@@ -100,8 +105,9 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
     }
 }
 
-// A warp writes kRows16 * 16 rows of fp32 accumulators, from column 8 * first_chunk on, as 16-bit rows: through its own
-// part of a tile, then 16 bytes a lane, so that whole sectors reach the memory.
+// Rounds a warp's kRows16 * 16 rows of fp32 accumulators to 16 bits and writes them to global memory, from column
+// 8 * first_chunk on. The rows are staged in the warp's own part of a tile and leave as 16 bytes per lane, so that the
+// writes fill whole memory sectors.
 template <class Tile, int kRows16, int kHeadDim, class Element, int kN8>
 __device__ __forceinline__ void store_rows(uint32 tile, int32 tile_row, int32 first_chunk,
                                            common::QuadFragment<kN8> (&rows)[kRows16], Element* gmem, int64 row_stride,
