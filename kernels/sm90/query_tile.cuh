@@ -90,8 +90,9 @@ struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;
 };
 
-// Under a right limit only the lower groups (those with the later rows) may see the last key tiles; the others skip up
-// to `most_skipped` of them. Under a left limit no group skips: lower groups may mask their first key tiles entirely.
+// Under a right limit the last key tiles may be visible only to the lower groups (those with the later rows); the
+// others skip up to `most_skipped` of them. Under a left limit all groups end with the same key tile, and the lower
+// groups mask the keys before their own limit.
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
