@@ -51,7 +51,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& launch, char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
-        // dK and dV of a sequence without queries stay zero, as clear_backward.cu leaves them.
+        // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
         if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0))
             return;
         const BackwardMemory<Shape> memory(dynamic_smem);

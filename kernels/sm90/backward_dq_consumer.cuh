@@ -26,9 +26,9 @@
 // Therefore group g starts when group g + 1 has its first dS (kStagger); nothing synchronises them afterwards.
 //
 // At the end of a query tile a group has no next product to overlap with, and the tensor cores work for the other
-// groups. Groups do not wait for each other; a group can only delay the producer, by stages that it has not released.
-// No deadlock is possible: a group consumes K and V strictly in the order in which they are loaded, including key tiles
-// that it skips, so that no group can wait for a tile whose load another group prevents.
+// groups. Apart from their start, groups do not wait for each other; a group can only delay the producer, by stages
+// that it has not released. No deadlock is possible: a group consumes K and V strictly in the order in which they are
+// loaded, including key tiles that it skips, so that no group can wait for a tile whose load another group prevents.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
@@ -236,7 +236,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_key();
     }
 
-    // ---------------------------------------------------------------------------------------------------- the outside
+    // ------------------------------------------------------------------------------------------------ loads and stores
 
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {
@@ -300,7 +300,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         queries_.advance();
     }
 
-    float minus_lse_[2], minus_delta_[2];  // lse in base 2
+    float minus_lse_[2], minus_delta_[2];  // of this lane's two rows; lse in base 2
     Scores scores_, dp_;
     Operand ds_;
     Gradient dq_;

@@ -5,8 +5,8 @@
 // to 16 bits, are already laid out as the left operand of the second product, so P^T and dS^T stay in registers. The
 // statistics (lse, delta) belong to queries and thus to columns, and initialise the products.
 //
-// For dQ every group reads all of dS from shared memory, as [query][key] with the 128-byte swizzle; stmatrix transposes
-// it on the way there.
+// For dQ every group reads all of dS, which passes through shared memory as [query][key] with the 128-byte swizzle:
+// stmatrix transposes dS^T when it is stored.
 #pragma once
 #include "common/mask.cuh"
 #include "common/weights.cuh"
@@ -27,8 +27,8 @@ class BackwardGroup {
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
-    // True if S^T starts from -lse and dP^T from -delta. Not S^T if scores are capped, because the cap applies to the
-    // plain product; not dP^T with dropout, which scales dP before delta is subtracted.
+    // True if S^T starts from -lse, dP^T from -delta. S^T does not if the plain product must be capped or scaled first;
+    // dP^T does not with dropout, which scales dP before delta is subtracted.
     static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
@@ -39,8 +39,8 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // Runs all steps of the block. With a right limit only, the query tiles that need the mask come first, in a loop
-    // of their own. With a left limit they are at both ends, and every step tests at run time whether it needs the
+    // Runs all steps of the block. With a right limit only, the query tiles that need the mask come first and have a
+    // separate loop. With a left limit they are at both ends, and every step tests at run time whether it needs the
     // mask: with one more copy of the step the compiler would serialise its wgmmas.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
@@ -182,8 +182,8 @@ class BackwardGroup {
 
     // Adds the dQ of `issue_dq` to the workspace tile of its step. This warp's part of the tile starts at block `row16`
     // of 16 rows and block `column8` of 8 columns. `next`: the step whose dQ is added next. The workspace pointer
-    // advances from step to step, which costs the loop less than a 64-bit multiplication. It advances before its use;
-    // to advance it afterwards would have to wait until all additions have been issued.
+    // advances from step to step, which costs the loop less than a 64-bit multiplication. It advances before its use,
+    // because advancing it afterwards would wait until all additions have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {

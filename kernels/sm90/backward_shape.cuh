@@ -30,7 +30,7 @@ struct BackwardShape {
     static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
     // Statistics enter a product as a k-step. They initialise its accumulators instead where shared memory has no room
-    // (kDivided), or where wgmma leaves some of its bandwidth unused (no dQ, more than 64 columns).
+    // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);

@@ -62,7 +62,7 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
 };
 
-// Waits until the producer has written the next slot of the ring.
+// Waits until the producer has written the next slot of the ring, and returns its tile.
 template <class Memory>
 __device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPosition<kTileSlots>& tiles) {
     const uint32 slot = tiles.slot();
@@ -71,7 +71,7 @@ __device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPositi
     return {memory.tile_slot(slot), memory.empty_tile(slot)};
 }
 
-// The record of the tile's sequence.
+// The parameter record of the tile's sequence.
 template <class Spec>
 __device__ __forceinline__ decltype(auto) record_of(const Params& params, const TileInSlot& tile) {
     return common::record_of_sequence<Spec>(params, Spec::kVarlen ? tile.batch() : 0);
