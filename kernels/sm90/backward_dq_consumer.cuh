@@ -236,7 +236,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_key();
     }
 
-    // ------------------------------------------------------------------------------------------------ loads and stores
+    // ----------------------------------------------------------------------------------------------- loads and stores
 
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {

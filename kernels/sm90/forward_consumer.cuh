@@ -309,7 +309,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
     }
 
-    // --------------------------------------------------------------------------------------------------------- results
+    // -------------------------------------------------------------------------------------------------------- results
 
     // Where O is stored through Q's buffer, the buffer is released after that store instead.
     __device__ __forceinline__ void release_query() {
