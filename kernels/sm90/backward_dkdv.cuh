@@ -15,12 +15,12 @@
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] if dQ is computed |
-//   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones | barriers
+//   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) | barriers
 //
 // Barriers: a pair of mbarriers for each stage of Q and dO and each buffer of dS and P. `full` completes when TMA has
 // written all bytes and the producer the statistic (Q, dO), or when the warps that write the buffer have arrived (P);
 // `empty` when every warp that reads it has arrived. dS has a third barrier, `written`, of the warps that write it: the
-// producer waits for it, fences, and then arrives at `full`.
+// producer waits for it, fences, and then arrives at `full`. K and V, which stay, have only `full`.
 //
 // dK and dV are stored by TMA from the memory of K and V, 16 rows per warp. TMA loads columns beyond head_dim and rows
 // beyond the sequence as zeros, and does not store them.
