@@ -15,7 +15,8 @@
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
 //   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] if dQ is computed |
-//   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) | barriers
+//   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) |
+//   barriers
 //
 // Barriers: a pair of mbarriers for each stage of Q and dO and each buffer of dS and P. `full` completes when TMA has
 // written all bytes and the producer the statistic (Q, dO), or when the warps that write the buffer have arrived (P);
