@@ -1,4 +1,4 @@
-// single_pass: the kernel of dK and dV, which adds up dQ on the way.
+// The kernel of `single_pass`: dK and dV, and the same pass adds up dQ with atomics.
 #pragma once
 #include "sm90/backward_dkdv.cuh"
 

@@ -1,18 +1,20 @@
-// Beyond head_dim 128 a warp group's registers hold dK or dV of 64 keys, not both: two groups divide the work on a key
-// tile between them.
+// Consumer warp groups of the backward beyond head_dim 128. The registers of a group hold dK or dV of 64 keys, not
+// both, so two groups divide the work on one key tile:
 //
 //   probability group                                     derivative group
-//   S^T(j) = K Q^T - lse / scale          Q, half empty   dP^T(j) = V dO^T - delta              dO, half empty
+//   S^T(j) = K Q^T - lse / scale          (release Q)     dP^T(j) = V dO^T - delta              (release dO)
 //   P^T(j) = 2^S^T, to the other group
 //                                                         dS^T(j) = P^T o dP^T, to shared memory
 //   its columns of dQ(j - 1) = dS K                       its columns of dQ(j - 1) = dS K
-//   dV += P^T dO                          dO empty        dK += dS^T Q                          Q empty
+//   dV += P^T dO                          (release dO)    dK += dS^T Q                          (release Q)
 //
-// The halves are the same products of the same sizes. P^T crosses in register order, a warp to its counterpart without
-// bank conflicts, as float16 whatever the element type: P is in [0, 1], where that keeps eleven bits.
+// Both groups multiply matrices of the same sizes, and a stage of Q or dO is empty when both have released it. P^T
+// passes from each warp to its counterpart in register order, without bank conflicts, and as float16 for any element
+// type: P is in [0, 1], where float16 keeps eleven significant bits.
 //
-// A product and its registers at a time: dQ is issued when S^T or dP^T is rounded, and added to the workspace while dV
-// or dK is multiplied. Groups are naturally apart, since one waits for the other's P.
+// Registers hold the gradient and the accumulators of one other product at a time: dQ is issued after S^T or dP^T has
+// been rounded, and added to the workspace while dV or dK is in flight. The groups run out of phase by themselves,
+// since one waits for P of the other.
 #pragma once
 #include "sm90/backward_group.cuh"
 
@@ -31,7 +33,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
-    // Two panels of dQ for the one, the rest for the other, which has the exponentials.
+    // The derivative group computes the first two panels of dQ, the probability group, which also has the exponentials,
+    // the remaining columns.
     static constexpr int kDqPanel = kProbability ? 2 : 0, kDqColumn8 = kDqPanel * (kPanelColumns / 8);
     static constexpr int kDqWidth = kProbability ? Shape::kD - 2 * kPanelColumns : 2 * kPanelColumns;
     using Dq = QuadFragment<kDqWidth / 8>;
@@ -60,7 +63,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             Base::add_dq(dq, warp_, kDqColumn8, {});
         }
         pin(gradient_);
-        // Each reads what the other writes to. Without dQ K has been read when P is there, and V when P is taken.
+        // Each group stores its gradient over an operand of the other (dV over V, dK over K), so the other must have
+        // finished reading. Without dQ, the last read of K precedes full_p, for which the derivative group has waited,
+        // and the last read of V precedes empty_p, for which the probability group waits here.
         if constexpr (kWithDq) {
             Base::wait_for_last_dq();
         } else if constexpr (kProbability) {
@@ -90,7 +95,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         Base::template issue_scores<kFromStatistic>(scores, own_operand_, scores_operand_ + offset, statistic);
         wgmma_wait<0>();
         pin(scores);
-        // A statistic that the product has not started from is read with P or dS.
+        // If the product does not start from the statistic, it is read later, with P or dS: the stage is released then.
         constexpr bool kReadsStatistic = !(kProbability ? Base::kFromLse : Base::kFromDelta);
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;

@@ -1,28 +1,30 @@
-// FlashAttention backward by key tiles on wgmma and TMA (Hopper): dK and dV of a key tile, and, for `single_pass`, the
-// tile's share of dQ added to an fp32 workspace.
+// FlashAttention backward on wgmma and TMA (Hopper): blocks own key tiles and compute their dK and dV; for
+// `single_pass` they also add the key tile's contribution to dQ to an fp32 workspace.
 //
 //   S^T = K Q^T          P^T = exp(scale S^T - lse)       dV = P^T dO
 //   dP^T = V dO^T        dS^T = P^T o (dP^T - delta)      dK = scale dS^T Q       dQ = scale dS K
 //
-// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads of the group, so that dK and
-// dV are summed in registers in a fixed order. Its warp groups:
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads that share it, so that dK and
+// dV are summed in registers in a fixed order. Warp groups of a block:
 //
-//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one passes dS on; most registers
-//           are given away
-//   1, 2    consumers. Up to head_dim 128 each has 64 of 128 keys (backward_keys.cuh); beyond, dV and dK of 64 keys are
-//           all that the registers of one group each hold (backward_divided.cuh)
+//   0       producer: one thread loads tiles by TMA, two warps prepare lse and delta, one thread fences dS; the group
+//           releases most of its registers
+//   1, 2    consumers. Up to head_dim 128 each owns 64 of 128 keys (backward_keys.cuh). Beyond, the registers of a
+//           group hold only one gradient of 64 keys: one group computes dV, the other dK (backward_divided.cuh)
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
-//   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] with dQ |
-//   P [2] in register order, divided | -lse / scale, -delta [kStages][kBr] | ones | barriers
+//   K [kBc][D] | V [kBc][D] | Q [kStages][kBr][D] | dO [kStages][kBr][D] | dS [2][kBr][kBc] if dQ is computed |
+//   P [2] in register order, beyond head_dim 128 | -lse / scale, -delta [kStages][kBr] | ones (statistic.cuh) |
+//   barriers
 //
-// Barriers, a pair for each stage of Q and dO and each buffer of dS and P: `full` completes when TMA has brought all
-// bytes and the statistic is written (when all writers' warps have written), `empty` when each reading warp has said
-// that it is through. dS is `written` before it is `full`.
+// Barriers: a pair of mbarriers for each stage of Q and dO and each buffer of dS and P. `full` completes when TMA has
+// written all bytes and the producer the statistic (Q, dO), or when the warps that write the buffer have arrived (P);
+// `empty` when every warp that reads it has arrived. dS has a third barrier, `written`, of the warps that write it: the
+// producer waits for it, fences, and then arrives at `full`. K and V, which stay, have only `full`.
 //
-// dK and dV leave through the rows of K and V, 16 a warp, by TMA. Columns past head_dim and rows past the sequences
-// arrive as zeros, and are not written where gradients go.
+// dK and dV are stored by TMA from the memory of K and V, 16 rows per warp. TMA loads columns beyond head_dim and rows
+// beyond the sequence as zeros, and does not store them.
 #pragma once
 #include "sm90/backward_divided.cuh"
 #include "sm90/backward_keys.cuh"
@@ -50,7 +52,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& launch, char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
-        // Keys that no query sees keep the zeros that their gradients are cleared with.
+        // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
         if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0))
             return;
         const BackwardMemory<Shape> memory(dynamic_smem);

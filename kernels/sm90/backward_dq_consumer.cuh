@@ -1,32 +1,34 @@
 // The dQ kernel's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to dQ in memory.
 //
-// Products are queued so that the tensor cores have work while the group exponentiates. From the dS of the present key
-// tile to that of the next there are two orders, by kScoresFirst:
+// The software pipeline keeps the tensor cores busy while the group computes exponentials. There are two orders from
+// dS of the present key tile to dS of the next one:
+//
+//   kScoresFirst                                    !kScoresFirst
 //
 //   issue   S = Q K(next)^T                         issue   dQ += dS(present) K(present)
 //           dQ += dS(present) K(present)                    S = Q K(next)^T
-//   wait    S                                       wait    dQ            -> K's stage is empty
+//   wait    S                                       wait    dQ            -> release K's stage
 //                                                   wait    S
 //   issue   dP = dO V(next)^T                       issue   dP = dO V(next)^T
 //           P = 2^(S - lse)                                 P = 2^(S - lse)
-//   wait    dQ            -> K's stage is empty
-//   wait    dP            -> V's stage is empty     wait    dP            -> V's stage is empty
+//   wait    dQ            -> release K's stage
+//   wait    dP            -> release V's stage      wait    dP            -> release V's stage
 //           dS = P o (dP - delta)                           dS = P o (dP - delta)
 //
-// The first leaves no gap between dQ and dP, but holds dS while it gathers dP, in registers of their own, and needs a
-// stage of K more: it hands K back late, and wants the next one at once. The second makes do with two stages.
+// kScoresFirst leaves no gap between dQ and dP, but needs separate registers for dS and dP, which are live at the same
+// time, and a third stage of K: it releases K late and needs the next K at once. The other order works with two stages.
 //
 // S is waited for before dP is issued because a warp can be only a few wgmmas ahead of the tensor cores: the compiler
-// spreads the exponentials among those of dP. Nothing is under way where the loop closes: products that are waited for
-// in the next turn would be serialised.
+// interleaves the exponentials with the wgmmas of dP. No product is in flight across the loop's back edge: the compiler
+// would serialise products that are waited for in the next iteration.
 //
-// Groups that start together would compute their exponentials together, too, and the tensor cores would wait: each
-// starts when the one above it has its first dS (kStagger). From there on nothing keeps them in step.
+// Groups that start together would compute their exponentials at the same time, and leave the tensor cores idle.
+// Therefore group g starts when group g + 1 has its first dS (kStagger); nothing synchronises them afterwards.
 //
-// At the end of a query tile the group is on its own, and its tensor core time goes to the other groups. These are all
-// free of each other: what a group holds up is the producer, and that only by the stages that it has not released. It
-// takes K and V strictly in the order in which they are loaded, key tiles that it passes over included, so that no
-// group can wait for what another one keeps from being loaded.
+// At the end of a query tile a group has no next product to overlap with, and the tensor cores work for the other
+// groups. Apart from their start, groups do not wait for each other; a group can only delay the producer, by stages
+// that it has not released. No deadlock is possible: a group consumes K and V strictly in the order in which they are
+// loaded, including key tiles that it skips, so that no group can wait for a tile whose load another group prevents.
 #pragma once
 #include "common/dbias.cuh"
 #include "common/mask.cuh"
@@ -39,8 +41,8 @@
 
 namespace fa2::sm90 {
 
-// Terms of the head and saved scores are bases: empty members would still take space. In the rings, keys_ is the
-// position of the present key tile, values_ that of the next one, and queries_ that of Q and of dO.
+// HeadTerms and SavedScores are base classes so that they take no space when empty (empty-base optimisation). Ring
+// positions: keys_ of the present key tile's K, values_ of the next key tile's V, queries_ of both Q and dO.
 template <class Spec>
 class BackwardDqConsumer : common::HeadTerms<Spec>,
                            common::SavedScores<Spec, QuadFragment<Spec::kBc / 8>>,
@@ -56,7 +58,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
-    // Of three groups, the middle one may pass over key tiles whose stages the one that waits for it has not emptied.
+    // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
+    // first one, which waits for it, has not released.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
     static constexpr int kStartBarrier = Base::kOwnBarrier;
 
@@ -72,7 +75,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) {  // no index of this block has a tile
+        if (Spec::kVarlen && tile.key_tiles() == 0) {  // all indices of this block are unused
             if (kStagger && group_ > 0) barrier_arrive(kStartBarrier + group_ - 1, 2 * kGroupThreads);
             return;
         }
@@ -111,7 +114,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
   private:
     // ---------------------------------------------------------------------------------------------------------- steps
 
-    // A tile's first key tile, up to its dS.
+    // Computes dS of the query tile's first key tile.
     __device__ __forceinline__ void first_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                bool masked) {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
@@ -125,7 +128,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         finish_ds(tile, keys, block);
     }
 
-    // From the dS of the present key tile to that of the next, `block`.
+    // From dS of the present key tile to dS of the next one, `block`.
     template <bool kMasked>
     __device__ __forceinline__ void step(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         if constexpr (Shape::kScoresFirst) {
@@ -147,7 +150,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         finish_ds(tile, keys, block);
     }
 
-    // P, or what weighs dP, where S was.
+    // Replaces S by P, or by the factor of dP - delta (common/weights.cuh).
     __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
@@ -203,7 +206,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         multiply_rows(dp_, memory_.dout(queries_.slot()), memory_.value(values_.slot()));
     }
 
-    // x = the group's rows times those of a key tile, over all columns.
+    // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
         uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
         if constexpr (kD > 192) rows = as_if_new(rows);
@@ -233,7 +236,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_key();
     }
 
-    // ---------------------------------------------------------------------------------------------------- the outside
+    // ----------------------------------------------------------------------------------------------- loads and stores
 
     __device__ __forceinline__ void skip(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {
@@ -251,7 +254,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
 
-    // A row past the end or without a visible key gets an lse of +inf: its P is zero.
+    // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
@@ -270,8 +273,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         }
     }
 
-    // dQ of this warp's 16 rows, by a box per panel in shared memory, which the warp alone stores while it goes on.
-    // With that it is through with the tile's slot, too.
+    // Stores dQ of this warp's 16 rows. Each warp stores its own boxes by TMA, asynchronously and independently of the
+    // other warps. It does not read the tile's slot afterwards, and releases it.
     __device__ __forceinline__ void store(const TileInSlot& tile) {
         const auto box = output_box(memory_.dout(queries_.slot()));
 #pragma unroll
@@ -297,7 +300,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         queries_.advance();
     }
 
-    float minus_lse_[2], minus_delta_[2];  // lse in base 2
+    float minus_lse_[2], minus_delta_[2];  // of this lane's two rows; lse in base 2
     Scores scores_, dp_;
     Operand ds_;
     Gradient dq_;

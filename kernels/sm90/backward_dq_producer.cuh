@@ -1,4 +1,4 @@
-// The dQ kernel's producer: one thread that keeps Q, dO, K and V coming, in the order in which the consumers use them.
+// The dQ kernel's producer: one thread loads Q, dO, K and V in the order in which the consumers use them.
 #pragma once
 #include "sm90/backward_dq_shape.cuh"
 #include "sm90/query_tile_producer.cuh"
@@ -16,14 +16,14 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
   public:
     __device__ BackwardDqProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
 
-    // Q and dO are in step: `queries_` is the position in the ring of either.
+    // `queries_` is the ring position of both Q and dO, which advance together.
     __device__ void run() {
         int32 index = blockIdx.x;
         while (true) {
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            index = next_index(params_, index);  // under way during this tile
+            index = next_index(params_, index);  // the atomic's latency overlaps with this tile
             load_queries(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
                          memory_.empty_query(queries_.slot()), tile);
             load_key(tile, tile.key_tiles - 1);

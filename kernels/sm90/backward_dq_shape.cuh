@@ -1,4 +1,4 @@
-// What the two roles of the dQ kernel agree on, besides what all kernels by query tiles do.
+// Sizes of the dQ kernel: what it adds to query_tile_shape.cuh.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
 
@@ -10,22 +10,22 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
     using Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
-    // What a block can have; the system takes 1024 bytes for each.
+    // Shared memory available to a block; the system reserves 1024 bytes for each block.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
-    // One stage of V instead of two only where two do not fit.
+    // V is released earlier than K and has one stage less; with two stages of K, V gets two as well if they fit.
     static constexpr bool kTwoAndTwo = kStages == 2 && kFixedBytes + 4 * kKeyBytes + 2 * kQueryBytes <= kMostBytes;
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
     static constexpr int kBesidesQueries = kFixedBytes + (kStages + kValueStages) * kKeyBytes;
-    // dQ has a buffer of its own if it fits, else it leaves through dO's; with what is left Q and dO are loaded a tile
-    // ahead.
+    // dQ has its own buffer if that fits; else it is stored through dO's buffer. If second buffers of Q and dO fit,
+    // too, they are loaded one query tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMostBytes;
     static constexpr int kQueryBuffers = kBesidesQueries + 5 * kQueryBytes <= kMostBytes ? 2 : 1;
     static constexpr int kSharedBytes = kBesidesQueries + (2 * kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
-    // The order of the products, see the consumer. The first one's dP is computed while dQ still takes in the dS of the
-    // key tile before: registers hold all four at a time, and what else the loop needs, which is the most where it has
-    // a masked copy and many k-steps.
+    // The order of the products (backward_dq_consumer.cuh). With kScoresFirst, dP is computed while dS K of the
+    // previous key tile is in flight: registers hold dQ, S, dP and dS at the same time. The rest of the loop takes
+    // kBesidesTiles registers, the most where the loop has a masked copy and many k-steps.
     static constexpr int kBesidesTiles = common::kRightLimit<Spec> && kD > 128 ? 60 : 28;
     static constexpr bool kScoresFirst =
         kStages > 2 && kD / 2 + 2 * (kBc / 2) + kBc / 4 + kBesidesTiles <= kConsumerRegisters;

@@ -1,11 +1,12 @@
-// What the multiplying warp groups of the backward have in common, whether a group computes dK and dV of 64 keys
-// (backward_keys.cuh) or one of them (backward_divided.cuh).
+// Base of the consumer warp groups of the backward by key tiles: a group computes dK and dV of 64 keys
+// (backward_keys.cuh), or one of the two (backward_divided.cuh).
 //
-// Scores are taken transposed, keys by queries: an accumulator of S^T or dP^T, rounded, is the left operand of the
-// second product without leaving its registers. Statistics, which belong to queries, then belong to columns, and a
-// product starts from them.
+// Scores are computed transposed, keys by queries: the accumulators of S^T, and dS^T made from those of dP^T, rounded
+// to 16 bits, are already laid out as the left operand of the second product, so P^T and dS^T stay in registers. The
+// statistics (lse, delta) belong to queries and thus to columns, and initialise the products.
 //
-// dS crosses to all groups for dQ, as [query][key], 128-byte swizzled: transposed on the way by stmatrix.
+// For dQ every group reads all of dS, which passes through shared memory as [query][key] with the 128-byte swizzle:
+// stmatrix transposes dS^T when it is stored.
 #pragma once
 #include "common/mask.cuh"
 #include "common/weights.cuh"
@@ -20,13 +21,14 @@ class BackwardGroup {
     using Memory = BackwardMemory<Shape>;
     using Element = typename Spec::Element;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kStages = Shape::kStages;
-    static constexpr int kStoreBarrier = 1, kStartBarrier = 3;  // the first has one for each group
+    static constexpr int kStoreBarrier = 1, kStartBarrier = 3;  // named barriers: one per group to store, one for both
 
     using Scores = QuadFragment<kBr / 8>;
     using Rounded = PackedFragment<Element, kBr / 8>;
     using Gradient = QuadFragment<kD / 8>;
     using Workspace = DqWorkspace<kBr, kD>;
-    // Where scores are capped, P is not what a product from the statistic on would leave; with dropout, neither is dS.
+    // True if S^T starts from -lse, dP^T from -delta. S^T does not if the plain product must be capped or scaled first;
+    // dP^T does not with dropout, which scales dP before delta is subtracted.
     static constexpr bool kFromLse = common::kProductsFromLse<Spec>, kFromDelta = common::kProductsFromDelta<Spec>;
 
     __device__ BackwardGroup(const Params& params, const Params& maps, const Memory& memory)
@@ -37,8 +39,9 @@ class BackwardGroup {
           lane_(threadIdx.x % 32),
           own_(key_tile<Spec>(params)) {}
 
-    // All steps of the block: under a right limit alone, tiles that it cuts come first. With a left limit, too, each
-    // step looks whether it needs the mask: one more copy of the code would be serialised.
+    // Runs all steps of the block. With a right limit only, the query tiles that need the mask come first and have a
+    // separate loop. With a left limit they are at both ends, and every step tests at run time whether it needs the
+    // mask: with one more copy of the step the compiler would serialise its wgmmas.
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
@@ -62,7 +65,7 @@ class BackwardGroup {
                (!common::kLeftLimit<Spec> || step.tile < own_.tiles.full_begin || step.tile >= own_.tiles.full_end);
     }
 
-    // Every column of x is its query's statistic.
+    // Sets every element of x to the statistic of its column's query.
     __device__ __forceinline__ void start_from(Scores& x, uint32 statistic) const {
 #pragma unroll
         for (int n = 0; n < kBr / 8; n += 2) {
@@ -76,12 +79,13 @@ class BackwardGroup {
         }
     }
 
-    // A query's statistic, for the column j of this lane.
+    // The statistic of the query in this lane's accumulator column j.
     __device__ __forceinline__ float statistic_of(uint32 statistic, int j) const {
         return load_shared<float>(statistic + lane_ % 4 * 16 + j / 4 * 64 + j / 2 % 2 * 8 + j % 2 * 4);
     }
 
-    // x = (64 rows of K or V) (Q or dO)^T + the statistic of each column, if it starts from that: first this, ...
+    // x = (64 rows of K or V) (Q or dO)^T, plus the statistic of each column with kFromStatistic. `start_scores`
+    // initialises the accumulators (if the statistic is no k-step), `issue_scores` issues the product.
     template <bool kFromStatistic>
     __device__ __forceinline__ void start_scores(Scores& x, uint32 statistic) const {
         if constexpr (!kFromStatistic)
@@ -89,7 +93,6 @@ class BackwardGroup {
         else if constexpr (!Shape::kStatisticsAsStep)
             start_from(x, statistic);
     }
-    // ... then this.
     template <bool kFromStatistic>
     __device__ __forceinline__ void issue_scores(Scores& x, uint64 keys, uint64 queries, uint32 statistic) const {
         constexpr bool kAsStep = kFromStatistic && Shape::kStatisticsAsStep;
@@ -105,7 +108,7 @@ class BackwardGroup {
         pin(x);
     }
 
-    // x += p (dO or Q).
+    // Issues x += p (dO or Q).
     __device__ __forceinline__ static void issue_gradient(Gradient& x, Rounded& p, uint64 queries) {
         pin(x);
         pin(p);
@@ -116,7 +119,7 @@ class BackwardGroup {
         pin(x);
     }
 
-    // P^T from what the product has left. 2^-inf is zero: so are rows without a visible key, and what the mask covers.
+    // Replaces S^T - lse / scale by P^T. Masked elements and queries without a visible key have -inf, and thus P = 0.
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if (needs_mask<kMasked>(step)) {
@@ -133,7 +136,7 @@ class BackwardGroup {
         return common::head_terms<Spec>(params_, own_.batch, step.head);
     }
 
-    // P^T for dV, rounded, and what weighs dP^T, where the product was.
+    // Replaces S^T by the factor of dP^T - delta, and writes P^T for dV, rounded, to `p` (common/weights.cuh).
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
@@ -143,7 +146,7 @@ class BackwardGroup {
             [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, terms);
     }
 
-    // This warp's 16 keys of dS, in the panel of the group's 64.
+    // Writes this warp's 16 keys of dS to the panel of its group's 64 keys, transposed.
     __device__ __forceinline__ void store_ds(const Rounded& ds, int32 panel_index) {
         const uint32 buffer = written_.slot(), panel = memory_.ds(buffer) + panel_index * Shape::kDsPanelBytes;
         mbarrier_wait(memory_.empty_ds(buffer), written_.parity() ^ 1);
@@ -156,8 +159,8 @@ class BackwardGroup {
         written_.advance();
     }
 
-    // dQ of the step whose dS was written before the last, when all of that is there: of what `keys` (of K, summing
-    // over rows) and `ds` say.
+    // Issues dQ of the oldest dS tile not yet read (the previous step's in the loop, the last one after it) once that
+    // tile is complete. `keys`: MN-major descriptor of K. `ds`: descriptor of dS buffer 0.
     template <int kN8>
     __device__ __forceinline__ void issue_dq(QuadFragment<kN8>& dq, uint64 keys, uint64 ds) const {
         const uint32 buffer = read_.slot();
@@ -177,16 +180,17 @@ class BackwardGroup {
         pin(dq);
     }
 
-    // Adds it to the workspace of that step, whose part from 16 rows and 8 columns of the tile on is this warp's. What
-    // is added next is of the step `next`: a pointer that walks costs the loop less than a multiplication of 64 bits.
-    // It walks before it is used. To change it after that would wait for all additions to have been issued.
+    // Adds the dQ of `issue_dq` to the workspace tile of its step. This warp's part of the tile starts at block `row16`
+    // of 16 rows and block `column8` of 8 columns. `next`: the step whose dQ is added next. The workspace pointer
+    // advances from step to step, which costs the loop less than a 64-bit multiplication. It advances before its use,
+    // because advancing it afterwards would wait until all additions have been issued.
     template <int kN8>
     __device__ __forceinline__ void add_dq(const QuadFragment<kN8>& dq, int32 row16, int32 column8,
                                            const QueryStep& next) {
         arrive(memory_.empty_ds(read_.slot()));
         read_.advance();
         workspace_ += static_cast<int64>(tiles_to_walk_) * Workspace::kTileElements;
-        // Where K is transposed, a panel of it may be wider than its columns.
+        // In dQ^T = K^T dS^T, rows are columns of K: those of a panel may exceed kD.
         constexpr bool kAllRows = !Workspace::kTransposed || kD == 2 * kPanelColumns;
         if (kAllRows || row16 < Workspace::kRows / 16) {
 #pragma unroll
@@ -194,23 +198,23 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        // Past the tiles that see no key of this block.
+        // At a head change, skip the query tiles outside this key tile's range.
         tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
     }
 
-    // Warps speak with one lane, when all have done what it says.
+    // Lane 0 arrives for its warp; the warp must have converged.
     __device__ __forceinline__ void arrive(uint32 barrier) const {
         if (lane_ == 0) mbarrier_arrive(barrier);
     }
 
-    // Until all warps have multiplied for the last time: then no warp reads K or V any more.
+    // Waits until all warps have completed their last dQ; after it no warp reads K or V.
     __device__ __forceinline__ void wait_for_last_dq() const {
         const auto last = read_.previous();
         mbarrier_wait(memory_.empty_ds(last.slot()), last.parity());
     }
 
-    // Where this lane adds dQ of the first step. The record has a workspace where there is dQ only, so that its type is
-    // left open.
+    // Sets the workspace pointer to this lane's part of the first step's dQ. `params` is of a template type because the
+    // record has a workspace only in kernels that compute dQ.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
         const int64 first =
@@ -220,13 +224,14 @@ class BackwardGroup {
                      Workspace::offset(row16, column8, lane_);
     }
 
-    // Of a head in the workspace, whether they are seen here or not.
+    // Query tiles of a head in the workspace, including those outside this key tile's range.
     __device__ __forceinline__ int32 query_tiles() const {
         if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
         return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
-    // 16 rows of a gradient leave by way of rows of K or V, of which this warp takes those from `row` on.
+    // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`
+    // on.
     __device__ __forceinline__ void store_gradient(const Gradient& x, float scale, const TensorMap& map, uint32 smem,
                                                    int32 row) const {
         const uint32 box = smem + row * kPanelRowBytes, lane_row = lane_ % 16;
@@ -252,12 +257,12 @@ class BackwardGroup {
         }
     }
 
-    const Params &params_, &maps_;  // of the sequence; as launched, where TMA finds its maps
+    const Params &params_, &maps_;  // the sequence's record; the kernel's parameter, where TMA reads its maps
     const Memory memory_;
     const int32 warp_, lane_;
     const KeyTile<Spec> own_;
-    RingPosition<2> written_, read_;  // of dS
-    float* workspace_ = nullptr;      // of the step whose dQ was added last
+    RingPosition<2> written_, read_;  // in the ring of dS buffers
+    float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;
 };
 

@@ -1,27 +1,32 @@
-// A warp group that computes dK and dV of its 64 keys; two of them share a key tile. Which wait of wgmma comes where:
+// A consumer warp group that computes dK and dV of its 64 keys; two of them share a key tile. The software pipeline of
+// query tile j:
 //
 //   issue   S^T(j) = K Q^T - lse / scale
 //   wait    S^T
 //   issue   dP^T(j) = V dO^T - delta           P^T(j) = 2^S^T, rounded
 //   issue   dV += P^T dO
-//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded, and to shared memory
-//   issue   dQ(j - 1) = dS K, of the query tile before
-//   wait    dV                                 dO is empty
+//   wait    dP^T                               dS^T(j) = P^T o dP^T, rounded, written to shared memory
+//   issue   dQ(j - 1) = dS K                   (previous query tile)
+//   wait    dV                                 release dO(j)
 //   issue   dK += dS^T Q
-//   wait    dQ                                 dS(j - 1) is empty; dQ is added to the workspace
-//   wait    dK                                 Q is empty
+//   wait    dQ                                 release dS(j - 1); add dQ to the workspace
+//   wait    dK                                 release Q(j)
 //
-// Measured on an H100, with a prototype of this loop: a warp can issue only a few wgmmas ahead. S^T is waited for
-// before dP^T is issued, because the compiler then spreads these issues between the exponentials; issuing dV before the
-// wait for dP^T keeps all exponentials there. That dQ lags a tile behind leaves the groups free to run apart, one
-// exponentiating while another multiplies; they start a product apart. No product is in flight across the back edge of
-// a loop: the compiler would serialise them.
+// Reasons for this order, measured on an H100 with a prototype of this loop:
+//
+//   - A warp can issue only a few wgmmas ahead. S^T is waited for before dP^T is issued, because the compiler then
+//     interleaves the wgmmas of dP^T with the exponentials. dV is issued before the wait for dP^T, because this keeps
+//     all exponentials before that wait.
+//   - dQ lags one tile behind, so that the groups can run out of phase: one computes exponentials while the other
+//     multiplies. They start one product apart (kStartBarrier).
+//   - No product is in flight across the loop's back edge: the compiler would serialise the wgmmas.
 #pragma once
 #include "sm90/backward_group.cuh"
 
 namespace fa2::sm90 {
 
-// The group is a parameter: a copy of the code for each has fixed operands, which is worth 1 to 4 %.
+// The group index is a template parameter: with a copy of the code for each group, the offsets of its operands are
+// constants, which gains 1 to 4 %.
 template <class Spec, class Shape, int kGroup>
 class BackwardKeys : BackwardGroup<Spec, Shape> {
     using Base = BackwardGroup<Spec, Shape>;
@@ -34,10 +39,10 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     static constexpr bool kWithDq = Shape::kWithDq;
     friend Base;
 
-    // dQ of a group: 64 rows (of a query tile; of columns, where transposed) by so many columns.
+    // A group's part of dQ: 64 accumulator rows (queries; columns of dQ if it is transposed) by kDqWidth columns.
     static constexpr int kDqWidth = Shape::kDqTransposed ? kBr : min_of(kD, kPanelColumns);
     using Dq = QuadFragment<kDqWidth / 8>;
-    // What makes a descriptor of Q, dO or K sum over rows.
+    // The leading dimension that turns a K-major descriptor of Q or dO into an MN-major one.
     static constexpr uint64 kQueryRows = static_cast<uint64>(Shape::kQueryPanelBytes / 16) << 16;
 
   public:
@@ -67,7 +72,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         }
         pin(dk_);
         pin(dv_);
-        // With dQ every group reads all of K.
+        // The gradients overwrite K and V. With dQ, the other group, too, reads this group's rows of K.
         if constexpr (kWithDq)
             Base::wait_for_last_dq();
         else
@@ -150,7 +155,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     __device__ __forceinline__ void add_dq(const Dq& dq, const QueryStep& next) {
         Base::add_dq(dq, dq_row16(), kDqColumn8, next);
     }
-    // By rows, or the columns of a panel each, which transposed are rows, too.
+    // The groups split dQ by accumulator rows (queries; columns of dQ if it is transposed), or else (kDqAcross) by
+    // panels of columns.
     static constexpr bool kDqAcross = !Shape::kDqByRows && !Shape::kDqTransposed;
     static constexpr int kDqColumn8 = kDqAcross ? kGroup * 8 : 0;
     __device__ __forceinline__ int32 dq_row16() const { return (kDqAcross ? 0 : kGroup * 4) + warp_; }

@@ -1,14 +1,16 @@
-// The producer of the backward by key tiles. Its first warp loads K and V once, and Q and dO of one query tile after
-// the other by TMA. The next two prepare what the products of that tile start from: one -lse / scale, one -delta. The
-// last makes dS, which the multiplying groups write, visible to wgmma.
+// The producer warp group of the backward by key tiles. Jobs of its warps:
+//
+//   0       one thread loads K and V once, and then Q and dO of one query tile after the other, by TMA
+//   1, 2    prepare the statistics from which a query tile's products start: -lse / scale (warp 1), -delta (warp 2)
+//   3       one thread makes dS, which the consumers write, visible to wgmma
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
 //
-// Where features change scores, products start from zero, and the first is -lse in base 2.
+// Where features change the scores so that S^T cannot start from it, the first statistic is -lse in base 2 instead.
 //
-// A row without a visible key, or past the end, gets -infinity in place of the first: whatever Q holds there, its P is
-// zero. In shared memory they are k-steps (statistic.cuh), or a lane's numbers of 16 queries, which are those of
-// columns 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), lie together.
+// The first statistic of a row without a visible key, or beyond the sequence, is -infinity, so that its P is zero
+// whatever Q holds there. In shared memory statistics are k-steps (statistic.cuh), or fp32 in groups of 16 queries; the
+// four that a lane needs, of accumulator columns 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4), are then contiguous.
 #pragma once
 #include "common/score_mod.cuh"
 #include "common/statistics.cuh"
@@ -81,8 +83,8 @@ class BackwardProducer {
                               step.head, own_.batch);
     }
 
-    // A fence waits for all that its thread has sent to memory. The groups have their additions to dQ on the way, for
-    // most of a step, so that another thread fences what they write.
+    // A fence waits for all outstanding memory operations of its thread. Consumer threads have atomic additions to dQ
+    // in flight for most of a step, so a thread of the producer fences the dS that they write.
     __device__ void pass_ds_on() const {
         RingPosition<2> ring;
 #pragma unroll 1
@@ -94,7 +96,7 @@ class BackwardProducer {
         }
     }
 
-    // The numbers of the next tile are on the way from memory while the warp waits for the buffer.
+    // The loads of the next tile's statistics are in flight while the warp waits for the stage to be released.
     template <bool kLse>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
@@ -141,13 +143,13 @@ class BackwardProducer {
         }
     }
 
-    // The i-th of four queries of a lane.
+    // The i-th of the four queries whose statistics a lane prepares.
     template <bool kLse>
     __device__ static int32 query_of(int32 lane, int i) {
         return kAsStep<kLse> ? 32 * i + lane : lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
     }
 
-    const Params &params_, &maps_;  // of the sequence; as launched, where TMA finds its maps
+    const Params &params_, &maps_;  // the sequence's record; the kernel's parameter, where TMA reads its maps
     const Memory memory_;
     const KeyTile<Spec> own_;
 };

@@ -1,4 +1,4 @@
-// What the roles of the backward by key tiles agree on: sizes, the shared-memory map, the barriers, the order of steps.
+// Sizes, shared-memory map, barriers and order of steps that producer and consumers of the backward by key tiles share.
 #pragma once
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
@@ -13,12 +13,12 @@ struct BackwardShape {
     static constexpr bool kWithDq = kDq;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
-    // Up to here a group's registers hold dK and dV of 64 keys; beyond, one of them.
+    // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
     static constexpr bool kDivided = kD > 128;
-    static constexpr int kGroups = 2;  // that multiply
+    static constexpr int kGroups = 2;  // consumer warp groups
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
-    // dQ is shared by columns, or by rows where there are too few columns.
+    // The groups split dQ by columns, or by rows if there is only one panel of columns.
     static constexpr bool kDqByRows = kD <= kPanelColumns;
     static constexpr bool kDqTransposed = DqWorkspace<kBr, kD>::kTransposed;
     static_assert(!kDq || kBr == kGroupRows || (kDqByRows ? kBr == 2 * kGroupRows : kDqTransposed && !kDivided));
@@ -26,11 +26,11 @@ struct BackwardShape {
     // -------------------------------------------------------------------------------------------------- shared memory
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;
-    static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // of 64 keys
+    static constexpr int kDsPanelBytes = kBr * kPanelRowBytes;  // a panel has 64 keys
     static constexpr int kDsBytes = kDq ? kBc / kGroupRows * kDsPanelBytes : 0;
     static constexpr int kPBytes = kDivided ? kBr * kBc * 2 : 0;
-    // Statistics as k-steps; or as what accumulators are loaded with, where shared memory is full (divided) or wgmma
-    // does not need all that it delivers.
+    // Statistics enter a product as a k-step. They initialise its accumulators instead where shared memory has no room
+    // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);
@@ -48,8 +48,9 @@ struct QueryStep {
     int32 head, tile;
 };
 
-// What a block does: dK and dV of a key tile, from the query tiles of all heads of the group. There is at least one
-// step: without a left limit no key is without a query that sees it, and with one such keys have one that is masked.
+// The work of a block: dK and dV of a key tile, from the query tiles of all heads that share its K/V head. There is
+// always at least one step: without a left limit the last query sees every key; with one, a key tile that no query sees
+// gets one query tile, fully masked.
 template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
@@ -72,7 +73,7 @@ __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
     return tile;
 }
 
-// Where everything is.
+// Shared-memory addresses of operands, statistics and barriers.
 template <class Shape>
 struct BackwardMemory {
     uint32 base;
@@ -92,7 +93,8 @@ struct BackwardMemory {
     __device__ uint32 barrier(uint32 index) const {
         return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
     }
-    // Full: what is named is there. Empty: all warps that read it are through with it.
+    // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Written:
+    // the consumers have written dS, but it has not been fenced yet.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
     __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
@@ -110,7 +112,7 @@ struct BackwardMemory {
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
         for (uint32 i = 0; i < Shape::kStages; ++i) {
-            mbarrier_init(full_query(i), 1 + kWarpSize);  // the tile's bytes, and the lanes that write the statistic
+            mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that issues TMA, and the lanes of the statistic
             mbarrier_init(full_dout(i), 1 + kWarpSize);
             mbarrier_init(empty_query(i), kConsumerWarps);
             mbarrier_init(empty_dout(i), kConsumerWarps);

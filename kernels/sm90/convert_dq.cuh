@@ -1,7 +1,7 @@
-// dQ = scale * workspace, rounded and put back into rows (last stage of `single_pass`).
+// dQ = scale * workspace, rounded and rearranged from accumulator order into rows (last stage of `single_pass`).
 //
-// A thread takes 8 columns by 2 rows or, transposed, 16 columns by 2 rows: what eight columns (rows) of accumulators
-// lie in are 4 (8) lanes of one 16 x 8 tile of the workspace, and in dQ whole 16-byte chunks.
+// A block owns one query tile of a head. A thread converts 2 rows by 8 columns of dQ (by 16 columns if the workspace is
+// transposed): the accumulators of 4 (8) lanes of one 16 x 8 workspace block, which it stores as whole 16-byte chunks.
 #pragma once
 #include "common/sequence.cuh"
 #include "sm90/dq_workspace.cuh"
@@ -17,7 +17,7 @@ struct ConvertDq {
     using Chunk = Vector<uint32, 4>;
 
     __device__ static void run(const Params& params) {
-        // From the last tile to the first: what was added last is still in the L2 cache.
+        // Blocks run from the last tile to the first, because those added last are still in the L2 cache.
         const int32 index = gridDim.x - 1 - blockIdx.x;
         const int32 head = index / params.num_tiles;
         const float* workspace = params.dq_accum + static_cast<int64>(index) * Workspace::kTileElements;

@@ -1,6 +1,7 @@
-// The fp32 workspace in which `single_pass` adds up dQ: [head][query tile][16 rows][8 columns][32 lanes][4], the order
-// in which wgmma leaves accumulators in registers. A lane then adds four in one instruction, and a warp whole lines.
-// Where query tiles are no multiple of 64, dQ is computed transposed, and rows are dQ's columns.
+// The fp32 workspace in which `single_pass` adds up dQ: [head][query tile][block of 16 rows][block of 8 columns]
+// [32 lanes][4], the order of wgmma's accumulators in registers. A lane thus adds four elements with one instruction,
+// and a warp adds whole cache lines. If the rows of a query tile are no multiple of 64, dQ is computed transposed, and
+// the workspace's rows are dQ's columns.
 #pragma once
 #include "sm90/layout.cuh"
 
@@ -12,7 +13,7 @@ struct DqWorkspace {
     static constexpr int kRows = kTransposed ? kD : kBr, kColumns = kTransposed ? kBr : kD;
     static constexpr int kTileElements = kBr * kD;
 
-    // Of the four accumulators of `lane` in 16 rows by 8 columns of a query tile.
+    // Offset in a query tile of the four accumulators of `lane` in a block of 16 rows by 8 columns.
     __device__ static int32 offset(int32 row16, int32 column8, int32 lane) {
         return (row16 * (kColumns / 8) + column8) * 128 + lane * 4;
     }

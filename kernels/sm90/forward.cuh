@@ -2,22 +2,23 @@
 //
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
-// One block a multiprocessor stays for the whole launch and takes one query tile of kBr rows after the other, whichever
-// is next by a counter in memory: under a causal mask the tiles have different lengths, longest first. Its warp groups:
+// The kernel is persistent: one block per multiprocessor, which processes one query tile of kBr rows after the other.
+// It draws them from a counter in global memory, because under a causal mask tiles differ in length; the longest come
+// first. Warp groups of a block:
 //
-//   0          producer: one thread loads Q, K and V by TMA; the group gives most of its registers away
-//   1 ..       consumers: 64 rows of the query tile each, 16 a warp; scores, P and O in registers
+//   0          producer: one thread loads Q, K and V by TMA; the group releases most of its registers
+//   1 ..       consumers: each owns 64 rows of the query tile, each of its warps 16; S, P and O are in registers
 //
 // Shared memory, in panels of 64 columns with the 128-byte swizzle that TMA writes and wgmma reads:
 //
-//   Q [1 or 2 buffers][kBr][D] | K [kStages][kBc][D] | V [kStages][kBc][D] | O [kBr][D], unless it leaves through Q's
-//   barriers | query tiles to come [4] | scratch, a word for each thread
+//   Q [1 or 2 buffers][kBr][D] | K [kStages][kBc][D] | V [kStages][kBc][D] | O [kBr][D] if it fits, else O uses Q's |
+//   barriers | next query tiles [4] | scratch, one word per thread
 //
-// Barriers, a pair for each buffer of Q, stage of K, stage of V and coming query tile: `full` completes when TMA has
-// brought all bytes (of a query tile: when it is written), `empty` when each consumer warp has said that it is through.
-// The producer thus runs ahead by what the buffers hold: over the end of a query tile into the next.
+// Barriers: a pair of mbarriers for each buffer of Q, stage of K, stage of V and slot of the next query tiles. `full`
+// completes when TMA has written all bytes (for a slot: when the producer has), `empty` when every consumer warp has
+// arrived. The producer thus runs ahead as far as the buffers allow, across the end of a query tile into the next.
 //
-// Columns past head_dim and rows past the sequences arrive as zeros, and are not written where O goes.
+// TMA loads columns beyond head_dim and rows beyond the sequence as zeros, and does not store them.
 #pragma once
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_producer.cuh"

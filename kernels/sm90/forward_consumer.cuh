@@ -1,20 +1,20 @@
 // The forward's consumers: a warp group computes 64 query rows, a warp 16 of them, from the scores to O in memory.
 //
-// Scores of the next key tile are computed while O takes in the present one; which wait of wgmma comes where is all
-// there is to the order:
+// The software pipeline overlaps the scores of the next key tile with P V of the present one:
 //
 //   issue   S = Q K(next)^T,  O += P(present) V(present)
-//   wait    S               -> K's stage is empty; P(next) = 2^(S - row_shift), if that fits
-//   wait    O               -> V's stage is empty; O is rescaled if the shift had to change
+//   wait    S               -> release K's stage; P(next) = 2^(S - row_shift), if the present shift allows it
+//   wait    O               -> release V's stage; rescale O if the shift had to change
 //
-// The exponentials stay between the two waits because the vote on their sums is a branch, which no compiler moves
-// across a wait. Until O is there the registers of P(present) are being read, so P(next) needs registers of its own:
-// two arrays that change roles by unrolling the loop twice. Where registers do not suffice (kTwoP), P follows after the
-// second wait, and the warp groups take turns instead: one multiplies while another exponentiates.
+// The exponentials stay between the two waits because a warp vote on their sums ends in a branch, which the compiler
+// does not move across a wait. As long as P V is in flight it reads the registers of P(present), so P(next) needs
+// registers of its own: the loop is unrolled twice, and two arrays alternate. Where registers do not suffice (!kTwoP),
+// P(next) is computed after the second wait, and the warp groups take turns instead: one multiplies while another
+// computes exponentials.
 //
-// Over the end of a query tile it goes on like that, if there is a second buffer for Q: the first scores of the next
-// tile are computed under the last output of this one. There is no vote on these exponentials, nor on those of masked
-// key tiles; what keeps them above the wait is a store of their sum, which no thread reads (kPinExponentials).
+// If Q has a second buffer, the pipeline continues across the end of a query tile: the first scores of the next tile
+// overlap with the last P V of this one. There is no vote on these exponentials, nor on those of masked key tiles; a
+// store of their sum, which no thread reads, keeps them before the second wait (kPinExponentials).
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
@@ -26,7 +26,7 @@
 
 namespace fa2::sm90 {
 
-// Terms of the head are a base: an empty member would still take space.
+// HeadTerms is a base class so that it takes no space when empty (empty-base optimisation).
 template <class Spec>
 class ForwardConsumer : common::HeadTerms<Spec>,
                         QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
@@ -41,8 +41,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
-    // A group that passed over more would wait for a K whose slot other groups have not emptied, and these for its turn
-    // or its V.
+    // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
+    // for its turn or for a V whose stage it has not released.
     static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
@@ -62,7 +62,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile(memory_, tiles_);
-        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // no index of this block has a tile
+        if (Spec::kVarlen && tile.key_tiles() == 0) return;  // all indices of this block are unused
         GroupKeys keys = keys_of(tile);
         first_scores(tile, keys, softmax_);
         skip_values(keys);
@@ -137,7 +137,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
   private:
     // ---------------------------------------------------------------------------------------------------------- steps
 
-    // From P of the present key tile to that of the next, which needs no mask.
+    // From P of the present key tile to P of the next one, `block`, which needs no mask.
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
         issue_both(present);
@@ -154,7 +154,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile that needs it. These are few, and take the plain way.
+    // The same for a key tile that needs the mask. These are few, so the shift is always updated to the row maximum,
+    // without an attempt to keep it.
     __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                 Probabilities& p) {
         issue_both(p);
@@ -170,7 +171,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         drop(tile, block, p);
     }
 
-    // Whether the row shift stayed; else `rescale` is what O must be multiplied by.
+    // True if the row shift was kept; else O must be multiplied by `rescale`.
     __device__ __forceinline__ bool exponentials(Probabilities& p, float (&rescale)[2]) {
         bool kept;
         if constexpr (common::kCapsLate<Spec>)
@@ -183,7 +184,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         return false;
     }
 
-    // P of a tile's first key tile, in `scores_`.
+    // Computes P of a query tile's first key tile, in `scores_`.
     __device__ __forceinline__ void first_scores(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         skip_keys(keys);
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
@@ -225,7 +226,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Of a tile whose scores come next, so that what these need of its head is loaded, too.
+    // Also loads the terms of the tile's head: its scores are computed next.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
@@ -256,7 +257,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------------------- products
 
-    // On return the scores are there; the output is not.
+    // On return the scores are complete; the output is still in flight.
     __device__ __forceinline__ void issue_both(const Probabilities& p) {
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         if constexpr (kTakeTurns) wait_for_turn();
@@ -308,15 +309,15 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             for (int e = 0; e < 4; ++e) output_.value[n][e] *= factor[e / 2];
     }
 
-    // ---------------------------------------------------------------------------------------------------- the outside
+    // -------------------------------------------------------------------------------------------------------- results
 
-    // Where O leaves through Q's buffer, that is handed back later.
+    // Where O is stored through Q's buffer, the buffer is released after that store instead.
     __device__ __forceinline__ void release_query() {
         if (Shape::kOwnOutput && lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
 
-    // O and lse of this warp's 16 rows. O is written to a box per panel in shared memory, 128-byte swizzled, and stored
-    // from there by the warp alone, while it goes on. With that the warp is through with the tile's slot, too.
+    // Stores O and lse of this warp's 16 rows. Each warp stores its own boxes by TMA, asynchronously and independently
+    // of the other warps. It does not read the tile's slot afterwards, and releases it.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
         common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum,

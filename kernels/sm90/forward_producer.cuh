@@ -1,4 +1,4 @@
-// The forward's producer: one thread that keeps Q, K and V coming, in the order in which the consumers use them.
+// The forward's producer: one thread loads Q, K and V in the order in which the consumers use them.
 #pragma once
 #include "sm90/forward_shape.cuh"
 #include "sm90/query_tile_producer.cuh"
@@ -17,8 +17,8 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
 
-    // K of the next tile comes before the last V of this one, because the consumers compute the next tile's first
-    // scores under this tile's last output; with a single buffer for Q, they cannot.
+    // K of the next query tile is loaded before the last V of this one, because the consumers overlap the next tile's
+    // first scores with this tile's last P V. With a single buffer for Q they cannot, and the order is reversed.
     __device__ void run() {
         int32 index = blockIdx.x;
         Tile tile = query_tile<Spec>(params_, index);
@@ -30,7 +30,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
             const Tile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
-            index = next_index(params_, index);  // under way during this tile
+            index = next_index(params_, index);  // the atomic's latency overlaps with this tile
 #pragma unroll 1
             for (int32 block = tile.key_tiles - 1; block > (kLeftLimit ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block - 1);

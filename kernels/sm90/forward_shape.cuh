@@ -1,4 +1,4 @@
-// What the forward's two roles agree on, besides what all kernels by query tiles do.
+// Sizes and shared-memory map of the forward: what it adds to query_tile_shape.cuh.
 #pragma once
 #include "common/score_mod.cuh"
 #include "sm90/query_tile_shape.cuh"
@@ -14,13 +14,15 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
     static constexpr int kBesidesQueries = kFixedBytes + (kStages + kValueStages) * kKeyBytes + kScratchBytes;
-    // O has a buffer of its own if it fits, else it leaves through Q's; with what is left Q is loaded a tile ahead.
+    // O has its own buffer if that fits; else it is stored through Q's buffer. If a second Q buffer fits, too, Q is
+    // loaded one query tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 2 * kQueryBytes <= kMaxSharedBytes;
     static constexpr int kQueryBuffers = kBesidesQueries + 3 * kQueryBytes <= kMaxSharedBytes ? 2 : 1;
     static constexpr int kSharedBytes = kBesidesQueries + (kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
-    // P of two tiles at a time: the next one's exponentials then run under the product that uses this one's.
+    // Two P tiles in registers: the exponentials of the next key tile then overlap with the product that reads P of the
+    // present one. This needs registers for O, S, twice P, and kBesidesTiles more.
     static constexpr int kBesidesTiles = common::kNeedsRegisters<Spec> ? 72 : 48;
     static constexpr bool kTwoP = kD / 2 + kBc / 2 + 2 * (kBc / 4) + kBesidesTiles <= kConsumerRegisters;
 };

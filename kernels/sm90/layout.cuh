@@ -1,4 +1,4 @@
-// The measures of wgmma and of the shared-memory panels that TMA writes and wgmma reads.
+// Sizes that wgmma and setmaxnreg prescribe, and those of the shared-memory panels that TMA writes and wgmma reads.
 #pragma once
 #include "sm90/ptx.cuh"
 
@@ -10,25 +10,26 @@ using common::min_of;
 using common::round_up;
 
 inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupRows = 64;     // of wgmma
-inline constexpr int kPanelColumns = 64;  // of 16 bits: the 128 bytes that a swizzle spans
+inline constexpr int kGroupRows = 64;     // M of wgmma
+inline constexpr int kPanelColumns = 64;  // 16-bit elements in the 128 bytes that the swizzle spans
 inline constexpr int kPanelRowBytes = 128;
-inline constexpr int kAlignment = 1024;  // of a swizzled panel
+inline constexpr int kAlignment = 1024;  // of a panel with the 128-byte swizzle
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
-// k-steps in panels of 64 columns: four a panel, 32 bytes each (in units of descriptors).
+// Descriptor offset (in 16-byte units) of k-step s of a K-major operand: a panel holds four k-steps of 32 bytes.
 template <int kPanelBytes>
 __device__ __forceinline__ constexpr uint64 along_columns(int s) {
     return (s / 4 * kPanelBytes + s % 4 * 32) / 16;
 }
-// k-steps of 16 rows.
+// Descriptor offset of k-step s of an MN-major operand: a k-step is 16 rows.
 __device__ __forceinline__ constexpr uint64 along_rows(int s) { return s * (16 * kPanelRowBytes / 16); }
 
-// Registers that all threads start with when `warps` warps share the multiprocessor's.
+// Registers of each thread at kernel entry if `warps` warps share the multiprocessor's register file.
 __host__ __device__ constexpr int registers_at_entry(int warps) { return min_of(255, 65536 / (32 * warps)) / 8 * 8; }
 
-// Whether the shares of a producer and of `groups` consumers are legal for setmaxnreg and no more than all have at
-// entry. The compiler does not look: a group that takes what the others do not give back waits forever.
+// True if setmaxnreg accepts the register counts of a producer group and `groups` consumer groups, and their sum does
+// not exceed what all groups have at entry. The compiler does not check this, and a group that asks for more registers
+// than the others release waits forever.
 __host__ __device__ constexpr bool registers_suffice(int at_entry, int groups, int producer, int consumer) {
     return producer % 8 == 0 && consumer % 8 == 0 && 24 <= producer && producer <= at_entry && at_entry <= consumer &&
            consumer <= 256 && producer + groups * consumer <= (groups + 1) * at_entry;

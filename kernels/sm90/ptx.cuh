@@ -1,4 +1,4 @@
-// The instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register
+// PTX instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register
 // reallocation, stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/math.cuh"
@@ -23,11 +23,11 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 __device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and makes the phase wait for so many bytes of TMA loads too.
+// Arrives, and adds `bytes` of TMA loads to what completes the phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32 barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of this parity is over. A barrier that is new has its phase of parity 1 behind it.
+// Waits until the phase of this parity has completed. On a fresh barrier, a wait for parity 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nwait_again:\n"
@@ -37,12 +37,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
         : "memory");
 }
 
-// Where a user of a ring of kSlots slots is. Its n-th slot carries parity n / kSlots % 2.
+// The position of a producer or consumer in a ring of kSlots slots. The mbarrier phase of its n-th use (from 0) has
+// parity n / kSlots % 2.
 template <int kSlots>
 struct RingPosition {
     static constexpr bool kPowerOfTwo = (kSlots & (kSlots - 1)) == 0;
 
-    uint32 turn = 0;  // slots taken so far, or that modulo 2 * kSlots
+    uint32 turn = 0;  // slots used so far; modulo 2 * kSlots unless kSlots is a power of two
 
     __device__ uint32 slot() const {
         if constexpr (kPowerOfTwo) return turn % kSlots;
@@ -63,7 +64,7 @@ struct RingPosition {
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
 
-// A box of the map's shape from (column, row, head, batch) on; what lies outside of the tensor arrives as zeros.
+// Loads a box of the map's shape from (column, row, head, batch) on; elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32 batch) {
     asm volatile(
@@ -72,7 +73,7 @@ __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
         : "memory");
 }
-// The same of a map with an axis more.
+// The same with a five-dimensional map.
 __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32 batch, int32 fifth) {
     asm volatile(
@@ -81,7 +82,7 @@ __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth)
         : "memory");
 }
-// What lies outside of the tensor is not written.
+// Elements outside the tensor are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32 batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
@@ -96,11 +97,11 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int
         : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's stores have read shared memory, or also written global memory.
+// Waits until this thread's stores have read shared memory; tma_store_wait: until they have written global memory, too.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Ordinary writes to shared memory before it are seen by TMA and wgmma after it.
+// Makes ordinary (generic proxy) writes to shared memory visible to later TMA and wgmma operations (async proxy).
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------- registers
@@ -123,7 +124,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler knows nothing of wgmma's running on: it must not move accesses to the operands across this point.
+// Optimisation barrier for registers of an asynchronous wgmma. The compiler does not know that wgmma is still in
+// flight, and must not move accesses to its operands across this point.
 template <int kN8>
 __device__ __forceinline__ void pin(QuadFragment<kN8>& x) {
 #pragma unroll
@@ -139,28 +141,28 @@ __device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
         for (int i = 0; i < 2; ++i) asm volatile("" : "+r"(x.word[n][i])::"memory");
 }
 
-// A shared-memory operand in panels of 64 columns (128 bytes, swizzled) by any number of rows, panels one after the
-// other. K-major: the multiplication sums over columns. MN-major: it sums over rows, and `panel_bytes` lead to the next
-// columns.
+// Descriptor of a shared-memory operand in consecutive panels, each of 64 columns (128 bytes, swizzled) by any number
+// of rows. K-major: the product sums over columns, and the leading dimension is unused. MN-major: the product sums
+// over rows, and the leading dimension, `panel_bytes`, is the distance between panels.
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
     constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
     return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// A value that the compiler takes for a new one each time. An operand that is the same in all steps of a loop would
-// otherwise have its descriptors of all k-steps computed ahead: from head_dim 256's sixteen registers spill.
+// Optimisation barrier: returns x as an opaque value. Otherwise the compiler hoists the descriptors of all k-steps of
+// a loop-invariant operand out of the loop; with the sixteen k-steps of head_dim 256, registers spill.
 __device__ __forceinline__ uint64 as_if_new(uint64 x) {
     asm volatile("mov.b64 %0, %0;" : "+l"(x));
     return x;
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
+// Stores four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32 address, const OperandA& x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
                  "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])
                  : "memory");
 }
-// The same, each transposed on the way.
+// The same with each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4_transposed(uint32 address, const OperandA& x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.reg[0]),
                  "r"(x.reg[1]), "r"(x.reg[2]), "r"(x.reg[3])

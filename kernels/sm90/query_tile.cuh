@@ -1,5 +1,5 @@
-// What the kernels by query tiles have in common: the tiles, how a block comes by them, and which key tiles a warp
-// group sees of them.
+// Query tiles of the kernels whose blocks own them: their records in shared memory, the scheduler that hands them to
+// blocks, and the key tiles that a warp group sees.
 #pragma once
 #include "common/tile_range.cuh"
 #include "sm90/layout.cuh"
@@ -9,29 +9,29 @@ namespace fa2::sm90 {
 
 inline constexpr int kTileSlots = 4;
 
-// A query tile, as the producer writes it to a slot in shared memory: consumers read of it what they need when they
-// need it, and spend no registers on the rest. Its key tiles are taken from the last to the first, `first_key_tile`
-// (0 without a left limit); those from `full_key_tiles` on need the mask. Rows that see no key have one all the same,
-// wholly masked, which leaves them without a sum. A tile without key tiles is the end of the work.
+// A query tile, as the producer writes it to a slot in shared memory. Consumers read each field when they need it, so
+// that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
+// without a left limit); those from `full_key_tiles` on need the mask. A query tile that sees no key still gets one key
+// tile, fully masked, so that its row sums become zero. key_tiles = 0 marks the end of the work.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile;
 };
 
-// Blocks start with the tile of their own number and then take the next one that no block has, or -1 if there is none.
-// Without a counter the order is fixed.
+// Block b starts with tile b and then draws indices from the shared counter; -1: none left. Without a counter the
+// stride is gridDim.x, so that the order is fixed.
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {
     if (previous < 0) return -1;
     const int32 index = (params.tile_counter ? atomicAdd(params.tile_counter, 1) : previous) + gridDim.x;
     return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
-// As the producer has it, with what it must know to load it.
+// A query tile with the TMA coordinates that the producer needs to load it.
 template <class Spec>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
 };
 
-// Of the next index that has one; packed sequences have indices that belong to none.
+// The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int32& index) {
     while (index >= 0) {
@@ -50,9 +50,9 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
     return {};
 }
 
-// A tile that is read where it lies, member by member.
+// Reads a QueryTile from its slot in shared memory, one field at a time.
 struct TileInSlot {
-    uint32 address, empty;  // of the slot, of its barrier
+    uint32 address, empty;  // the slot, its empty barrier
 
     __device__ int32 key_tiles() const { return load_shared<int32>(address); }
     __device__ int32 full_key_tiles() const { return load_shared<int32>(address + 4); }
@@ -62,7 +62,7 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
 };
 
-// The next one in the ring of slots, when the producer has written it.
+// Waits until the producer has written the next slot of the ring, and returns its tile.
 template <class Memory>
 __device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPosition<kTileSlots>& tiles) {
     const uint32 slot = tiles.slot();
@@ -71,7 +71,7 @@ __device__ __forceinline__ TileInSlot next_tile(const Memory& memory, RingPositi
     return {memory.tile_slot(slot), memory.empty_tile(slot)};
 }
 
-// The record of the tile's sequence.
+// The parameter record of the tile's sequence.
 template <class Spec>
 __device__ __forceinline__ decltype(auto) record_of(const Params& params, const TileInSlot& tile) {
     return common::record_of_sequence<Spec>(params, Spec::kVarlen ? tile.batch() : 0);
@@ -84,14 +84,15 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
     if constexpr (common::kLeftLimit<Spec>) store_shared(address + 20, tile.first_key_tile);
 }
 
-// The key tiles that a group's rows see: those that it passes over, then [begin, end), of which [full_begin, full_end)
-// need no mask.
+// The key tiles of a warp group: it processes [begin, end), of which [full_begin, full_end) need no mask, after it has
+// skipped `skipped` tiles from `end` on.
 struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;
 };
 
-// Under a right limit the tile's last key tiles may be for its lower groups alone; a group passes over at most
-// `most_skipped` of them. What is left of a lower group's left limit it takes with the mask.
+// Under a right limit the last key tiles may be visible only to the lower groups (those with the later rows); the
+// others skip up to `most_skipped` of them. Under a left limit all groups end with the same key tile, and the lower
+// groups mask the keys before their own limit.
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
     return {skipped, all - skipped, own.full_end, own.full_begin, begin};
 }
 
-// The last block to come here has seen all others leave the counter: it is zero again for the next launch.
+// Called once per block, after its last draw. The last block resets the counter for the next launch.
 __device__ __forceinline__ void leave_counter(const Params& params) {
     if (!params.tile_counter) return;
     __threadfence();

@@ -1,5 +1,5 @@
-// What the consumers of the kernels by query tiles have in common: positions in the rings, what is handed back to the
-// producer, products along panels, and the box in shared memory through which a result leaves.
+// Base of the consumers of the kernels whose blocks own query tiles: positions in the rings, the release of stages to
+// the producer, the product that sums over keys, and the box in shared memory from which TMA stores a result.
 #pragma once
 #include "common/mask.cuh"
 #include "sm90/query_tile_shape.cuh"
@@ -12,13 +12,13 @@ class QueryTileConsumer {
   protected:
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
-    // Named barriers, one for each group: of the kernel's own, then for the output.
+    // Named barriers, one per group for each use: first those of the derived class, then those for the output.
     static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;
 
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
         : params_(params), memory_(memory), group_(group), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
-    // Of this warp's 16 rows.
+    // The first of this warp's 16 rows.
     __device__ __forceinline__ int32 first_row(const TileInSlot& tile) const {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
@@ -43,8 +43,8 @@ class QueryTileConsumer {
         values_.advance();
     }
 
-    // After the divergent code of a store the compiler no longer knows that positions are the same in all lanes, and
-    // would compute every descriptor a lane at a time.
+    // The ring positions are equal in all lanes, but after the divergent code of a store the compiler does not know it
+    // any more and would compute every descriptor one lane at a time.
     __device__ __forceinline__ void make_positions_uniform() {
         keys_.turn = __shfl_sync(common::kFullWarp, keys_.turn, 0);
         values_.turn = __shfl_sync(common::kFullWarp, values_.turn, 0);
@@ -52,7 +52,7 @@ class QueryTileConsumer {
         tiles_.turn = __shfl_sync(common::kFullWarp, tiles_.turn, 0);
     }
 
-    // Issues x += p V or dS K over the key tile's rows, to which `rows` (MN-major) leads.
+    // Issues x += p rows (O += P V or dQ += dS K); `rows` is the MN-major descriptor of the key tile.
     template <class Output, class Operand>
     __device__ __forceinline__ static void multiply_keys(Output& x, const Operand& p, uint64 rows) {
 #pragma unroll
@@ -61,8 +61,9 @@ class QueryTileConsumer {
         pin(x);
     }
 
-    // Where this warp writes its 16 rows of the result, a box a panel, when nothing reads there any more: its part of
-    // the buffer for results, or its rows of the query tile's operand at `operand`.
+    // The memory to which this warp writes its 16 rows of the result, one box per panel: its part of the output buffer,
+    // or else its rows of the query tile's operand at `operand`. Waits until the earlier readers (TMA stores of the
+    // last result, the group's wgmmas) have finished.
     struct Box {
         uint32 address, panel_bytes;
     };
@@ -75,7 +76,7 @@ class QueryTileConsumer {
             return {address, kPanelBytes};
         } else {
             const uint32 address = operand + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
-            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // the group's other warps have read it, too
+            barrier_sync(kOutputBarrier + group_, kGroupThreads);  // all warps of the group have finished reading
             return {address, Shape::kQueryPanelBytes};
         }
     }

@@ -1,5 +1,6 @@
-// What the producers of the kernels by query tiles have in common: one thread publishes query tiles to the consumers
-// and loads their operands by TMA, each into the next slot of its ring, when the consumers have emptied that.
+// Base of the producers of the kernels whose blocks own query tiles: one thread publishes query tiles to the consumers
+// and loads their operands by TMA. Each operand has a ring of stages; the producer waits until the consumers have
+// released a stage before it fills it again.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
 
@@ -21,7 +22,7 @@ class QueryTileProducer {
         tiles_.advance();
     }
 
-    // Rows of the query tile: of Q, or of dO.
+    // Loads the query tile's rows of Q or dO.
     __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the roles of a kernel by query tiles agree on: sizes, the shared-memory map and the barriers. kOperands: how
-// many matrices have rows of the query tile, Q alone or Q and dO.
+// Sizes, shared-memory map and barriers that producer and consumers of a kernel share whose blocks own query tiles.
+// kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO).
 #pragma once
 #include "sm90/query_tile.cuh"
 
@@ -21,7 +21,7 @@ struct QueryTileShape {
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
 
     // ------------------------------------------------------------------------------------------------------ registers
-    // All warps start with the same number. The producer keeps few, and the rest goes to the consumers in eights.
+    // All warps start with the same number. The producer keeps few; the consumers share the rest, in multiples of 8.
     static constexpr int kAtEntry = registers_at_entry(Spec::kWarps * Spec::kBlocksPerSm);
     static constexpr int kProducerRegisters = kGroups > 2 ? 32 : 24;
     static constexpr int kConsumerRegisters =
@@ -29,7 +29,7 @@ struct QueryTileShape {
     static_assert(registers_suffice(kAtEntry, kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
-// Where everything is.
+// Shared-memory addresses of operands, barriers and tile slots.
 template <class Shape>
 struct QueryTileMemory {
     static constexpr int kStages = Shape::kStages, kFirstKeyBarrier = 4 * Shape::kOperands;
@@ -49,7 +49,7 @@ struct QueryTileMemory {
     __device__ uint32 barrier(uint32 index) const {
         return output() + Shape::kOwnOutput * Shape::kQueryBytes + 8 * index;
     }
-    // Full: the data are there. Empty: all consumer warps are through with them.
+    // Full: the data have arrived. Empty: all consumer warps have finished reading them.
     __device__ uint32 full_query(uint32 buffer) const { return barrier(buffer); }
     __device__ uint32 empty_query(uint32 buffer) const { return barrier(2 + buffer); }
     __device__ uint32 full_dout(uint32 buffer) const { return barrier(4 + buffer); }

@@ -1,4 +1,5 @@
-// From a warp's accumulators to the boxes in shared memory from which TMA stores its 16 rows, a box a panel.
+// Writes a warp's 16 rows of accumulators, rounded, to shared memory: one box per panel of 64 columns, with the
+// 128-byte swizzle with which TMA stores them from there.
 #pragma once
 #include "sm90/ptx.cuh"
 

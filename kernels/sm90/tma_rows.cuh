@@ -1,34 +1,34 @@
-// Where TMA finds the rows of a sequence. Tensor maps have the axes column, row, head and batch.
+// TMA coordinates of the rows of a sequence. Tensor maps have the axes column, row, head and batch.
 //
-// A map of packed sequences has five axes: column, row, head, end and wrap. Row i of a sequence of n rows that ends
-// before row `end` of the array is element (kFarRow - n + i, end, kFarRow) of the axes row, end and wrap:
+// The map of a packed array has five axes: column, row, head, end and wrap. One map serves all sequences and starts
+// where its array starts. Row i of a sequence of n rows that ends before row `end` of the array is element
+// (kFarRow - n + i, end, kFarRow) of the axes row, end and wrap:
 //
 //   axis   size          stride in bytes
-//   row    kFarRow       r, from row to row
+//   row    kFarRow       r, the distance between rows of the array
 //   end    total + 1     r
-//   wrap   kFarRow + 1   2^34 c - r, of which a multiple c makes it positive
+//   wrap   kFarRow + 1   2^34 c - r, with the smallest integer c that makes it positive
 //
-// Its address is base + r (kFarRow - n + i) + r end + kFarRow (2^34 c - r) = base + r (end - n + i) + 2^64 c, the last
-// term of which no address has bits for. The sequence's last row is the last of the row axis: what is loaded past it
-// arrives as zeros, and what is stored there is not written. One map serves all sequences, and begins where its array
-// does.
+// Its address is base + r (kFarRow - n + i) + r end + kFarRow (2^34 c - r) = base + r (end - n + i) + 2^64 c, and the
+// last term vanishes, because addresses wrap around at 2^64. The sequence's last row is the last element of the row
+// axis, so that TMA itself clips boxes there: rows after it are loaded as zeros and are not stored.
 //
-// What the hardware requires of a map, besides what cuTensorMapEncodeTiled checks (an address and strides that are
-// multiples of 16, strides below 2^40, boxes of up to 256 elements along an axis):
+// cuTensorMapEncodeTiled checks that the address and the strides are multiples of 16, that strides are below 2^40, and
+// that boxes have up to 256 elements along an axis. The hardware has two more requirements:
 //
-//   - The map's own address must be mapped. A load whose box has no element inside the axes (a tile of a sequence
-//     without rows, columns past head_dim) touches that address, and faults if nothing is there; loads of other boxes,
-//     and all stores, do not. So no map may begin outside of its array. Seen on the H100 and the H200 with pages mapped
-//     one by one.
-//   - Elements outside of an axis are never accessed, but those inside must all be mapped where boxes are: `end` and
-//     `wrap` have no element more than kernels ask for.
+//   - The map's base address must be mapped memory, so no map may start outside its array. A load whose box lies
+//     entirely outside the tensor (a tile of a sequence without rows, columns beyond head_dim) touches that address and
+//     faults if it is not mapped; loads of other boxes, and all stores, do not. Observed on the H100 and the H200 with
+//     pages mapped one by one.
+//   - Elements outside an axis are never accessed, but all elements of a box inside the axes must be mapped memory.
+//     Therefore the axes `end` and `wrap` have no more elements than kernels use.
 #pragma once
 #include "common/sequence.cuh"
 #include "sm90/ptx.cuh"
 
 namespace fa2::sm90 {
 
-inline constexpr int32 kFarRow = 1 << 30;  // fa2cupy/plan/tensor_maps.py has the same
+inline constexpr int32 kFarRow = 1 << 30;  // must match fa2cupy/plan/tensor_maps.py
 
 template <bool kPacked>
 struct TmaRows {
@@ -43,7 +43,7 @@ struct TmaRows {
 };
 template <>
 struct TmaRows<true> {
-    int32 first, end;  // of the sequence, along the axes row and end
+    int32 first, end;  // the sequence's first coordinate on the axis row, its coordinate on the axis end
 
     __device__ __forceinline__ void load(uint32 smem, const TensorMap& map, uint32 barrier, int32 column, int32 row,
                                          int32 head, int32) const {
