@@ -158,7 +158,7 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
     }
     assert requirements["cuda13"] == {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "cuda-bindings"}
     assert requirements["test"] == {"pytest", "pytest-xdist", "hypothesis"}
-    assert requirements["lint"] == {"mypy", "ruff"}
+    assert requirements["lint"] == {"clang-format", "mypy", "ruff"}
     assert set(requirements) == {"", "cuda12", "cuda13", "test", "lint", "bench"}
 
 
