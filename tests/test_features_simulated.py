@@ -155,12 +155,11 @@ OF_BOTH_ON_HOPPER = ("softcap", "bias", "dropout")
 ON_HOPPER = (*OF_BOTH_ON_HOPPER, "mask of rows", "alibi by batch", "padding", "sink")
 
 
+EVERY_FEATURE = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
+
+
 def several_scores() -> list:
-    everywhere = [
-        ("softcap", "dropout"),
-        ("alibi by batch", "padding", "dropout", "window"),
-        ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left"),
-    ]
+    everywhere = [("softcap", "dropout"), ("alibi by batch", "padding", "dropout", "window"), EVERY_FEATURE]
     before_hopper = [("softcap", "bias of heads", "mask of rows", "sink")]
     cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name[:4] != "sm90"]
     cases += [(everywhere[0], "sm90 wide"), (everywhere[1], "sm90"), (everywhere[2], "sm90")]
@@ -183,7 +182,7 @@ class TestScores:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
-    @pytest.mark.sample(family=("simt", "sm80", "sm90"))
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize(
         ("rows", "family"),
         [((), name) for name in WITH_OWN_SCORES if name != "sm90"]
@@ -210,7 +209,7 @@ class TestScores:
         sink = place(np.array([-np.inf, 0.5], accumulator(inputs[0].dtype.name)))
         check(family, inputs, causal=True, sink=sink, **options)
 
-    @pytest.mark.sample(family=("sm80",))
+    @pytest.mark.sample(family=("sm80",), rows=(EVERY_FEATURE,))
     @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]
@@ -319,7 +318,7 @@ class TestDbias:
 
 
 class TestAlibi:
-    @pytest.mark.sample(rows=(("alibi",),), lengths=((112, 40),))
+    @pytest.mark.sample(family=("sm80",), rows=(("alibi",),), lengths=((112, 40),))
     @pytest.mark.parametrize("lengths", [(48, 96), (112, 40)], ids=str)
     @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
     @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
@@ -596,7 +595,7 @@ class TestStridedArrays:
 
 
 class TestHiddenByMasks:
-    @pytest.mark.sample(family=("simt", "sm80", "sm90"), causal=(True,))
+    @pytest.mark.sample(family=("simt", "sm80"), causal=(True,))
     @pytest.mark.parametrize(
         ("family", "causal"),
         [
@@ -648,6 +647,7 @@ SINKS = {"float32": ((200.0, 12.0), (-200.0, -12.0)), "float64": ((2000.0, 12.0)
 
 
 class TestSink:
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
     def test_far_above_and_below_all_scores(self, family):
         name = family[0]
