@@ -31,6 +31,7 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.jit.cache import cached_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import MAX_HEAD_DIM
+from fa2cupy.problem.dtypes import itemsize
 from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it from here)
 
 #: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
@@ -44,7 +45,6 @@ _PRODUCTS = {
     "backward_dq": 3,
     "backward_dkdv": 4,
 }
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def flops(operation: str, pairs: float, head_dim: int) -> float:
@@ -71,7 +71,7 @@ class Problem:
     @property
     def tensor_bytes(self) -> int:
         """Of one of them."""
-        return self.batch * self.seqlen * self.num_heads * self.head_dim * _ITEMSIZE[self.dtype]
+        return self.batch * self.seqlen * self.num_heads * self.head_dim * itemsize(self.dtype)
 
     @property
     def numpy_dtype(self) -> np.dtype:
