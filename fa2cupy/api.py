@@ -31,6 +31,7 @@ def forward(
     out: tuple[Array | None, ...] | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
+    num_splits: int | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, Array]:
     """Exact attention without the score matrix: ``softmax(softmax_scale * q k^T) v``.
@@ -60,6 +61,10 @@ def forward(
     family : str, optional
         Kernel family (``"sm90"``, ``"sm80"``, ``"simt"``) instead of the best one for the device, dtype and strides;
         for tests and sweeps. NumPy ignores it.
+    num_splits : int, optional
+        Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. More
+        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
+        it.
 
     Returns
     -------
@@ -152,7 +157,7 @@ def forward(
     if keywords:
         check_keywords(forward, keywords)
     given = None if config is None else hashable_config(config)
-    options = CallOptions(causal, softmax_scale, layout, given, family)
+    options = CallOptions(causal, softmax_scale, layout, given, family, num_splits=num_splits)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
@@ -202,6 +207,7 @@ def backward(
     out: tuple[Array | None, ...] | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
+    num_splits: int | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, ...]:
     """Gradients of `forward` for q, k and v.
@@ -236,6 +242,10 @@ def backward(
         (two_pass); a single TileConfig applies to all of them.
     family : str, optional
         As for `forward`; the family must have every kernel of the method.
+    num_splits : int, optional
+        Number of blocks that share the work on a tile of keys, 1 to 16: the query heads of its group, and ranges of
+        queries. None is the one that a model finds fastest. Their dk and dv are summed in float32 in a fixed order.
+        NumPy ignores it.
 
     Returns
     -------
@@ -265,6 +275,15 @@ def backward(
         check_keywords(backward, keywords)
     given = None if config is None else hashable_config(config)
     options = CallOptions(
-        causal, softmax_scale, layout, given, family, method, deterministic, return_dbias, return_dsink
+        causal,
+        softmax_scale,
+        layout,
+        given,
+        family,
+        method,
+        deterministic,
+        return_dbias,
+        return_dsink,
+        num_splits,
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)

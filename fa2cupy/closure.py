@@ -36,6 +36,7 @@ def attention(
     return_lse: bool = False,
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
+    num_splits: int | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Any, ...]:
     """`forward`, and its gradient as a closure, as layer libraries and tapes need it.
@@ -49,6 +50,7 @@ def attention(
     return_lse : bool, optional
         Also returns lse, for example for a z-loss.
     config : dict of TileConfig by operation, optional
+    num_splits : int, optional
         As for `forward` and `backward`.
 
     Returns
@@ -83,6 +85,7 @@ def attention(
         "layout": layout,
         "config": config,
         "family": family,
+        "num_splits": num_splits,
     }
     shared |= keywords
     own: dict[str, Any] = {

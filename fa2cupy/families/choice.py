@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import UnsupportedProblemError
 from ..problem.arguments import check_bool
@@ -17,6 +17,7 @@ from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
 from .sm80 import SM80
 from .sm90 import SM90
+from .splits import choose_num_splits
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
@@ -40,11 +41,14 @@ class Choice:
         The tiles of the tiled kernels, in the order of their launches.
     method : str or None
         The method of a backward, else None.
+    num_splits : mapping of operation to int
+        The number of blocks that share the work on a tile, where it is more than one.
     """
 
     family: Family
     tiles: Mapping[str, TileConfig]
     method: str | None = None
+    num_splits: Mapping[str, int] = field(default_factory=dict)
 
 
 def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tuple[str, ...]:
@@ -140,7 +144,7 @@ def choose(
     strides : mapping
         Strides of all tensors of the call, by the kernels' names.
     options : CallOptions, optional
-        Only `family`, `method`, `deterministic` and `config` are read.
+        Only `family`, `method`, `deterministic`, `config` and `num_splits` are read.
     extras : sequence of str, optional
         The optional input ``"dlse"`` and the optional results ``"dbias"`` and ``"dsink"`` of a backward.
     is_launched : bool, optional
@@ -158,10 +162,11 @@ def choose(
         method = _method(family, problem, options, extras) if call == "backward" else None
         operations = METHODS[method] if method else (call,)
         tiled = [operation for operation in operations if operation in TILED]
-        reason = _why_not(family, tiled, problem, strides, is_launched)
+        reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
         if reason is None:
-            config = options.config
-            return Choice(family, {name: choose_tile(name, family, problem, device, config) for name in tiled}, method)
+            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
+            splits = {name: _num_splits(name, family, problem, tiles[name], device, options) for name in tiled}
+            return Choice(family, tiles, method, {name: number for name, number in splits.items() if number > 1})
         refusals.append(f"family {family.name!r} {reason}")
     raise UnsupportedProblemError("; ".join(refusals))
 
@@ -192,6 +197,27 @@ def choose_tile(
         return requested
     tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
     return tuned or family.default_tile(operation, problem, device)
+
+
+def _num_splits(
+    operation: str,
+    family: Family,
+    problem: AttentionProblem,
+    tile: TileConfig,
+    device: DeviceInfo,
+    options: CallOptions,
+) -> int:
+    """The number of blocks that share the work on a tile: the caller's, else the one that a model finds fastest."""
+    if operation not in family.split_operations or 0 in problem.score_shape:
+        return 1
+    return options.num_splits or choose_num_splits(operation, family, problem, tile, device)
+
+
+def _why_not_split(family: Family, operations: Sequence[str], options: CallOptions) -> str | None:
+    """The reason why a family cannot share tiles as the caller requests, as the end of a sentence; None if it can."""
+    if (options.num_splits or 1) > 1 and operations and set(operations).isdisjoint(family.split_operations):
+        return f"has no kernels for num_splits={options.num_splits}"
+    return None
 
 
 def _method(family: Family, problem: AttentionProblem, options: CallOptions, extras: Sequence[str]) -> str:

@@ -78,6 +78,8 @@ class Family(ABC):
     tiles : mapping of operation to tuple of TileRow
         Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
+    split_operations : tuple of str
+        Operations whose work on a tile several blocks can share.
     query_rows, key_rows : sequence of int
         Values of b_r and b_c that a sweep tries.
     """
@@ -94,6 +96,7 @@ class Family(ABC):
     needs_positive_scale: bool = False
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
+    split_operations: tuple[str, ...] = ()
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .records import Record
+from .records import SHARES, Record
 
 __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
 
@@ -90,6 +90,19 @@ OPERATIONS = {
             num_warps=8,
             record=Record(
                 "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")
+            ),
+        ),
+        # dK and dV, summed over the shares of a split kernel.
+        Operation(
+            "sum_dkdv",
+            ("dropout_p", "cu_seqlens"),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                f"{SHARES}:input_accum dk:output dv:output",
+                ("dk", "dv"),
+                ("softmax_scale",),
+                ("num_heads", "heads_per_group", "seqlen_k", "num_tiles", "num_splits"),
             ),
         ),
         # The results of rows outside all packed sequences.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LENGTHS", "POINTER_RECORDS", "SCALES", "SCHEDULE", "Record"]
+__all__ = ["LENGTHS", "POINTER_RECORDS", "SCALES", "SCHEDULE", "SHARES", "Record", "split_record"]
 
 
 class Record(NamedTuple):
@@ -29,11 +29,25 @@ class Record(NamedTuple):
     ints: tuple[str, ...] = ()
 
 
+#: The workspace of a split kernel, in which every block leaves its share of a tile's results.
+SHARES = "shares"
+#: The results that shares replace.
+_SHARED_RESULTS = ("dk", "dv")
+
 #: Integer members of all tiled kernels: sizes of the problem, and the schedule of the grid.
 LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 #: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.
 SCALES = ("scale_log2", "softmax_scale")
+
+
+def split_record(record: Record) -> Record:
+    """The record of the kernel when several blocks share the work on a tile: shares take the place of results."""
+    kept = [pointer for pointer in record.pointers.split() if pointer.partition(":")[0] not in _SHARED_RESULTS]
+    strides = tuple(name for name in record.strides if name not in _SHARED_RESULTS)
+    pointers = " ".join((*kept, f"{SHARES}:output_accum"))
+    return Record(pointers, strides, record.reals, (*record.ints, "num_splits"))
+
 
 _BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..families.choice import family_named
 from ..families.operations import operation_named
+from ..families.records import split_record
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 
@@ -96,9 +97,12 @@ class ParamLayout:
 
 
 @functools.lru_cache(maxsize=None)
-def param_layout(operation: str, family: str, dtype: str, features: tuple[str, ...] = ()) -> ParamLayout:
+def param_layout(
+    operation: str, family: str, dtype: str, features: tuple[str, ...] = (), is_split: bool = False
+) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
-    pointers, strides, reals, ints = operation_named(operation).record or family_named(family).record(operation)
+    record = operation_named(operation).record or family_named(family).record(operation)
+    pointers, strides, reals, ints = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}
     values = [Field(name, kind) for row in rows for name, kind in row.values.items()]

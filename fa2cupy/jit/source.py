@@ -69,6 +69,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "head_dim": spec.head_dim,
         "causal": str(spec.causal).lower(),
         "positive_scale": str(spec.needs_positive_scale).lower(),
+        "is_split": str(spec.is_split).lower(),
         "flags": {flag: str(value).lower() for flag, value in spec.flags.items()},
         "b_r": spec.tile.b_r,
         "b_c": spec.tile.b_c,

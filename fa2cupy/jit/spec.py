@@ -43,6 +43,8 @@ class KernelSpec:
     tile : TileConfig
     features : tuple of str
         Keys of `fa2cupy.problem.features.FEATURES`.
+    is_split : bool
+        True if several blocks share the work on each tile.
     """
 
     operation: str
@@ -53,6 +55,7 @@ class KernelSpec:
     causal: bool
     tile: TileConfig
     features: tuple[str, ...] = ()
+    is_split: bool = False
 
     def __post_init__(self) -> None:
         if not operation_named(self.operation).is_common:
@@ -74,7 +77,7 @@ class KernelSpec:
         name = f"fa2_{self.operation}_{self.family}_{CPP_NAMES[self.dtype][1]}_d{self.head_dim}"
         name += f"_r{self.tile.b_r}_c{self.tile.b_c}_w{self.tile.num_warps}_s{self.tile.num_stages}"
         name += f"_b{self.tile.blocks_per_sm}" if self.tile.blocks_per_sm > 1 else ""
-        return "_".join((name, *(["causal"] if self.causal else []), *self.features))
+        return "_".join((name, *self._variants))
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -87,7 +90,7 @@ class KernelSpec:
     @property
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
-        return param_layout(self.operation, self.family, self.dtype, self.features)
+        return param_layout(self.operation, self.family, self.dtype, self.features, self.is_split)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -95,6 +98,11 @@ class KernelSpec:
         return {feature.flag: name in self.features for name, feature in FEATURES.items()}
 
     def __str__(self) -> str:
-        causal = "".join(f", {name}" for name in (*(["causal"] if self.causal else []), *self.features))
-        kernel = f"{self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{causal}, {self.tile}"
+        variants = "".join(f", {name}" for name in self._variants)
+        kernel = f"{self.family} for {self.arch}, {self.dtype}, head_dim {self.head_dim}{variants}, {self.tile}"
         return f"{self.operation} ({kernel})"
+
+    @property
+    def _variants(self) -> tuple[str, ...]:
+        """What distinguishes the kernel from the plain one of its tile."""
+        return (*(["causal"] if self.causal else []), *self.features, *(["split"] if self.is_split else []))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.operations import OPERATIONS
+from ..families.records import SHARES
 from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
@@ -64,7 +65,13 @@ def plan_backward(
     if "dsink" in extras:
         stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
     stages += _clear_unused(layout, "clear_backward")
-    stages += [layout.tiled(operation, tile) for operation, tile in choice.tiles.items()]
+    for operation, tile in choice.tiles.items():
+        num_splits = choice.num_splits.get(operation, 1)
+        stages.append(layout.tiled(operation, tile, num_splits))
+        if num_splits > 1:
+            stage, workspace = _sum_dkdv(layout, tile, num_splits)
+            stages.append(stage)
+            workspaces.append(workspace)
     tile = choice.tiles.get("backward")
     if tile is not None and choice.family.backward_owns == "queries":
         cleared += ["dk", "dv"]
@@ -93,6 +100,17 @@ def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace
     columns = layout.family.padded_head_dim(problem.head_dim)
     stage = layout.stage("convert_dq", _tile_of("convert_dq", tile.b_r, tile.b_c), blocks, num_tiles=num_tiles)
     return stage, Workspace("dq_accum", blocks * tile.b_r * columns * itemsize("float32"))
+
+
+def _sum_dkdv(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[Stage, Workspace]:
+    """The stage that sums the shares of dK and dV, and their workspace. A block sums 16 rows of one gradient."""
+    problem = layout.problem
+    num_tiles = layout.num_tiles("keys", tile.b_c)
+    tiles = problem.batch * problem.num_heads_kv * num_tiles
+    blocks, columns = tiles * tile.b_c // 16 * 2, -(-problem.head_dim // 16) * 16
+    summed = _tile_of("sum_dkdv", b_c=tile.b_c)
+    stage = layout.stage("sum_dkdv", summed, blocks, num_tiles=num_tiles, num_splits=num_splits)
+    return stage, Workspace(SHARES, num_splits * tiles * 2 * tile.b_c * columns * itemsize("float32"))
 
 
 def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:

@@ -60,11 +60,11 @@ class StageLayout:
         sequences = problem.score_shape[0]
         return total // rows + sequences if total and sequences else 0
 
-    def tiled(self, operation: str, tile: TileConfig) -> Stage:
-        """A kernel whose blocks own tiles of queries or keys.
+    def tiled(self, operation: str, tile: TileConfig, num_splits: int = 1) -> Stage:
+        """A kernel whose blocks own tiles of queries or keys, or shares of them.
 
         All query tiles of a head read the head's K and V. All key tiles read the group's Q and dO; those of
-        ``single_pass`` also add to its dQ.
+        ``single_pass`` also add to its dQ. The shares of a tile are scheduled like the tiles of further heads.
         """
         problem = self.problem
         side = "queries" if self.family.owns(operation) == "queries" else "keys"
@@ -74,19 +74,29 @@ class StageLayout:
             heads, rows = problem.num_heads_kv, tile.b_c
             columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
         section = groups_per_section(problem, self.device, columns)
-        section *= problem.heads_per_group if side == "queries" else 1
+        section *= num_splits if side == "keys" else problem.heads_per_group
+        heads *= num_splits
         num_tiles = self.num_tiles(side, rows)
-        record = param_layout(operation, self.family.name, problem.dtype)
+        is_split = num_splits > 1
+        record = param_layout(operation, self.family.name, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * problem.batch
         if TILE_COUNTER in record.pointers:  # a persistent kernel: as many blocks as are resident at the same time
             blocks = min(blocks, self.device.multiprocessors * tile.blocks_per_sm)
         maps = tuple(self._map(name, tile) for name in record.maps)
-        return self.stage(
-            operation, tile, blocks, maps, num_tiles=num_tiles, scheduled_heads=heads, heads_per_section=max(1, section)
-        )
+        values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
+        if is_split:
+            values["num_splits"] = num_splits
+        return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
 
     def stage(
-        self, operation: str, tile: TileConfig, blocks: int, maps: tuple[TensorLayout, ...] = (), **values: int
+        self,
+        operation: str,
+        tile: TileConfig,
+        blocks: int,
+        maps: tuple[TensorLayout, ...] = (),
+        *,
+        is_split: bool = False,
+        **values: int,
     ) -> Stage:
         """A kernel with its grid. `values` are the members of its record that depend on the grid."""
         problem, row = self.problem, operation_named(operation)
@@ -95,7 +105,7 @@ class StageLayout:
         causal = problem.causal and row.is_tiled and "window" not in features
         family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
         arch = self.device.arch + suffix
-        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features)
+        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features, is_split)
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,

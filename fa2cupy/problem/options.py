@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["CallOptions", "hashable_config"]
+__all__ = ["MAX_SPLITS", "CallOptions", "check_num_splits", "hashable_config"]
+
+#: The most blocks that share the work on a tile: each adds a copy of the results to the workspace.
+MAX_SPLITS = 16
 
 
 class _Tiles(dict[str, Any]):
@@ -18,6 +21,16 @@ class _Tiles(dict[str, Any]):
 def hashable_config(config: object) -> object:
     """The `config` of a call as `CallOptions` holds it: a copy of a mapping, and anything else as it is."""
     return _Tiles(config) if isinstance(config, Mapping) else config
+
+
+def check_num_splits(num_splits: object) -> None:
+    """Raises TypeError or ValueError unless `num_splits` is None or an int from 1 to `MAX_SPLITS`."""
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits: expected None or an int, got {type(num_splits).__name__}")
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
 
 
 class CallOptions(NamedTuple):
@@ -35,3 +48,4 @@ class CallOptions(NamedTuple):
     deterministic: bool = False
     return_dbias: bool = False
     return_dsink: bool = False
+    num_splits: int | None = None

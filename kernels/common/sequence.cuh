@@ -119,18 +119,22 @@ __device__ __forceinline__ int64 first_workspace_tile(const Record& params, int3
         return (static_cast<int64>(batch) * params.num_heads + head) * workspace_tiles<Spec>(params);
 }
 
-// The rows of a head's query tile in the workspace. Unused tile indices give an empty range.
-template <class Spec, class Record>
+// The rows of a head's query tile, or (kByKeys) key tile, in the workspace: the first one, and the number of rows of the
+// sequence from there on. Unused tile indices give an empty range.
+template <class Spec, bool kByKeys = false, class Record>
 __device__ __forceinline__ Rows workspace_rows(const Record& params, int32 tile) {
+    constexpr int kRows = kByKeys ? Spec::kBc : Spec::kBr;
     if constexpr (Spec::kVarlen) {
         TileCoordinates where{tile, 0, 0};
-        const PackedAxis queries = packed_axis<false>(params);
-        enter_sequence_of<Spec::kBr>(where, queries);
-        const Rows all = queries.rows(where.batch);
-        if (!has_tile(where.tile, Spec::kBr, all.length)) return {0, 0};
-        return {all.first + where.tile * Spec::kBr, all.length - where.tile * Spec::kBr};
+        const PackedAxis axis = packed_axis<kByKeys>(params);
+        enter_sequence_of<kRows>(where, axis);
+        const Rows all = axis.rows(where.batch);
+        if (!has_tile(where.tile, kRows, all.length)) return {0, 0};
+        return {all.first + where.tile * kRows, all.length - where.tile * kRows};
+    } else if constexpr (kByKeys) {
+        return {tile * kRows, params.seqlen_k - tile * kRows};
     } else {
-        return {tile * Spec::kBr, params.seqlen_q - tile * Spec::kBr};
+        return {tile * kRows, params.seqlen_q - tile * kRows};
     }
 }
 

@@ -41,6 +41,7 @@
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
+#include "common/shares.cuh"
 #include "common/statistics.cuh"
 #include "common/tile_range.cuh"
 #include "common/weights.cuh"
@@ -98,15 +99,16 @@ struct BackwardDkdv {
     uint32 smem;
     common::TileCoordinates where;
     common::QueryTiles<Spec> tiles;
-    int32 thread, lane, warp, pair;
+    int32 share, thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        const int32 share = common::take_share<Spec>(where, params);
         const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                            common::window_of<Spec>(params));
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
-        BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
+        BackwardDkdv block{params, shared_address(smem), where, tiles, share, thread, thread % 32, warp, pair};
         block.load_key_tile();
         if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
             block.template loop<true>();
@@ -305,13 +307,18 @@ struct BackwardDkdv {
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
         const int32 tiles_per_head = tiles.end - tiles.begin;
-        const int32 steps = tiles_per_head * params.heads_per_group;
+        const auto range = steps_of_block(tiles_per_head * params.heads_per_group);
+        const int32 steps = range.end - range.begin;
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
         constexpr bool kApart = kWithDq && !Spec::kCausal;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
+        if (Spec::kSplit && steps > 0) {
+            step.head += range.begin / tiles_per_head;
+            step.tile = tiles.begin + (start - tiles.begin + range.begin) % tiles_per_head;
+        }
         const auto next = [&](Step s) {
             const int32 tile = s.tile + 1 < tiles.end ? s.tile + 1 : tiles.begin;
             const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
@@ -355,7 +362,26 @@ struct BackwardDkdv {
             if (steps > 0) add_dq(previous, (steps + 1) % 2);
             block_barrier();
         }
-        store_gradient<kProbability>(gradient);
+        if constexpr (Spec::kSplit)
+            store_share<kProbability>(gradient);
+        else
+            store_gradient<kProbability>(gradient);
+    }
+
+    // The steps of the block among all steps of its key tile: all of them, or its share.
+    __device__ common::StepRange steps_of_block(int32 steps) const {
+        if constexpr (Spec::kSplit)
+            return common::steps_of_share(steps, params.num_splits, share);
+        else
+            return {0, steps};
+    }
+
+    template <bool kProbability>
+    __device__ void store_share(const Gradient (&gradient)[kM16]) const {
+        using Shares = common::ShareWorkspace<kBc, kHeadDim>;
+        float* own = Shares::of_block(params) + kProbability * Shares::kGradientElements;
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) Shares::store(own, gradient[m], pair * kM16 + m, lane);
     }
 
     // dV is staged in this pair's rows of K, and dK in those of V, which no warp reads any more.

@@ -63,6 +63,20 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             Base::add_dq(dq, warp_, kDqColumn8, {});
         }
         pin(gradient_);
+        store_gradient(params_, Base::maps_);
+    }
+
+  private:
+    template <class Record>
+    __device__ __forceinline__ void store_gradient(const Record& params, const Record& maps) {
+        if constexpr (Spec::kSplit)
+            Base::store_share(gradient_, params, kProbability, warp_);
+        else
+            store_result(maps);
+    }
+
+    template <class Record>
+    __device__ __forceinline__ void store_result(const Record& maps) {
         // Each group stores its gradient over an operand of the other (dV over V, dK over K), so the other must have
         // finished reading. Without dQ, the last read of K precedes full_p, for which the derivative group has waited,
         // and the last read of V precedes empty_p, for which the probability group waits here.
@@ -73,14 +87,13 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(),
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), maps.dv, memory_.value(),
                                  16 * warp_);
         else
-            Base::store_gradient(gradient_, params_.softmax_scale, Base::maps_.dk, memory_.key(), 16 * warp_);
+            Base::store_gradient(gradient_, params_.softmax_scale, maps.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();
     }
 
-  private:
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
         const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);

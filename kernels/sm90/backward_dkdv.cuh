@@ -53,8 +53,9 @@ struct BackwardDkdv {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
-        if (Spec::kVarlen && (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || params.seqlen_q == 0))
-            return;
+        if (Spec::kVarlen && !common::has_tile(where.tile, Shape::kBc, params.seqlen_k)) return;
+        if (clears_share(params)) return;
+        if (Spec::kVarlen && params.seqlen_q == 0) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());
@@ -70,6 +71,19 @@ struct BackwardDkdv {
             else
                 Consumer<1>(params, launch, memory).run();
         }
+    }
+
+    // Clears the share of a block without a step, and returns true if it has none.
+    template <class Record>
+    __device__ static bool clears_share(const Record& params) {
+        if constexpr (Spec::kSplit) {
+            const auto own = key_tile<Spec>(params);
+            if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
+            using Shares = common::ShareWorkspace<Shape::kBc, Spec::kHeadDim>;
+            Shares::clear(Shares::of_block(params));
+            return true;
+        }
+        return false;
     }
 };
 

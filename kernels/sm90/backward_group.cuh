@@ -45,16 +45,18 @@ class BackwardGroup {
     template <class Group>
     static __device__ __forceinline__ void take_steps(Group& group) {
         const KeyTile<Spec>& own = group.own_;
-        const int32 end = own.first_query_head + group.params_.heads_per_group;
+        const int32 end_head = own.end_head(group.params_);
 #pragma unroll 1
-        for (int32 head = own.first_query_head; head < end; ++head) {
-            int32 tile = own.tiles.begin;
+        for (int32 head = own.first_step().head; head < end_head; ++head) {
+            int32 tile = own.begin_of(head);
+            const int32 end = own.end_of(head);
+            const int32 masked_end = Spec::kSplit ? min_of(own.tiles.full_begin, end) : own.tiles.full_begin;
 #pragma unroll 1
-            for (; tile < (common::kLeftLimit<Spec> ? own.tiles.end : own.tiles.full_begin); ++tile)
+            for (; tile < (common::kLeftLimit<Spec> ? end : masked_end); ++tile)
                 group.template step<true>({head, tile});
             if constexpr (!common::kLeftLimit<Spec>) {
 #pragma unroll 1
-                for (; tile < own.tiles.end; ++tile) group.template step<false>({head, tile});
+                for (; tile < end; ++tile) group.template step<false>({head, tile});
             }
         }
     }
@@ -217,10 +219,11 @@ class BackwardGroup {
     // record has a workspace only in kernels that compute dQ.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
-        const int64 first =
-            Spec::kVarlen ? common::first_workspace_tile<Spec>(params, own_.batch, own_.first_query_head)
-                          : (static_cast<int64>(own_.batch) * params.num_heads + own_.first_query_head) * query_tiles();
-        workspace_ = params.dq_accum + (first + own_.tiles.begin) * Workspace::kTileElements +
+        const QueryStep step = own_.first_step();
+        const int64 first = Spec::kVarlen
+                                ? common::first_workspace_tile<Spec>(params, own_.batch, step.head)
+                                : (static_cast<int64>(own_.batch) * params.num_heads + step.head) * query_tiles();
+        workspace_ = params.dq_accum + (first + step.tile) * Workspace::kTileElements +
                      Workspace::offset(row16, column8, lane_);
     }
 
@@ -228,6 +231,14 @@ class BackwardGroup {
     __device__ __forceinline__ int32 query_tiles() const {
         if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
         return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
+    }
+
+    // Writes this warp's 16 rows of a gradient to the block's share of the workspace: of dK, or of dV (`index` 1).
+    template <class Record>
+    __device__ __forceinline__ void store_share(const Gradient& x, const Record& params, int32 index,
+                                                int32 row16) const {
+        using Shares = common::ShareWorkspace<kBc, Spec::kHeadDim>;
+        Shares::store(Shares::of_block(params) + index * Shares::kGradientElements, x, row16, lane_);
     }
 
     // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`

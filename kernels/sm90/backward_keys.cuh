@@ -72,18 +72,33 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         }
         pin(dk_);
         pin(dv_);
+        store_gradients(params_);
+    }
+
+  private:
+    template <class Record>
+    __device__ __forceinline__ void store_gradients(const Record& params) {
+        if constexpr (Spec::kSplit) {
+            Base::store_share(dk_, params, 0, kGroup * 4 + warp_);
+            Base::store_share(dv_, params, 1, kGroup * 4 + warp_);
+        } else {
+            store_results(Base::maps_);
+        }
+    }
+
+    template <class Record>
+    __device__ __forceinline__ void store_results(const Record& maps) {
         // The gradients overwrite K and V. With dQ, the other group, too, reads this group's rows of K.
         if constexpr (kWithDq)
             Base::wait_for_last_dq();
         else
             barrier_sync(Base::kStoreBarrier + kGroup, kGroupThreads);
         const int32 row = kGroup * kGroupRows + 16 * warp_;
-        Base::store_gradient(dv_, common::kept_scale<Spec>(params_), Base::maps_.dv, memory_.value(), row);
-        Base::store_gradient(dk_, params_.softmax_scale, Base::maps_.dk, memory_.key(), row);
+        Base::store_gradient(dv_, common::kept_scale<Spec>(params_), maps.dv, memory_.value(), row);
+        Base::store_gradient(dk_, params_.softmax_scale, maps.dk, memory_.key(), row);
         if (lane_ == 0) tma_store_wait();
     }
 
-  private:
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
         const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);

@@ -39,10 +39,7 @@ class BackwardProducer {
     }
 
   private:
-    __device__ QueryStep first_step() const { return {own_.first_query_head, own_.tiles.begin}; }
-    __device__ bool is_valid(const QueryStep& step) const {
-        return step.head < own_.first_query_head + params_.heads_per_group;
-    }
+    __device__ bool is_valid(const QueryStep& step) const { return own_.has(step, params_); }
     __device__ void advance(QueryStep& step) const {
         if (++step.tile < own_.tiles.end) return;
         step.tile = own_.tiles.begin;
@@ -50,7 +47,7 @@ class BackwardProducer {
     }
 
     __device__ void load_tiles() const {
-        QueryStep step = first_step();
+        QueryStep step = own_.first_step();
         RingPosition<Shape::kStages> ring;
         load_keys(maps_.k, memory_.key(), memory_.full_key());
         load_queries(maps_.q, memory_.query(0), memory_.full_query(0), step);
@@ -88,7 +85,7 @@ class BackwardProducer {
     __device__ void pass_ds_on() const {
         RingPosition<2> ring;
 #pragma unroll 1
-        for (QueryStep step = first_step(); is_valid(step); advance(step)) {
+        for (QueryStep step = own_.first_step(); is_valid(step); advance(step)) {
             mbarrier_wait(memory_.written_ds(ring.slot()), ring.parity());
             async_proxy_fence();
             mbarrier_arrive(memory_.full_ds(ring.slot()));
@@ -104,7 +101,7 @@ class BackwardProducer {
         const float factor = !kLse                            ? -1.0f
                              : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale
                                                               : kMinusLog2e;
-        QueryStep step = first_step();
+        QueryStep step = own_.first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];
         load_rows<kLse>(step, lane, x);

@@ -1,5 +1,6 @@
 // Sizes, shared-memory map, barriers and order of steps that producer and consumers of the backward by key tiles share.
 #pragma once
+#include "common/shares.cuh"
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
@@ -48,19 +49,72 @@ struct QueryStep {
     int32 head, tile;
 };
 
-// The work of a block: dK and dV of a key tile, from the query tiles of all heads that share its K/V head. There is
-// always at least one step: without a left limit the last query sees every key; with one, a key tile that no query sees
-// gets one query tile, fully masked.
+// The first step of a share, and the one after its last.
+template <bool kSplit>
+struct StepLimits {};
+template <>
+struct StepLimits<true> {
+    QueryStep first, end;
+};
+
+// The work of a block: dK and dV of a key tile, from the query tiles of all heads that share its K/V head, or from a
+// share of these steps. The key tile has at least one step: without a left limit the last query sees every key; with
+// one, a key tile that no query sees gets one query tile, fully masked. A share may have none.
 template <class Spec>
 struct KeyTile {
     int32 first_key, head, batch, first_query_head;
     common::QueryTiles<Spec> tiles;
     TmaRows<Spec::kVarlen> queries, keys;
+    StepLimits<Spec::kSplit> limits;
+
+    __device__ __forceinline__ QueryStep first_step() const {
+        if constexpr (Spec::kSplit)
+            return limits.first;
+        else
+            return {first_query_head, tiles.begin};
+    }
+    __device__ __forceinline__ bool has(const QueryStep& step, const Params& params) const {
+        if constexpr (Spec::kSplit)
+            return step.head < limits.end.head || (step.head == limits.end.head && step.tile < limits.end.tile);
+        else
+            return step.head < first_query_head + params.heads_per_group;
+    }
+
+    // The heads of the steps end here, and the query tiles of a head begin and end there.
+    __device__ __forceinline__ int32 end_head(const Params& params) const {
+        if constexpr (Spec::kSplit)
+            return limits.end.head + (limits.end.tile > tiles.begin);
+        else
+            return first_query_head + params.heads_per_group;
+    }
+    __device__ __forceinline__ int32 begin_of(int32 head) const {
+        return Spec::kSplit && head == first_step().head ? first_step().tile : tiles.begin;
+    }
+    __device__ __forceinline__ int32 end_of(int32 head) const {
+        if constexpr (Spec::kSplit)
+            return head == limits.end.head ? limits.end.tile : tiles.end;
+        else
+            return tiles.end;
+    }
 };
+
+template <class Spec, class Record>
+__device__ __forceinline__ void limit_steps(KeyTile<Spec>& tile, const Record& params, int32 share) {
+    if constexpr (Spec::kSplit) {
+        const int32 of_head = tile.tiles.end - tile.tiles.begin;
+        const auto steps = common::steps_of_share(of_head * params.heads_per_group, params.num_splits, share);
+        const auto step = [&](int32 index) {
+            const int32 heads = of_head > 0 ? index / of_head : 0;
+            return QueryStep{tile.first_query_head + heads, tile.tiles.begin + index - heads * of_head};
+        };
+        tile.limits = {step(steps.begin), step(steps.end)};
+    }
+}
 
 template <class Spec>
 __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
-    const auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
+    auto where = common::scheduled_tile<Spec, true>(params, blockIdx.x);
+    const int32 share = common::take_share<Spec>(where, params);
     KeyTile<Spec> tile = {where.tile * Spec::kBc,
                           where.head,
                           where.batch,
@@ -70,6 +124,7 @@ __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
                           query_tma_rows<Spec>(params, where.batch),
                           key_tma_rows<Spec>(params, where.batch)};
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);
+    limit_steps<Spec>(tile, params, share);
     return tile;
 }
 

@@ -50,11 +50,21 @@ def backward(
     dlse=None,
     return_dbias=False,
     return_dsink=False,
+    num_splits=None,
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
     options = CallOptions(
-        causal, scale, layout, hashable_config(config), family, method, deterministic, return_dbias, return_dsink
+        causal,
+        scale,
+        layout,
+        hashable_config(config),
+        family,
+        method,
+        deterministic,
+        return_dbias,
+        return_dsink,
+        num_splits,
     )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 
+from fa2cupy.families.records import SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
@@ -48,6 +49,8 @@ class Launch:
             row, head, batch = (stride // 2 for stride in tensor.strides[:3])
             self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
+        if self.spec.operation == "sum_dkdv":  # blocks of 16 rows of each of both gradients
+            per_batch = per_batch // self.values["heads_per_group"] * (self.spec.tile.b_c // 16 * 2)
         self.packed = "cu_seqlens" in self.spec.features
         self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes
@@ -71,17 +74,17 @@ class Launch:
 
     def array(self, name: str) -> np.ndarray:
         """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
-        if name == "dq_accum":
+        if name in ("dq_accum", SHARES):
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
-        heads, rows = self.values["num_heads"], self._rows("q")
+        of_keys = name in ("k", "v", "dk", "dv")
+        heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
+        heads //= self.values["heads_per_group"] if of_keys else 1
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
             return memory_at(self.pointers[name], (heads,), None, self._wide)
         if name in ("lse", "delta", "dlse"):
             return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
-        if name in ("k", "v", "dk", "dv"):
-            heads, rows = heads // self.values["heads_per_group"], self._rows("k")
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
         if name in (*ARRAY_KEYWORDS, "dbias_accum"):
             dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)

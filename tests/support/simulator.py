@@ -23,6 +23,7 @@ from support.fake_gpu import fake_gpu
 from support.launch_record import TILE_COUNTER, Launch, memory_at
 
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.records import SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.compiler import compile_options
 from fa2cupy.jit.source import render_kernel
@@ -85,7 +86,7 @@ def simulated_gpu(
 def _execute(
     launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool, partly_written: dict[int, np.ndarray]
 ) -> None:
-    """`partly_written`: by address, the elements of outputs that clearing kernels have written."""
+    """`partly_written`: by address, what clearing kernels have written of outputs, and split kernels of their shares."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
@@ -110,7 +111,7 @@ def _execute(
     )
     for name, buffer in buffers.items():
         written = buffer.finish(spec)
-        if spec.operation.startswith("clear_"):
+        if spec.operation.startswith("clear_") or (name == SHARES and buffer.is_output):
             partly_written[launch.pointers[name]] = written
         else:
             buffer.check_complete(spec, written)
@@ -148,10 +149,10 @@ class _Buffer:
         self._owned = np.zeros(len(self._bytes), bool)
         self._of(self._owned)[...] = True
         self._of(self._bytes)[...] = self._host
-        if cleared or not is_output:
-            self._initialised[self._owned] = True
-        elif partly_written is not None:
+        if partly_written is not None:
             self._of(self._initialised)[...] = partly_written
+        elif cleared or not is_output:
+            self._initialised[self._owned] = True
 
     def finish(self, spec: KernelSpec) -> np.ndarray:
         """Checks what the kernel has written, copies it to the host, and gives which bytes are written by now."""

@@ -1,0 +1,71 @@
+// Shares: several blocks work on one key tile, where key tiles are too few to fill the GPU. The steps of a key tile, its
+// query tiles in all heads of the group, are divided into consecutive ranges of equal length. Each block leaves the
+// gradients of its range in a workspace, and sum_dkdv.cu adds the shares up in a fixed order.
+//
+// The schedule counts the shares of a tile as tiles of further heads: share s of head h is the scheduled head h * num_splits + s.
+// The workspace has the order [batch][scheduled head][tile][dK, dV][16 rows][8 columns][32 lanes][4 accumulators]: that
+// of the accumulators in registers, so that warps write whole cache lines.
+#pragma once
+#include "common/fragment.cuh"
+#include "common/math.cuh"
+#include "common/schedule.cuh"
+
+namespace fa2::common {
+
+// Replaces the scheduled head by the head, and returns the share. Record is a template parameter because only records
+// of split kernels have num_splits.
+template <class Spec, class Record>
+__device__ __forceinline__ int32 take_share(TileCoordinates& where, const Record& params) {
+    if constexpr (Spec::kSplit) {
+        const int32 scheduled = where.head;
+        where.head = scheduled / params.num_splits;
+        return scheduled - where.head * params.num_splits;
+    } else {
+        return 0;
+    }
+}
+
+// The steps [begin, end) of a share.
+struct StepRange {
+    int32 begin, end;
+};
+__device__ __forceinline__ StepRange steps_of_share(int32 steps, int32 num_splits, int32 share) {
+    const int32 most = ceil_div(steps, num_splits), begin = min_of(share * most, steps);
+    return {begin, min_of(begin + most, steps)};
+}
+
+template <int kBc, int kHeadDim>
+struct ShareWorkspace {
+    static constexpr int kColumns8 = round_up(kHeadDim, 16) / 8;
+    static constexpr int kGradientElements = kBc * kColumns8 * 8, kTileElements = 2 * kGradientElements;
+
+    // The first element of the block's share.
+    template <class Record>
+    __device__ __forceinline__ static float* of_block(const Record& params) {
+        const auto where = tile_of_block<false>(params.schedule(), blockIdx.x);
+        const int64 head = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
+        return params.shares + (head * params.num_tiles + where.tile) * kTileElements;
+    }
+
+    // Offset in a gradient of the accumulators of `lane` in a block of 16 rows by 8 columns.
+    __device__ static int32 offset(int32 row16, int32 column8, int32 lane) {
+        return (row16 * kColumns8 + column8) * 128 + lane * 4;
+    }
+
+    // Writes 16 rows of a gradient, which a warp holds. Columns beyond the padded head_dim are left out.
+    template <int kN8>
+    __device__ __forceinline__ static void store(float* gradient, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
+#pragma unroll
+        for (int n = 0; n < min_of(kN8, kColumns8); ++n)
+            *reinterpret_cast<float4*>(gradient + offset(row16, n, lane)) =
+                make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+    }
+
+    // Writes the share of a block without a step; all threads take part.
+    __device__ static void clear(float* share) {
+        for (int32 i = threadIdx.x; i < kTileElements / 4; i += blockDim.x)
+            reinterpret_cast<float4*>(share)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+};
+
+}  // namespace fa2::common
