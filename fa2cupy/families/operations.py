@@ -92,7 +92,7 @@ OPERATIONS = {
                 "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")
             ),
         ),
-        # dK and dV, summed over the shares of a split kernel.
+        # dK and dV, summed over the shares of a split kernel, of which the workspace has one or several copies.
         Operation(
             "sum_dkdv",
             ("dropout_p", "cu_seqlens"),
@@ -102,7 +102,7 @@ OPERATIONS = {
                 f"{SHARES}:input_accum dk:output dv:output",
                 ("dk", "dv"),
                 ("softmax_scale",),
-                ("num_heads", "heads_per_group", "seqlen_k", "num_tiles", "num_splits"),
+                ("num_heads", "heads_per_group", "seqlen_k", "num_tiles", "num_copies"),
             ),
         ),
         # The results of rows outside all packed sequences.

@@ -69,9 +69,12 @@ def plan_backward(
         num_splits = choice.num_splits.get(operation, 1)
         stages.append(layout.tiled(operation, tile, num_splits))
         if num_splits > 1:
-            stage, workspace = _sum_dkdv(layout, tile, num_splits)
+            # Without dQ, shares have copies of their own, so that their sum is bit-reproducible.
+            adds = operation == "backward"
+            stage, workspace = _sum_dkdv(layout, tile, 1 if adds else num_splits)
             stages.append(stage)
             workspaces.append(workspace)
+            cleared += [SHARES] if adds else []
     tile = choice.tiles.get("backward")
     if tile is not None and choice.family.backward_owns == "queries":
         cleared += ["dk", "dv"]
@@ -102,15 +105,15 @@ def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace
     return stage, Workspace("dq_accum", blocks * tile.b_r * columns * itemsize("float32"))
 
 
-def _sum_dkdv(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[Stage, Workspace]:
-    """The stage that sums the shares of dK and dV, and their workspace. A block sums 16 rows of one gradient."""
+def _sum_dkdv(layout: StageLayout, tile: TileConfig, num_copies: int) -> tuple[Stage, Workspace]:
+    """The stage that sums copies of dK and dV, and their workspace. A block sums 16 rows of one gradient."""
     problem = layout.problem
     num_tiles = layout.num_tiles("keys", tile.b_c)
     tiles = problem.batch * problem.num_heads_kv * num_tiles
     blocks, columns = tiles * tile.b_c // 16 * 2, -(-problem.head_dim // 16) * 16
     summed = _tile_of("sum_dkdv", b_c=tile.b_c)
-    stage = layout.stage("sum_dkdv", summed, blocks, num_tiles=num_tiles, num_splits=num_splits)
-    return stage, Workspace(SHARES, num_splits * tiles * 2 * tile.b_c * columns * itemsize("float32"))
+    stage = layout.stage("sum_dkdv", summed, blocks, num_tiles=num_tiles, num_copies=num_copies)
+    return stage, Workspace(SHARES, num_copies * tiles * 2 * tile.b_c * columns * itemsize("float32"))
 
 
 def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:

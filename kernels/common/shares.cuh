@@ -1,13 +1,18 @@
 // Shares: several blocks work on one key tile, where key tiles are too few to fill the GPU. The steps of a key tile, its
-// query tiles in all heads of the group, are divided into consecutive ranges of equal length. Each block leaves the
-// gradients of its range in a workspace, and sum_dkdv.cu adds the shares up in a fixed order.
+// query tiles in all heads of the group, are divided into consecutive ranges of equal length. The schedule counts the
+// shares of a tile as tiles of further heads: share s of head h is the scheduled head h * num_splits + s.
 //
-// The schedule counts the shares of a tile as tiles of further heads: share s of head h is the scheduled head h * num_splits + s.
-// The workspace has the order [batch][scheduled head][tile][dK, dV][16 rows][8 columns][32 lanes][4 accumulators]: that
-// of the accumulators in registers, so that warps write whole cache lines.
+// The gradients of a share go to a workspace, from which sum_dkdv.cu makes dK and dV. Its order is
+//
+//   [batch][head][share][tile][dK, dV][16 rows][8 columns][32 lanes][4 accumulators]
+//
+// where the accumulators have the order of the registers, so that warps write whole cache lines. With kAdds
+// (`single_pass`) there is one copy for all shares, which are added to it atomically. Otherwise each share has its own,
+// and their sum is bit-reproducible.
 #pragma once
 #include "common/fragment.cuh"
 #include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "common/schedule.cuh"
 
 namespace fa2::common {
@@ -34,7 +39,7 @@ __device__ __forceinline__ StepRange steps_of_share(int32 steps, int32 num_split
     return {begin, min_of(begin + most, steps)};
 }
 
-template <int kBc, int kHeadDim>
+template <int kBc, int kHeadDim, bool kAdds>
 struct ShareWorkspace {
     static constexpr int kColumns8 = round_up(kHeadDim, 16) / 8;
     static constexpr int kGradientElements = kBc * kColumns8 * 8, kTileElements = 2 * kGradientElements;
@@ -43,8 +48,9 @@ struct ShareWorkspace {
     template <class Record>
     __device__ __forceinline__ static float* of_block(const Record& params) {
         const auto where = tile_of_block<false>(params.schedule(), blockIdx.x);
-        const int64 head = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
-        return params.shares + (head * params.num_tiles + where.tile) * kTileElements;
+        int64 copy = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
+        if constexpr (kAdds) copy /= params.num_splits;
+        return params.shares + (copy * params.num_tiles + where.tile) * kTileElements;
     }
 
     // Offset in a gradient of the accumulators of `lane` in a block of 16 rows by 8 columns.
@@ -52,19 +58,31 @@ struct ShareWorkspace {
         return (row16 * kColumns8 + column8) * 128 + lane * 4;
     }
 
-    // Writes 16 rows of a gradient, which a warp holds. Columns beyond the padded head_dim are left out.
+    // Writes or adds 16 rows of a gradient, which a warp holds. Columns beyond the padded head_dim are left out.
     template <int kN8>
-    __device__ __forceinline__ static void store(float* gradient, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
+    __device__ __forceinline__ static void put(float* gradient, const QuadFragment<kN8>& x, int32 row16, int32 lane) {
 #pragma unroll
-        for (int n = 0; n < min_of(kN8, kColumns8); ++n)
-            *reinterpret_cast<float4*>(gradient + offset(row16, n, lane)) =
-                make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+        for (int n = 0; n < min_of(kN8, kColumns8); ++n) {
+            float* to = gradient + offset(row16, n, lane);
+            if constexpr (!kAdds) {
+                *reinterpret_cast<float4*>(to) =
+                    make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+            } else {
+#if __CUDA_ARCH__ >= 900
+                add_global(to, x.value[n]);
+#else
+#pragma unroll
+                for (int e = 0; e < 4; ++e) add_global(to + e, x.value[n][e]);
+#endif
+            }
+        }
     }
 
     // Writes the share of a block without a step; all threads take part.
-    __device__ static void clear(float* share) {
-        for (int32 i = threadIdx.x; i < kTileElements / 4; i += blockDim.x)
-            reinterpret_cast<float4*>(share)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    __device__ static void put_zeros(float* share) {
+        if constexpr (!kAdds)
+            for (int32 i = threadIdx.x; i < kTileElements / 4; i += blockDim.x)
+                reinterpret_cast<float4*>(share)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 };
 

@@ -1,8 +1,8 @@
-// dK and dV, summed over the shares of a split kernel (shares.cuh), scaled, rounded and rearranged from accumulator
+// dK and dV, summed over the copies in the workspace of a split kernel (shares.cuh), scaled, rounded and rearranged from accumulator
 // order into rows.
 //
 // A block owns 16 rows of one gradient. A thread sums 2 rows by 8 columns: the accumulators of 4 lanes of one 16 x 8
-// block of the workspace, which it stores as two 16-byte chunks. Shares are summed in their order, so that the result
+// block of the workspace, which it stores as two 16-byte chunks. Copies are summed in their order, so that the result
 // is bit-reproducible.
 #pragma once
 #include "common/score_mod.cuh"
@@ -14,7 +14,7 @@ namespace fa2::common {
 template <class Spec, class Params = fa2::Params>
 struct SumDkdv {
     using Element = typename Spec::Element;
-    using Workspace = ShareWorkspace<Spec::kBc, Spec::kHeadDim>;
+    using Workspace = ShareWorkspace<Spec::kBc, Spec::kHeadDim, false>;
     static constexpr int kChunks = Spec::kHeadDim / 8, kRow16s = Spec::kBc / 16;
 
     __device__ static void run(const Params& params) {
@@ -31,8 +31,8 @@ struct SumDkdv {
                              : params.dk + params.dk_strides.offset(batch, rows.first + 16 * row16, head);
         const float scale = is_dv ? static_cast<float>(kept_scale<Spec>(params)) : params.softmax_scale;
 
-        const int64 between_shares = static_cast<int64>(params.num_tiles) * Workspace::kTileElements;
-        const float* first = params.shares + head_index * params.num_splits * between_shares +
+        const int64 between_copies = static_cast<int64>(params.num_tiles) * Workspace::kTileElements;
+        const float* first = params.shares + head_index * params.num_copies * between_copies +
                              static_cast<int64>(tile) * Workspace::kTileElements +
                              (is_dv ? Workspace::kGradientElements : 0);
         for (int32 index = threadIdx.x; index < 8 * kChunks; index += blockDim.x) {
@@ -40,7 +40,7 @@ struct SumDkdv {
             const float* share = first + Workspace::offset(row16, column8, 4 * g);
             float sum[4][4] = {};  // [lane - 4 g][accumulator]
 #pragma unroll 4
-            for (int32 s = 0; s < params.num_splits; ++s, share += between_shares)
+            for (int32 copy = 0; copy < params.num_copies; ++copy, share += between_copies)
 #pragma unroll
                 for (int t = 0; t < 4; ++t) {
                     const float4 x = reinterpret_cast<const float4*>(share)[t];

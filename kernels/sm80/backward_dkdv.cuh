@@ -363,7 +363,7 @@ struct BackwardDkdv {
             block_barrier();
         }
         if constexpr (Spec::kSplit)
-            store_share<kProbability>(gradient);
+            put_share<kProbability>(gradient);
         else
             store_gradient<kProbability>(gradient);
     }
@@ -377,11 +377,11 @@ struct BackwardDkdv {
     }
 
     template <bool kProbability>
-    __device__ void store_share(const Gradient (&gradient)[kM16]) const {
-        using Shares = common::ShareWorkspace<kBc, kHeadDim>;
+    __device__ void put_share(const Gradient (&gradient)[kM16]) const {
+        using Shares = common::ShareWorkspace<kBc, kHeadDim, kWithDq>;
         float* own = Shares::of_block(params) + kProbability * Shares::kGradientElements;
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) Shares::store(own, gradient[m], pair * kM16 + m, lane);
+        for (int m = 0; m < kM16; ++m) Shares::put(own, gradient[m], pair * kM16 + m, lane);
     }
 
     // dV is staged in this pair's rows of K, and dK in those of V, which no warp reads any more.

@@ -70,7 +70,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     template <class Record>
     __device__ __forceinline__ void store_gradient(const Record& params, const Record& maps) {
         if constexpr (Spec::kSplit)
-            Base::store_share(gradient_, params, kProbability, warp_);
+            Base::put_share(gradient_, params, kProbability, warp_);
         else
             store_result(maps);
     }
@@ -87,8 +87,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
             mbarrier_wait(memory_.empty_p(last.slot()), last.parity());
         }
         if constexpr (kProbability)
-            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), maps.dv, memory_.value(),
-                                 16 * warp_);
+            Base::store_gradient(gradient_, common::kept_scale<Spec>(params_), maps.dv, memory_.value(), 16 * warp_);
         else
             Base::store_gradient(gradient_, params_.softmax_scale, maps.dk, memory_.key(), 16 * warp_);
         if (lane_ == 0) tma_store_wait();

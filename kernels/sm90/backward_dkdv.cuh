@@ -54,7 +54,7 @@ struct BackwardDkdv {
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
         if (Spec::kVarlen && !common::has_tile(where.tile, Shape::kBc, params.seqlen_k)) return;
-        if (clears_share(params)) return;
+        if (has_no_step(params)) return;
         if (Spec::kVarlen && params.seqlen_q == 0) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
@@ -73,14 +73,14 @@ struct BackwardDkdv {
         }
     }
 
-    // Clears the share of a block without a step, and returns true if it has none.
+    // True if the block's share is empty; the workspace then has zeros for it.
     template <class Record>
-    __device__ static bool clears_share(const Record& params) {
+    __device__ static bool has_no_step(const Record& params) {
         if constexpr (Spec::kSplit) {
             const auto own = key_tile<Spec>(params);
             if (params.seqlen_q > 0 && own.has(own.first_step(), params)) return false;
-            using Shares = common::ShareWorkspace<Shape::kBc, Spec::kHeadDim>;
-            Shares::clear(Shares::of_block(params));
+            using Shares = typename Shape::Shares;
+            Shares::put_zeros(Shares::of_block(params));
             return true;
         }
         return false;

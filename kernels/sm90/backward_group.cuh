@@ -223,8 +223,8 @@ class BackwardGroup {
         const int64 first = Spec::kVarlen
                                 ? common::first_workspace_tile<Spec>(params, own_.batch, step.head)
                                 : (static_cast<int64>(own_.batch) * params.num_heads + step.head) * query_tiles();
-        workspace_ = params.dq_accum + (first + step.tile) * Workspace::kTileElements +
-                     Workspace::offset(row16, column8, lane_);
+        workspace_ =
+            params.dq_accum + (first + step.tile) * Workspace::kTileElements + Workspace::offset(row16, column8, lane_);
     }
 
     // Query tiles of a head in the workspace, including those outside this key tile's range.
@@ -233,12 +233,11 @@ class BackwardGroup {
         return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
-    // Writes this warp's 16 rows of a gradient to the block's share of the workspace: of dK, or of dV (`index` 1).
+    // Leaves this warp's 16 rows of a gradient in the workspace of shares: of dK, or of dV (`index` 1).
     template <class Record>
-    __device__ __forceinline__ void store_share(const Gradient& x, const Record& params, int32 index,
-                                                int32 row16) const {
-        using Shares = common::ShareWorkspace<kBc, Spec::kHeadDim>;
-        Shares::store(Shares::of_block(params) + index * Shares::kGradientElements, x, row16, lane_);
+    __device__ __forceinline__ void put_share(const Gradient& x, const Record& params, int32 index, int32 row16) const {
+        using Shares = typename Shape::Shares;
+        Shares::put(Shares::of_block(params) + index * Shares::kGradientElements, x, row16, lane_);
     }
 
     // Stores this warp's 16 rows of a gradient by TMA; they pass through the rows of K or V in shared memory from `row`

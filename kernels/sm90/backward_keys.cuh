@@ -79,8 +79,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
     template <class Record>
     __device__ __forceinline__ void store_gradients(const Record& params) {
         if constexpr (Spec::kSplit) {
-            Base::store_share(dk_, params, 0, kGroup * 4 + warp_);
-            Base::store_share(dv_, params, 1, kGroup * 4 + warp_);
+            Base::put_share(dk_, params, 0, kGroup * 4 + warp_);
+            Base::put_share(dv_, params, 1, kGroup * 4 + warp_);
         } else {
             store_results(Base::maps_);
         }
