@@ -164,8 +164,7 @@ class Toy(Simt):
         "backward_dkdv": (TileRow(256, TileConfig(16, 8, 4)),),
     }
 
-    def default_method(self, problem: AttentionProblem) -> str:
-        return "single_pass"
+    default_methods = ("single_pass",)
 
 
 @pytest.fixture

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.arguments import check_bool
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
-from ..problem.options import CallOptions
+from ..problem.options import MAX_SPLITS, CallOptions
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
+from .estimate import backward_time, split_candidates
 from .family import Family
 from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
 from .sm80 import SM80
 from .sm90 import SM90
-from .splits import choose_num_splits
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
@@ -159,14 +159,16 @@ def choose(
     """
     refusals = []
     for family in _supporting(call, problem.dtype, device, options.family, used_features(problem, extras)):
-        method = _method(family, problem, options, extras) if call == "backward" else None
-        operations = METHODS[method] if method else (call,)
-        tiled = [operation for operation in operations if operation in TILED]
-        reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
-        if reason is None:
-            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-            splits = {name: _num_splits(name, family, problem, tiles[name], device, options) for name in tiled}
-            return Choice(family, tiles, method, {name: number for name, number in splits.items() if number > 1})
+        methods = _methods(family, options, extras) if call == "backward" else (None,)
+        choices = []
+        for method in methods:
+            tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
+            reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
+            if reason is None:
+                tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
+                choices += _splits(Choice(family, tiles, method), problem, options)
+        if choices:
+            return _fastest(choices, problem, device)
         refusals.append(f"family {family.name!r} {reason}")
     raise UnsupportedProblemError("; ".join(refusals))
 
@@ -199,18 +201,28 @@ def choose_tile(
     return tuned or family.default_tile(operation, problem, device)
 
 
-def _num_splits(
-    operation: str,
-    family: Family,
-    problem: AttentionProblem,
-    tile: TileConfig,
-    device: DeviceInfo,
-    options: CallOptions,
-) -> int:
-    """The number of blocks that share the work on a tile: the caller's, else the one that a model finds fastest."""
-    if operation not in family.split_operations or 0 in problem.score_shape:
-        return 1
-    return options.num_splits or choose_num_splits(operation, family, problem, tile, device)
+def _splits(choice: Choice, problem: AttentionProblem, options: CallOptions) -> list[Choice]:
+    """The choice with every number of splits that comes into question."""
+    operation = next((name for name in choice.tiles if name in choice.family.split_operations), None)
+    if operation is None or 0 in problem.score_shape:
+        return [choice]
+    numbers = [options.num_splits or 1]
+    if options.num_splits is None and choice.method:
+        numbers = split_candidates(operation, problem, choice.tiles[operation], MAX_SPLITS)
+    return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
+
+
+def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
+    """The choice with the shortest estimated time."""
+    if len(choices) == 1:
+        return choices[0]
+
+    def time(choice: Choice) -> float:
+        costs = choice.family.costs
+        assert costs is not None, f"{choice.family.name} has several choices, and no costs"
+        return backward_time(costs, problem, device, choice.tiles, choice.num_splits)
+
+    return min(choices, key=time)
 
 
 def _why_not_split(family: Family, operations: Sequence[str], options: CallOptions) -> str | None:
@@ -220,10 +232,13 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
     return None
 
 
-def _method(family: Family, problem: AttentionProblem, options: CallOptions, extras: Sequence[str]) -> str:
+def _methods(family: Family, options: CallOptions, extras: Sequence[str]) -> tuple[str, ...]:
+    """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
-    method = requested or family.default_method(problem)
-    return family.method_with_dbias(method) if "dbias" in extras else method
+    methods = (requested,) if requested else family.default_methods
+    if "dbias" in extras:
+        methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
+    return methods
 
 
 def _why_not(

@@ -12,6 +12,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
+from .estimate import Costs
 from .operations import TILED, operation_named
 from .records import Record
 from .tile import TileConfig
@@ -78,8 +79,12 @@ class Family(ABC):
     tiles : mapping of operation to tuple of TileRow
         Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
+    default_methods : tuple of str
+        Methods of the backward, of which the one with the shortest estimated time is the default.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
+    costs : Costs or None
+        The constants of estimated times; None if there is nothing to choose.
     query_rows, key_rows : sequence of int
         Values of b_r and b_c that a sweep tries.
     """
@@ -96,7 +101,9 @@ class Family(ABC):
     needs_positive_scale: bool = False
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
+    default_methods: tuple[str, ...]
     split_operations: tuple[str, ...] = ()
+    costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
 
@@ -149,10 +156,6 @@ class Family(ABC):
         if self.owns(operation) == "keys":
             concerned.discard("dbias")  # kernels that own queries sum it
         return tuple(name for name in FEATURES if name in used and name in concerned)
-
-    @abstractmethod
-    def default_method(self, problem: AttentionProblem) -> str:
-        """The faster method of the backward."""
 
     def method_with_dbias(self, method: str) -> str:
         """The method of a backward that returns dbias, which only kernels that own queries sum."""

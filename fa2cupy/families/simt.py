@@ -5,7 +5,6 @@ Its kernels are the simplest, and the best ones to read first.
 
 from __future__ import annotations
 
-from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from .family import Family, TileRow, register_shortage
 from .records import POINTER_RECORDS, Record
@@ -34,6 +33,7 @@ class Simt(Family):
     row_alignment = 1
     head_dim_step = 1
     backward_owns = "queries"
+    default_methods = ("two_pass",)
     # The backward has tiles of 32 x 32 and four warps with eight rows each as long as registers suffice.
     tiles = {
         "forward": (
@@ -79,9 +79,6 @@ class Simt(Family):
 
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS[operation]
-
-    def default_method(self, problem: AttentionProblem) -> str:
-        return "two_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
         return -(-head_dim // 32) * 32  # one lane for each column, in whole warps

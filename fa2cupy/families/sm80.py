@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problem.attention import AttentionProblem
+from .estimate import BlockCost, Costs
 from .family import Family, TileRow, register_shortage
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
@@ -10,6 +10,24 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
+#: Fitted like those of sm90. Only the number of splits follows from them.
+_COSTS = Costs(
+    blocks={
+        "backward": {64: BlockCost(3.6, 6.0), 128: BlockCost(3.4, 8.0), 256: BlockCost(6.0, 10.0)},
+        "backward_dkdv": {64: BlockCost(2.8, 5.0), 128: BlockCost(2.6, 7.0), 256: BlockCost(4.0, 9.0)},
+        "backward_dq": {64: BlockCost(2.4, 3.0), 128: BlockCost(2.2, 4.0), 256: BlockCost(3.0, 8.0)},
+    },
+    call=6.2,
+    call_rows=0.13,
+    convert=5.6,
+    convert_rows=3.2,
+    add=8.4,
+    add_rows=7.2,
+    copy=8.3,
+    copy_rows=3.4,
+    drift=0.22,
+)
+
 _WIDE = 128  # for a larger head_dim, two warps of the forward share their rows
 
 
@@ -22,7 +40,9 @@ class Sm80(Family):
     row_alignment = 16
     head_dim_step = 8
     backward_owns = "keys"
+    default_methods = ("single_pass",)
     split_operations = ("backward", "backward_dkdv")
+    costs = _COSTS
     tiles = {
         "forward": (
             TileRow(32, TileConfig(128, 64, 4, 2, 3), _H100),
@@ -79,9 +99,6 @@ class Sm80(Family):
 
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]
-
-    def default_method(self, problem: AttentionProblem) -> str:
-        return "single_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
         step = 32 if head_dim > _WIDE else 16  # a k-step of mma.sync, or one for each of two warps that share rows

@@ -10,6 +10,7 @@ from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
 from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
+from .estimate import BlockCost, Costs
 from .family import Family, TileRow
 from .records import LENGTHS, SCALES, SCHEDULE, Record
 from .tile import TileConfig
@@ -53,12 +54,23 @@ _MAPPED = {
     for operation, record in _RECORDS.items()
 }
 
-#: The shortest seqlen_q for which single_pass is faster, without and with a causal mask, by the largest head_dim.
-#: Measured by scripts/methods.py; the number of heads does not matter.
-_ONE_PASS_FROM = {64: (1024, 1024), 128: (1024, 2048)}
-#: For windows narrower than this, two_pass is faster at any length: the atomics of single_pass cost the same per row
-#: however few keys it sees.
-_ONE_PASS_FROM_WINDOW = 256
+#: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-22.
+_COSTS = Costs(
+    blocks={
+        "backward": {64: BlockCost(1.89, 8.7), 128: BlockCost(1.74, 10.8), 256: BlockCost(3.09, 14.9)},
+        "backward_dq": {64: BlockCost(1.42, 3.1), 128: BlockCost(0.96, 2.9), 256: BlockCost(0.74, 10.7)},
+        "backward_dkdv": {64: BlockCost(1.43, 2.5), 128: BlockCost(1.40, 9.8), 256: BlockCost(1.62, 7.7)},
+    },
+    call=6.2,
+    call_rows=0.13,
+    convert=5.6,
+    convert_rows=3.2,
+    add=8.4,
+    add_rows=7.2,
+    copy=8.3,
+    copy_rows=3.4,
+    drift=0.22,
+)
 
 
 class Sm90(Family):
@@ -72,7 +84,9 @@ class Sm90(Family):
     arch_suffix = "a"
     needs_positive_scale = True
     backward_owns = "keys"
+    default_methods = ("single_pass", "two_pass")
     split_operations = ("backward", "backward_dkdv")
+    costs = _COSTS
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
     # Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.
@@ -126,14 +140,6 @@ class Sm90(Family):
 
     def record(self, operation: str) -> Record:
         return _RECORDS[operation]
-
-    def default_method(self, problem: AttentionProblem) -> str:
-        rows = next((rows for limit, rows in _ONE_PASS_FROM.items() if problem.head_dim <= limit), None)
-        left, right = problem.band
-        is_narrow = left is not None and right is not None and left + right < _ONE_PASS_FROM_WINDOW
-        if rows is not None and problem.typical_seqlen_q >= rows[problem.causal] and not is_narrow:
-            return "single_pass"
-        return "two_pass"
 
     def padded_head_dim(self, head_dim: int) -> int:
         return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider

@@ -75,11 +75,10 @@ def plan_backward(
             stages.append(stage)
             workspaces.append(workspace)
             cleared += [SHARES] if adds else []
-    tile = choice.tiles.get("backward")
-    if tile is not None and choice.family.backward_owns == "queries":
+    if "backward" in choice.tiles and choice.family.backward_owns == "queries":
         cleared += ["dk", "dv"]
-    elif tile is not None:
-        stage, workspace = _convert_dq(layout, tile)
+    elif "backward" in choice.tiles:
+        stage, workspace = _convert_dq(layout, choice.tiles["backward"])
         stages.append(stage)
         workspaces.append(workspace)
         cleared.append("dq_accum")

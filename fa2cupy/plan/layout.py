@@ -14,7 +14,13 @@ from ..jit.params import TILE_COUNTER, param_layout
 from ..jit.spec import KernelSpec
 from ..problem.attention import AttentionProblem
 from ..problem.strides import AnyStrides
-from .schedule import COLUMNS_BY_KEYS, COLUMNS_BY_QUERIES, COLUMNS_WITH_DQ, groups_per_section
+from .schedule import (
+    COLUMNS_BY_KEYS,
+    COLUMNS_BY_QUERIES,
+    COLUMNS_WITH_DQ,
+    groups_per_section,
+    shares_per_section,
+)
 from .stages import Stage
 from .tensor_maps import TensorLayout, packed_layout, tensor_layout
 
@@ -73,10 +79,13 @@ class StageLayout:
         else:
             heads, rows = problem.num_heads_kv, tile.b_c
             columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
-        section = groups_per_section(problem, self.device, columns)
-        section *= num_splits if side == "keys" else problem.heads_per_group
-        heads *= num_splits
         num_tiles = self.num_tiles(side, rows)
+        section = groups_per_section(problem, self.device, columns)
+        if side == "queries":
+            section *= problem.heads_per_group
+        else:
+            section = shares_per_section(problem, self.device, section, num_tiles, num_splits)
+        heads *= num_splits
         is_split = num_splits > 1
         record = param_layout(operation, self.family.name, problem.dtype, is_split=is_split)
         blocks = num_tiles * heads * problem.batch

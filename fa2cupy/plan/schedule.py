@@ -8,13 +8,17 @@ from __future__ import annotations
 from ..families.device import DeviceInfo
 from ..problem.attention import AttentionProblem
 
-__all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_per_section"]
+__all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_per_section", "shares_per_section"]
 
 # Columns (heads times head_dim) of a section for each multiprocessor, with a causal mask. With fewer heads in a
 # section, more blocks read the same rows at about the same time, so that the L2 cache serves them. These values were
 # the fastest on an H100 from seqlen 512 to 16384, also where the rows of a section exceed the L2 cache. Kernels that
 # add to dQ both read and write it, and are fastest with far smaller sections.
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
+# Shares of key tiles that are scheduled together, for each K/V head: more of them work on more query heads at a time.
+_SHARES = 8
+# Blocks for each multiprocessor, up to which all are one section: several would each end with idle multiprocessors.
+_BLOCKS_OF_ONE_SECTION = 2
 
 
 def groups_per_section(problem: AttentionProblem, device: DeviceInfo, columns_per_multiprocessor: int) -> int:
@@ -30,3 +34,13 @@ def groups_per_section(problem: AttentionProblem, device: DeviceInfo, columns_pe
     # best.
     sizes = range(-(-3 * fitting // 4), min(groups, 3 * fitting // 2) + 1)
     return min(sizes, key=lambda size: (-groups % size / size, abs(size - fitting)))
+
+
+def shares_per_section(
+    problem: AttentionProblem, device: DeviceInfo, groups: int, num_tiles: int, num_splits: int
+) -> int:
+    """Number of scheduled heads, shares of K/V heads, in a section of `groups` groups."""
+    heads = problem.batch * problem.num_heads_kv * num_splits
+    if problem.causal and heads * num_tiles <= _BLOCKS_OF_ONE_SECTION * device.multiprocessors:
+        return heads
+    return min(groups * num_splits, max(groups, _SHARES))

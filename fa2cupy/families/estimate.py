@@ -1,0 +1,232 @@
+"""Estimates of how long a backward takes, by which its method and its number of splits are chosen.
+
+A launch is modelled as list scheduling: the blocks, longest first, go to the first multiprocessor that is free. A block
+takes a fixed time and a time for each step, a pair of tiles. What the stages around the tiled kernels take grows with
+the rows. The constants of a family were fitted to the times of ``scripts/methods.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..problem.attention import AttentionProblem
+from .device import DeviceInfo
+from .tile import TileConfig
+
+__all__ = ["BlockCost", "Costs", "backward_time", "split_candidates"]
+
+#: Shares have workspaces of their own in kernels without atomics. More than this many copies of dK and dV are made only
+#: where all of them are smaller than `_SMALL_BYTES`.
+_MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
+_ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
+
+
+class BlockCost(NamedTuple):
+    """The time of a block of a kernel.
+
+    Attributes
+    ----------
+    step : float
+        Microseconds for a million products of a query, a key and a column, on a multiprocessor of its own.
+    start : float
+        Microseconds before the first and after the last step.
+    """
+
+    step: float
+    start: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The constants of a family, in microseconds; `_rows` are those of a million elements.
+
+    Attributes
+    ----------
+    blocks : mapping of operation to mapping of int to BlockCost
+        By the largest head_dim to which they apply.
+    call, call_rows : float
+        Delta, and what every call takes; elements of q.
+    convert, convert_rows : float
+        Clearing and converting the workspace of dQ; elements of q.
+    add, add_rows : float
+        Clearing and converting the workspace to which shares are added; elements of k.
+    copy, copy_rows : float
+        Summing the copies of shares; elements of k, for each copy.
+    drift : float
+        Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
+        in the L2 cache. Under a causal mask blocks of different lengths drift apart and work on different heads.
+    """
+
+    blocks: Mapping[str, Mapping[int, BlockCost]]
+    call: float
+    call_rows: float
+    convert: float
+    convert_rows: float
+    add: float
+    add_rows: float
+    copy: float
+    copy_rows: float
+    drift: float
+
+    def of_block(self, operation: str, head_dim: int) -> BlockCost:
+        """The cost of a block of a kernel."""
+        rows = self.blocks[operation]
+        return rows[min((limit for limit in rows if head_dim <= limit), default=max(rows))]
+
+
+def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig, most: int) -> list[int]:
+    """The numbers of splits that are worth an estimate: powers of two, and those that divide the heads of a group."""
+    group = problem.heads_per_group
+    numbers = sorted({1, 2, 4, 8, 16, *(n for n in range(1, group + 1) if group % n == 0)})
+    if operation == "backward":  # adds all shares to one copy
+        return [n for n in numbers if n <= most]
+    copy = 8 * problem.batch * problem.num_heads_kv * (problem.seqlen_k + tile.b_c) * problem.head_dim
+    return [n for n in numbers if n <= min(most, max(_MOST_COPIES, _SMALL_BYTES // max(1, copy)))]
+
+
+def backward_time(
+    costs: Costs,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    tiles: Mapping[str, TileConfig],
+    num_splits: Mapping[str, int],
+) -> float:
+    """The estimated time of a backward in microseconds.
+
+    Parameters
+    ----------
+    costs : Costs
+    problem, device
+    tiles : mapping of operation to TileConfig
+        The tiles of the method's kernels.
+    num_splits : mapping of operation to int
+        Where it is more than one.
+    """
+    sequences = _Sequences.of(problem)
+    queries = problem.batch * problem.seqlen_q * problem.num_heads * problem.head_dim / 1e6
+    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.head_dim / 1e6
+    time = costs.call + costs.call_rows * queries
+    for operation, tile in tiles.items():
+        splits = num_splits.get(operation, 1)
+        cost = costs.of_block(operation, problem.head_dim)
+        step = cost.step * tile.b_r * tile.b_c * problem.head_dim / 1e6 * tile.blocks_per_sm
+        if operation == "backward":
+            time += costs.convert + costs.convert_rows * queries
+            step *= _drift(costs, problem, device, splits)
+        if splits > 1 and operation == "backward":
+            time += costs.add + costs.add_rows * keys
+        elif splits > 1:
+            time += costs.copy + costs.copy_rows * keys * splits
+        if operation == "backward_dq":
+            steps = _times(sequences.steps_of_queries(tile), problem.num_heads * sequences.number)
+        else:
+            steps = _shares(
+                sequences.steps_of_keys(tile), problem.heads_per_group, splits, problem.num_heads_kv * sequences.number
+            )
+        blocks = {cost.start + step * count: number for count, number in steps.items()}
+        time += _makespan(blocks, device.multiprocessors * tile.blocks_per_sm)
+    return time
+
+
+def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:
+    """The factor by which blocks that drift apart slow down each other's steps."""
+    heads = problem.heads_per_group / splits
+    touched = 8 * problem.batch * problem.num_heads * problem.seqlen_q * problem.head_dim  # Q, dO and float32 dQ
+    if not problem.causal or heads <= 2 or touched <= device.l2_bytes:
+        return 1.0
+    return 1 + costs.drift * math.log2(heads / 2)
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a problem, all of one length: of packed ones the host knows only the number and the total."""
+
+    number: int
+    seqlen_q: int
+    seqlen_k: int
+    left: int  # visible keys before the diagonal key, and after it
+    right: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> _Sequences:
+        left, right = problem.band
+        number, _, _, longest_k = problem.score_shape
+        rows = problem.typical_seqlen_q
+        if problem.is_packed:
+            number = -(-problem.seqlen_q // max(1, rows))
+        keys = min(longest_k, -(-problem.seqlen_k // max(1, number))) if problem.is_packed else problem.seqlen_k
+        unlimited = rows + keys
+        return cls(number, rows, keys, unlimited if left is None else left, unlimited if right is None else right)
+
+    def steps_of_keys(self, tile: TileConfig) -> Counter[int]:
+        """How many key tiles see how many query tiles."""
+        diagonal = self.seqlen_k - self.seqlen_q
+        return self._steps(
+            self.seqlen_k, tile.b_c, self.seqlen_q, tile.b_r, -diagonal - self.right, self.left - diagonal
+        )
+
+    def steps_of_queries(self, tile: TileConfig) -> Counter[int]:
+        """How many query tiles see how many key tiles."""
+        diagonal = self.seqlen_k - self.seqlen_q
+        return self._steps(
+            self.seqlen_q, tile.b_r, self.seqlen_k, tile.b_c, diagonal - self.left, diagonal + self.right
+        )
+
+    @staticmethod
+    def _steps(own: int, own_rows: int, other: int, other_rows: int, before: int, after: int) -> Counter[int]:
+        """Row i sees the other side's rows from i + before to i + after."""
+        steps: Counter[int] = Counter()
+        for first in range(0, own, own_rows):
+            last = min(first + own_rows, own) - 1
+            begin, end = max(0, first + before) // other_rows, -(-max(0, min(last + after + 1, other)) // other_rows)
+            steps[max(0, end - begin)] += 1
+        return steps
+
+
+def _times(steps: Counter[int], number: int) -> Counter[int]:
+    return Counter({count: tiles * number for count, tiles in steps.items()})
+
+
+def _shares(steps: Counter[int], heads: int, splits: int, number: int) -> Counter[int]:
+    """The steps of the shares of all key tiles; empty shares cost nothing."""
+    shares: Counter[int] = Counter()
+    for count, tiles in steps.items():
+        whole = count * heads
+        most = -(-whole // splits)
+        if most == 0:
+            shares[0] += tiles * number
+            continue
+        full, rest = divmod(whole, most)
+        shares[most] += full * tiles * number
+        if rest:
+            shares[rest] += tiles * number
+    return shares
+
+
+def _makespan(blocks: Mapping[float, int], slots: int) -> float:
+    """When the last block ends. `blocks`: how many blocks take how long."""
+    number = sum(blocks.values())
+    if number == 0:
+        return 0.0
+    longest, shortest = max(blocks), min(blocks)
+    if number <= slots:
+        return longest
+    if number > _ASSIGNED_SINGLY * slots:
+        if longest == shortest:
+            return -(-number // slots) * longest
+        return max(longest, sum(time * count for time, count in blocks.items()) / slots + shortest / 2)
+    ends = [0.0] * slots
+    for time in _each(blocks):
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
+
+
+def _each(blocks: Mapping[float, int]) -> Iterable[float]:
+    """All blocks, longest first."""
+    for time in sorted(blocks, reverse=True):
+        for _ in range(blocks[time]):
+            yield time
