@@ -196,6 +196,10 @@ OPTIONS = {
     "layout None": ({"layout": None}, ValueError, "^layout: expected 'bshd' or 'bhsd', got None"),
     "layout list": ({"layout": ["bshd"]}, ValueError, "^layout: expected 'bshd' or 'bhsd'"),
     "config tuple": ({"config": (64, 64)}, TypeError, "^config: expected a TileConfig or .* got tuple"),
+    "num_splits type": ({"num_splits": 2.0}, TypeError, "^num_splits: expected None or an int, got float"),
+    "num_splits bool": ({"num_splits": True}, TypeError, "^num_splits: expected None or an int, got bool"),
+    "num_splits zero": ({"num_splits": 0}, ValueError, "^num_splits: expected None or 1 to 16, got 0"),
+    "num_splits many": ({"num_splits": 17}, ValueError, "^num_splits: expected None or 1 to 16, got 17"),
     "config operation": ({"config": {"fwd": TileConfig(8, 8, 1)}}, ValueError, r"^config: \['fwd'\] are no operations"),
 }
 BACKWARD_OPTIONS = {

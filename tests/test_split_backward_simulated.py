@@ -1,0 +1,114 @@
+"""Key tiles whose work several blocks share, executed without a GPU: the shares of a group's heads, of ranges of
+queries, shares without a step, and the sum of all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import backward
+from support.launch_record import stage_values
+from support.simulated_problems import draw, small_tiles
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped
+
+from fa2cupy import TileConfig, reference
+from fa2cupy.testing import Expectation
+
+pytestmark = pytest.mark.simulated
+
+METHODS = ("single_pass", "two_pass")
+#: (family, head_dim, lengths): several tiles of each family's kernels.
+SM80, SM80_WIDE, HOPPER = ("sm80", 64, (70, 90)), ("sm80", 160, (70, 90)), ("sm90", 64, (300, 200))
+HOPPER_TRANSPOSED, HOPPER_DIVIDED = ("sm90", 128, (200, 150)), ("sm90", 256, (140, 100))
+
+
+def tiles_of(family: str, head_dim: int) -> dict[str, TileConfig] | None:
+    """Small ones of sm80, and the default ones of sm90."""
+    return small_tiles("float16", head_dim) if family == "sm80" else None
+
+
+def check(
+    kernels: tuple, method: str, num_splits: int, *, heads=(2, 1), batch=1, dtype="float16", out=None, **problem
+) -> list[np.ndarray]:
+    """The gradients, from the reference's o and lse, checked against float64."""
+    family, head_dim, lengths = kernels
+    q, k, v, do = draw(dtype, lengths, head_dim, heads, batch=batch)
+    if "cu_seqlens_q" in problem:
+        q, k, v, do = (place(x[0]) for x in (q, k, v, do))
+    expected = Expectation(q, k, v, do, **problem)
+    o, lse = reference.forward(q, k, v, **problem)
+    o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
+    options = {"config": tiles_of(family, head_dim), "family": family, "num_splits": num_splits, "method": method}
+    if out is not None:
+        out = tuple(out(np.full_like(x, np.nan)) for x in (q, k, v))
+    gradients = backward(q, k, v, o, lse, do, out=out, **options, **problem)
+    expected.check(spec=(kernels, method, num_splits), **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    return list(gradients)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch) as stages:
+        yield stages
+
+
+@pytest.mark.sample(kernels=(SM80, HOPPER), num_splits=(3,), causal=(True,))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("num_splits", (2, 3, 16))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", (SM80, SM80_WIDE, HOPPER, HOPPER_TRANSPOSED, HOPPER_DIVIDED), ids=str)
+def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
+    """16 shares are more than the steps of the last key tiles."""
+    check(kernels, method, num_splits, causal=causal)
+    tiled = next(stage for stage in launched if stage.spec.is_split)
+    summed = next(stage for stage in launched if stage.spec.operation == "sum_dkdv")
+    assert stage_values(tiled)["num_splits"] == num_splits
+    assert stage_values(summed)["num_copies"] == (1 if method == "single_pass" else num_splits)
+
+
+@pytest.mark.sample(kernels=(SM80,), method=("single_pass",))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", (SM80, HOPPER, HOPPER_DIVIDED), ids=str)
+def test_shares_of_groups_of_heads_and_batches(launched, kernels, method):
+    """Three heads by two shares: the second begins in the middle of a head."""
+    check(kernels, method, 2, heads=(6, 2), batch=2, causal=True, dtype="bfloat16", out=gapped)
+
+
+@pytest.mark.sample(kernels=(SM80,), window=((30, 5),))
+@pytest.mark.parametrize("window", ((30, 5), (None, 17), (9, None)), ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", (SM80, HOPPER, HOPPER_TRANSPOSED), ids=str)
+def test_shares_under_windows(launched, kernels, method, window):
+    check(kernels, method, 3, window=window)
+
+
+@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
+def test_shares_of_packed_sequences(launched, kernels, method):
+    """The first has fewer keys than queries, the second no query, the third no key; rows are left over at the end."""
+    ends_q, ends_k = [0, 50, 50, 53, 68], [0, 20, 61, 61, 85]
+    offsets = {"cu_seqlens_q": place(np.array(ends_q, "int32")), "cu_seqlens_k": place(np.array(ends_k, "int32"))}
+    check(kernels, method, 4, causal=True, **offsets)
+
+
+@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
+def test_the_sum_of_shares_scales_dv_under_dropout(launched, kernels, method):
+    check(kernels, method, 2, causal=True, dropout_p=0.4, seed=7)
+
+
+@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
+def test_two_pass_is_reproducible_whatever_the_order_of_warps(monkeypatch, kernels):
+    found = []
+    for seed in (1, 2):
+        with simulated_gpu(monkeypatch, seed=seed):
+            found.append(check(kernels, "two_pass", 3, causal=True))
+    for first, second in zip(*found, strict=True):
+        assert first.tobytes() == second.tobytes()
