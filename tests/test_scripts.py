@@ -44,9 +44,11 @@ class FakeGpu:
     name, driver, xp = "NVIDIA Test GPU", "0.0", np
     info = dataclasses.replace(DeviceInfo.named("sm_90"), l2_bytes=1)
 
-    def tensors(self, problem, seed):
-        rng = np.random.default_rng(seed)
-        return measure.Tensors(*[rng.standard_normal(problem.shape).astype(problem.numpy_dtype) for _ in range(4)])
+    def tensors(self, problem, count):
+        rng = np.random.default_rng(0)
+        shapes = (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
+        drawn = [[rng.standard_normal(shape).astype(problem.numpy_dtype) for shape in shapes] for _ in range(count)]
+        return [measure.Tensors(*arrays) for arrays in drawn]
 
     def address(self, array):
         return array.ctypes.data
@@ -63,8 +65,8 @@ class FakeGpu:
 
     release = synchronize
 
-    def precompile(self, problems, operations):
-        pass
+    def precompile(self, problems, operations, features=((),)):
+        self.precompiled = list(problems), operations, features
 
     def compile(self, specs):
         self.compiled = set(specs)
@@ -113,10 +115,16 @@ def test_candidates_take_turns_in_every_round():
 
 
 def test_host_time_is_that_of_one_call():
-    microseconds = measure.host_microseconds(
-        FakeGpu(), Candidate("sleep", lambda: time.sleep(1e-3)), calls=2, batches=3
-    )
-    assert 1000 <= microseconds < 5000
+    candidates = [Candidate("sleep", lambda: time.sleep(1e-3))]
+    microseconds = measure.host_microseconds(FakeGpu(), candidates, calls=2, batches=3)
+    assert 1000 <= microseconds["sleep"] < 5000
+
+
+def test_host_time_is_the_least_of_rounds(monkeypatch):
+    medians = iter([5.0, 50.0, 4.0, 60.0, 9.0, 40.0])  # two candidates in turns, three rounds
+    monkeypatch.setattr(measure, "_host_median", lambda *arguments: next(medians))
+    candidates = [Candidate("a", lambda: ()), Candidate("b", lambda: ())]
+    assert measure.host_microseconds(FakeGpu(), candidates, rounds=3) == {"a": 4.0, "b": 40.0}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +148,7 @@ def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, mon
     # Blocks of rows smaller than the problem, so that the reference is put together from several.
     monkeypatch.setattr(check, "BLOCK_ELEMENTS", 1000)
     problem = Problem("float16", 32, 77, 2, 3, causal)
-    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    head_check = check.HeadCheck(np, problem, *FakeGpu().tensors(problem, 1))
     head_check.verify(operation)
     name = "forward" if operation == "forward" else "backward"
     right = getattr(check.fa2cupy, name)
@@ -157,7 +165,7 @@ def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, mon
 
 def test_check_refuses_unwritten_results(monkeypatch):
     problem = Problem("float32", 32, 40, 1, 1, False)
-    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    head_check = check.HeadCheck(np, problem, *FakeGpu().tensors(problem, 1))
     monkeypatch.setattr(check.fa2cupy, "forward", lambda *arguments, out, **options: out)
     with pytest.raises(AssertionError, match="1280 NaN"):
         head_check.verify("forward")
@@ -172,7 +180,7 @@ def small_benchmark(monkeypatch):
     monkeypatch.setattr(benchmark, "MODEL_DIM", 64)
     monkeypatch.setattr(benchmark, "MEMORY_PROBLEM", Problem("float16", 32, 100, 1, 1, False))
     monkeypatch.setattr(benchmark, "TRAINING_PROBLEMS", [Problem("bfloat16", 64, 40, 1, 1, True)])
-    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2))
+    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2, 2))
 
 
 def small_options(*extra):
@@ -348,14 +356,15 @@ class FakeFlex:
 
 
 def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
     run = features.run(feature_options("--families", "default", "sm80"), FakeGpu(), tmp_path)
     assert not run.failures
     rows = measure.read_csv(tmp_path / "features.csv")
     assert tuple(rows[0]) == features.COLUMNS
     ours = [row for row in rows if row["provider"] == "fa2cupy"]
     everywhere = {"plain", "softcap", "alibi", "padding", "sink", "dropout"}
-    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", "bias", "dbias"}
+    scores = {f"{name}{kind}" for name in ("bias", "dbias") for kind in ("", "_batch", "_full")}
+    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", *scores}
     assert {row["feature"] for row in ours if row["seqlen"] == "256"} == {*everywhere, "window127"}
     assert {row["feature"] for row in ours if row["seqlen"] == "16"} == {"plain", "packed"}
     assert {row["operation"] for row in ours if row["feature"] == "dbias"} == {"backward"}
@@ -378,7 +387,7 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
 
     monkeypatch.setattr(features.fa2cupy, "forward", forward)
     monkeypatch.setattr(measure, "Gpu", FakeGpu)
-    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
     monkeypatch.setattr(FakeFlex, "factor", 2)
     arguments = ["--features", "softcap", "alibi", "--head-dims", "32", "--seqlens", "256", "--rounds", "1"]
     assert features.main([*arguments, "--out", str(tmp_path)]) == 1
@@ -401,7 +410,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
     run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
     assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
     assert "FAILED: sink bfloat16 d=32 seqlen=128 batch=2 heads=2 causal: MemoryError: too large" in run.failures
-    assert capsys.readouterr().out.startswith("without flex: ")
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient, flex: ")
 
 
 @needs_cupy
@@ -438,7 +447,7 @@ def test_work_of_features_is_that_of_visible_pairs():
     packed = feature_cases.Case("packed", problem)
     assert packed.flops("forward") == 2 * 32 * sum(n * n for n in feature_cases.PACKED) * 64
     assert sum(feature_cases.PACKED) == feature_cases.TOKENS
-    assert packed.arrays(FakeGpu().tensors(problem, 0))[0].shape == (16384, 32, 64)
+    assert packed.arrays(*FakeGpu().tensors(problem, 1))[0].shape == (16384, 32, 64)
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):
@@ -461,8 +470,8 @@ def made_up_rows():
     for problem in benchmark.speed_problems(["float16", "float32"], [64, 128], [2048, 4096]):
         for operation in peers.OPERATIONS:
             for speed, provider in enumerate(("torch flash", "torch cudnn", "fa2cupy"), start=2):
-                row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
-                row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
+                row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **problem.columns()}
+                row.update(operation=operation, provider=provider, ms_median=1.0)
                 yield {**row, "tflops": 100.0 * speed, "ratio": 4 / speed if provider != "fa2cupy" else ""}
 
 
