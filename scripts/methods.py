@@ -128,7 +128,8 @@ class Cell(NamedTuple):
         is_forward = self.operation == "forward"
         heads = problem.num_heads if is_forward else problem.heads_kv
         tiles = problem.batch * heads * -(-problem.seqlen // TILE_ROWS)
-        longest = min(problem.seqlen, self.window or problem.seqlen) // TILE_ROWS
+        rows = problem.seqlen if self.window is None else min(problem.seqlen, self.window + TILE_ROWS)
+        longest = rows // TILE_ROWS * (1 if is_forward else problem.num_heads // heads)
         for method in (None,) if is_forward else METHODS:
             for splits in SPLITS:
                 if splits == 1 or (splits <= longest and tiles * splits <= MOST_WAVES * multiprocessors):
