@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import benchmark
 import features
@@ -73,6 +74,13 @@ class FakeGpu:
         self.compiled = set(specs)
 
 
+class HastyGpu(FakeGpu):
+    """Makes no call only to time it."""
+
+    def elapsed_ms(self, call, repeats):
+        return 2.0
+
+
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +134,43 @@ def test_host_time_is_the_least_of_rounds(monkeypatch):
     monkeypatch.setattr(measure, "_host_median", lambda *arguments: next(medians))
     candidates = [Candidate("a", lambda: ()), Candidate("b", lambda: ())]
     assert measure.host_microseconds(FakeGpu(), candidates, rounds=3) == {"a": 4.0, "b": 40.0}
+
+
+def test_calls_are_queued_while_the_gpu_waits():
+    class Pinned(bytearray):
+        ptr = 4096
+
+    launches = []
+
+    def wait_for_flag(grid, block, arguments):
+        launches.append((grid, block, arguments, memory[0]))
+
+    memory = Pinned(b"\1\0\0\0")
+    cuda = SimpleNamespace(alloc_pinned_memory=lambda size: memory)
+    gate = measure._Gate(SimpleNamespace(RawKernel=lambda source, name: wait_for_flag, cuda=cuda))
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError), gate.closed():
+            assert memory[0] == 0
+            raise RuntimeError("a call failed")
+        assert memory[0] == 1, "else the GPU would wait for the whole of its time"
+    assert launches == [((1,), (1,), (4096, gate._CYCLES), 0)] * 2
+
+
+@needs_cupy
+def test_the_gate_compiles():
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(measure._Gate._SOURCE, "gate.cu", [], [])
+    nvrtc.compileProgram(program, ("--gpu-architecture=compute_90",))
+    assert b".visible .entry wait_for_flag(" in nvrtc.getPTX(program)
+
+
+def test_short_calls_do_not_fill_the_queue():
+    repeats = []
+    gpu = FakeGpu()
+    gpu.elapsed_ms = lambda call, count: repeats.append(count) or 0.001
+    measure.milliseconds(gpu, lambda: (), 20.0)
+    assert max(repeats) == measure.MOST_QUEUED
 
 
 @pytest.mark.parametrize(
@@ -289,7 +334,7 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
-class Clocked(FakeGpu):
+class SteeredGpu(FakeGpu):
     """A clock that the last call has set."""
 
     clock = 2.0
@@ -302,7 +347,7 @@ class Clocked(FakeGpu):
 @pytest.fixture
 def splitting(monkeypatch):
     """A GPU on which two splits take 2 ms, the default 3 ms and all others 4 ms; `two_pass` takes one split alone."""
-    gpu = Clocked()
+    gpu = SteeredGpu()
 
     def split(function):
         def call(*arguments, num_splits=None, **options):
@@ -440,7 +485,7 @@ class FakeFlex:
 
 def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
-    run = features.run(feature_options("--families", "default", "sm80"), FakeGpu(), tmp_path)
+    run = features.run(feature_options("--families", "default", "sm80"), HastyGpu(), tmp_path)
     assert not run.failures
     rows = measure.read_csv(tmp_path / "features.csv")
     assert tuple(rows[0]) == features.COLUMNS
@@ -514,7 +559,7 @@ def operators(monkeypatch):
 
 
 def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, tmp_path):
-    run = features.run(feature_options("--peers", *features.OPERATORS), FakeGpu(), tmp_path)
+    run = features.run(feature_options("--peers", *features.OPERATORS), HastyGpu(), tmp_path)
     assert not run.failures
     both, scores = ("forward", "backward"), ("mask", "bias", "bias_batch", "bias_full")
     expected = {

@@ -340,7 +340,7 @@ def taking_turns(calls: Sequence[Callable[[], tuple]]) -> Callable[[], tuple]:
     return lambda: following()()
 
 
-#: Calls that are queued before the first one starts. A call is up to four launches, and the queue has place for 1024.
+#: Calls that are queued before the first one starts. One of ours is up to four launches, and there is place for 1024.
 MOST_QUEUED = 200
 
 
