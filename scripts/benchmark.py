@@ -1,9 +1,9 @@
 """fa2cupy beside the peers that can be imported, on the same arrays in one process.
 
-    python scripts/benchmark.py                 everything: about five minutes on an H100
+    python scripts/benchmark.py                 everything: about seven minutes on an H100
     python scripts/benchmark.py --quick         fewer sizes, shorter measurements
     python scripts/benchmark.py --dtypes float16 --head-dims 128 --operations forward
-    python scripts/benchmark.py --sections memory host
+    python scripts/benchmark.py --sections models features
     python scripts/benchmark.py --plot-only scripts/results/h100-80gb-hbm3/benchmark.csv
 
 Sections:
@@ -23,9 +23,16 @@ memory
     One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is what a
     call holds at its peak beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
 host
-    ``host_us``: host time of a call on a tiny problem without waiting for the GPU.
+    ``host_us``: host time of a call on a tiny problem without waiting for the GPU, the least of several rounds.
 startup
     First calls with an empty and with a filled disk cache, in processes of their own: startup.csv.
+models
+    The heads of well-known models, most of them with fewer heads of k and v, in bfloat16, causal, measured as in speed
+    with shorter rounds: what a caller gets who names no method (``default``), and with ``deterministic=True``, where
+    the peers are in the mode of ``two_pass``; ``tile`` says which method it was. In models.csv; the table at the end
+    has the best peer's time over ours.
+features
+    What scripts/features.py measures, beside the peers that need no compiler: features-peers.csv.
 """
 
 from __future__ import annotations
@@ -35,11 +42,13 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import features
 from common.check import HeadCheck, check_equal
 from common.measure import (
+    TRAINING,
     Candidate,
     Gpu,
     Problem,
@@ -49,18 +58,18 @@ from common.measure import (
     positive_int,
     progress,
     results_folder,
-    sets_beyond_cache,
+    rotating_inputs,
     show_earlier,
     stamp_of,
     supported_head_dim,
     time_in_rounds,
     write_csv,
 )
-from common.peers import OPERATIONS, PEERS, TRAINING, Fa2cupy, available_peers
+from common.peers import DEFAULT_OPERATIONS, OPERATIONS, PEERS, Fa2cupy, available_peers
 from common.plots import bar_panels, can_plot
 from common.startup import COLUMNS as STARTUP_COLUMNS
 from common.startup import measure_startup
-from common.tables import speed_table
+from common.tables import ratio_table, smallest_ratio, speed_table
 
 from fa2cupy.cli import run_command
 
@@ -68,7 +77,10 @@ COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "operation", "provider",
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
-SECTIONS = ("speed", "training", "memory", "host", "startup")
+MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
+SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features")
+#: The sections whose rows benchmark.csv has.
+IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096}
 MODEL_DIM = 2048
@@ -79,8 +91,24 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 SEQLENS = (512, 2048, 4096, 16384)
 QUICK = {"dtypes": ("float16",), "head_dims": (64, 128), "seqlens": (2048, 16384)}
 
-#: How many arrays as large as q a call makes: o, or dq, dk and dv, or all of them.
-RESULTS = {"forward": 1, "single_pass": 3, "two_pass": 3, TRAINING: 4}
+#: Query heads, heads of k and v, and head_dim.
+MODELS = {
+    "llama3-8b": (32, 8, 128),
+    "llama3-70b": (64, 8, 128),
+    "llama3-70b-tp8": (8, 1, 128),
+    "qwen2.5-7b": (28, 4, 128),
+    "qwen3-0.6b": (16, 8, 128),
+    "mqa": (16, 1, 128),
+    "gemma2-9b": (16, 8, 256),
+    "gpt-oss": (64, 8, 64),
+    "gpt2": (12, 12, 64),
+}
+#: Batch and length.
+MODEL_SIZES = ((1, 2048), (1, 8192), (4, 4096))
+MODEL_PEERS = ("torch flash", "torch cudnn")
+MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
+#: Without the call that the others are compared to, and without what is like a shorter window.
+PEER_FEATURES = tuple(name for name in features.FEATURES if name not in ("plain", "window4095"))
 
 #: Bars of the plots, in their order.
 COLORS = {
@@ -113,6 +141,13 @@ def speed_problems(dtypes: Iterable[str], head_dims: Iterable[int], seqlens: Seq
                     yield Problem(dtype, head_dim, seqlen, TOKENS[dtype] // seqlen, MODEL_DIM // head_dim, causal)
 
 
+def model_problems() -> Iterator[tuple[str, Problem]]:
+    """The sizes of the section models, those that need the same kernels one after the other."""
+    for model, (num_heads, num_heads_kv, head_dim) in MODELS.items():
+        for batch, seqlen in MODEL_SIZES:
+            yield model, Problem("bfloat16", head_dim, seqlen, batch, num_heads, True, num_heads_kv)
+
+
 class Benchmark:
     """One run: the device, the implementations, and what they have shown so far."""
 
@@ -128,11 +163,12 @@ class Benchmark:
         self._dropped: set[tuple[str, ...]] = set()
         self.stamp = stamp_of(gpu)
 
-    def speed(self, problem: Problem, operations: Iterable[str], write=print) -> None:
-        """Checks and times all implementations on one problem."""
+    def speed(
+        self, problem: Problem, operations: Iterable[str], write=print, labels: Mapping[str, object] | None = None
+    ) -> None:
+        """Checks and times all implementations on one problem. `labels` are further columns of its rows."""
         self._release()
-        count = sets_beyond_cache(3 * problem.tensor_bytes, self.gpu.info.l2_bytes)
-        sets = [self.gpu.tensors(problem, seed) for seed in range(count)]
+        sets = rotating_inputs(self.gpu, problem)
         check = HeadCheck(self.gpu.xp, problem, sets[0])
         scores = format_bytes(problem.seqlen**2 * problem.tensor_bytes // math.prod(problem.shape))
         write(f"{problem} (the scores of one head would take {scores})")
@@ -143,32 +179,29 @@ class Benchmark:
             times = time_in_rounds(self.gpu, candidates, self.rounds, self.budget_ms, self._rng)
             ours = times[self.ours.name]
             for name, samples in times.items():
-                row = self._row(problem, operation, name)
+                row = self._row(problem, operation, name) | (labels or {})
+                self.rows.append(row)
                 row.update(ms_median=statistics.median(samples), ms_min=min(samples), ms_max=max(samples))
                 row["tflops"] = problem.tflops(operation, row["ms_median"])
-                row["extra_bytes"] = bytes_held[name] - problem.tensor_bytes * RESULTS[operation]
+                row["extra_bytes"] = bytes_held[name] - problem.result_bytes(operation)
                 if name != self.ours.name:
                     row["ratio"] = statistics.median(theirs / our for theirs, our in zip(samples, ours, strict=True))
                 write(describe(row))
 
     def host(self, problem: Problem, operations: Iterable[str]) -> None:
         """Host time of all implementations on a tiny problem."""
-        sets = [self.gpu.tensors(problem, 0)]
+        sets = self.gpu.tensors(problem, 1)
         check = HeadCheck(self.gpu.xp, problem, sets[0])
         for operation in operations:
             candidates, _ = self._checked(problem, sets, operation, check, print)
-            for candidate in candidates:
-                row = self._row(problem, operation, candidate.name)
-                row["host_us"] = host_microseconds(self.gpu, candidate)
-                print(f"  {operation:12s}{candidate.name:16s}{row['host_us']:8.1f} us of host time a call")
+            for name, microseconds in host_microseconds(self.gpu, candidates).items():
+                self.rows.append(self._row(problem, operation, name) | {"host_us": microseconds})
+                print(f"  {operation:12s}{name:16s}{microseconds:8.1f} us of host time a call")
 
     def startup(self, problem: Problem, path: Path) -> None:
         """First calls, in processes of their own."""
         try:
-            rows = [
-                {**self.stamp, **vars(problem), "causal": int(problem.causal), **row}
-                for row in measure_startup(problem)
-            ]
+            rows = [{**self.stamp, **problem.columns(), **row} for row in measure_startup(problem)]
         except RuntimeError as error:
             self._fail(f"FAILED: {error}")
             return
@@ -185,16 +218,9 @@ class Benchmark:
         print(text, file=sys.stderr, flush=True)
 
     def _row(self, problem: Problem, operation: str, provider: str) -> dict[str, object]:
-        row = {
-            **self.stamp,
-            **vars(problem),
-            "causal": int(problem.causal),
-            "operation": operation,
-            "provider": provider,
-        }
+        row = {**self.stamp, **problem.columns(), "operation": operation, "provider": provider}
         if provider == self.ours.name:
             row["tile"] = self.ours.tile(problem, operation)
-        self.rows.append(row)
         return row
 
     def _checked(
@@ -244,7 +270,7 @@ def describe(row: dict[str, object]) -> str:
     """A row of the speed section as a line."""
     ratio = f"  {row['ratio']:5.2f} x our time" if "ratio" in row else ""
     return (
-        f"  {row['operation']:12s}{row['provider']:16s}{row['ms_median']:9.3f} ms "
+        f"  {row['operation']:14s}{row['provider']:16s}{row['ms_median']:9.3f} ms "
         f"({row['ms_min']:.3f} to {row['ms_max']:.3f}){row['tflops']:8.1f} TFLOP/s  "
         f"extra {format_bytes(row['extra_bytes']):>10s}{ratio}"
     )
@@ -286,10 +312,19 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
-    """What an earlier run is shown by: the plots, where they can be drawn, and the table of the README."""
+    """What an earlier run is shown by: its table, and the plots, where there are any and they can be drawn."""
+    if "model" in rows[0]:
+        print(*model_table(rows), sep="\n")
+        return
     if can_plot():
         print(*plot(rows, folder), sep="\n")
     print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
+
+
+def model_table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The best peer's time over ours, by model and size: forward, default backward, deterministic backward."""
+    sized = [{**row, "size": f"{row['batch']} x {row['seqlen']}"} for row in rows]
+    return [*ratio_table(sized, "model", "size", DEFAULT_OPERATIONS), *smallest_ratio(sized, "model", "size")]
 
 
 def _series(row: dict[str, object]) -> str:
@@ -325,7 +360,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help=f"of {', '.join(OPERATIONS)}",
     )
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=positive_int, metavar="N", help="default: 7, with --quick 3")
+    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features: 5), with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
         "--plot-only",
@@ -336,6 +371,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     defaults = QUICK if options.quick else {"dtypes": DTYPES, "head_dims": HEAD_DIMS, "seqlens": SEQLENS}
     for name, value in defaults.items():
         setattr(options, name, getattr(options, name) or value)
+    options.short_rounds = options.rounds or (3 if options.quick else 5)
     options.rounds = options.rounds or (3 if options.quick else 7)
     options.budget_ms = 10.0 if options.quick else 20.0
     bad = [s for s in options.seqlens if TOKENS["float16"] % s]
@@ -345,9 +381,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
-    """All sections asked for. What there is by then is written after each problem, and when the run is broken off."""
+    """All sections asked for; returns what those have measured that benchmark.csv has, and the failures of all.
+
+    What there is by then is written after each problem, and when the run is broken off.
+    """
     peers = available_peers(gpu, options.peers)
     benchmark = Benchmark(gpu, peers, options.rounds, options.budget_ms)
+    if IN_BENCHMARK_CSV & set(options.sections):
+        run_speed(options, benchmark, folder / "benchmark.csv")
+    if "startup" in options.sections:
+        benchmark.startup(STARTUP_PROBLEM, folder / "startup.csv")
+    if "models" in options.sections:
+        some = [peer for peer in peers if peer.name in MODEL_PEERS]
+        models = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
+        run_models(models, folder / "models.csv")
+        benchmark.failures += models.failures
+    if "features" in options.sections:
+        benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
+    return benchmark
+
+
+def run_speed(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> None:
+    """The sections whose rows benchmark.csv has."""
     problems = list(speed_problems(options.dtypes, options.head_dims, sorted(options.seqlens)))
     if "speed" not in options.sections:
         problems = []
@@ -355,7 +410,7 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         problems.append(MEMORY_PROBLEM)
     if "speed" in options.sections:
         print("compiling")
-        gpu.precompile(problems, options.operations)
+        benchmark.gpu.precompile(problems, options.operations)
     work = [(problem, options.operations) for problem in problems]
     if "training" in options.sections:
         work += [(problem, (TRAINING,)) for problem in TRAINING_PROBLEMS]
@@ -363,15 +418,35 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         with progress(len(work), "benchmark") as bar:
             for problem, operations in work:
                 benchmark.speed(problem, operations, bar.write)
-                write_csv(folder / "benchmark.csv", COLUMNS, benchmark.rows)
+                write_csv(path, COLUMNS, benchmark.rows)
                 bar.update()
         if "host" in options.sections:
             benchmark.host(HOST_PROBLEM, options.operations)
     finally:
-        write_csv(folder / "benchmark.csv", COLUMNS, benchmark.rows)
-    if "startup" in options.sections:
-        benchmark.startup(STARTUP_PROBLEM, folder / "startup.csv")
-    return benchmark
+        write_csv(path, COLUMNS, benchmark.rows)
+
+
+def run_models(benchmark: Benchmark, path: Path) -> None:
+    """The section models."""
+    work = list(model_problems())
+    print("compiling")
+    benchmark.gpu.precompile([problem for _, problem in work], OPERATIONS)
+    with progress(len(work), "models") as bar:
+        for model, problem in work:
+            labels = {"model": model, "num_heads_kv": problem.heads_kv}
+            benchmark.speed(problem, DEFAULT_OPERATIONS, bar.write, labels)
+            write_csv(path, MODEL_COLUMNS, benchmark.rows)
+            bar.update()
+    print("", *model_table(benchmark.rows), "", sep="\n")
+
+
+def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """The section features; returns what failed."""
+    peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
+    run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
+    features.measure_all(run, features.all_cases(PEER_FEATURES, features.HEAD_DIMS, features.SEQLENS), path)
+    print("", *features.table(run.rows), "", sep="\n")
+    return run.failures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -385,9 +460,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = results_folder(gpu.name, options.out)
     benchmark = run(options, gpu, folder)
-    if can_plot():
-        plot(benchmark.rows, folder)
-    print("our speed relative to:", *summary(benchmark.rows), f"written to {folder}", sep="\n")
+    if benchmark.rows:
+        if can_plot():
+            plot(benchmark.rows, folder)
+        print("our speed relative to:", *summary(benchmark.rows), sep="\n")
+    print(f"written to {folder}")
     for text in benchmark.failures:
         print(text, file=sys.stderr)
     return 1 if benchmark.failures else 0

@@ -1,7 +1,7 @@
-"""What the features of attention cost: each alone beside the plain causal call, and beside PyTorch's FlexAttention.
+"""What the features of attention cost: each alone beside the plain causal call, and beside PyTorch's implementations.
 
-    python scripts/features.py                          about three minutes on an H100, most of it PyTorch's compiler
-    python scripts/features.py --no-flex                about a minute
+    python scripts/features.py                          about four minutes on an H100, most of it PyTorch's compiler
+    python scripts/features.py --peers flash cudnn efficient    without FlexAttention, which needs it: 1.5 minutes
     python scripts/features.py --features softcap alibi --head-dims 128 --seqlens 16384
     python scripts/features.py --families default sm80  a row for each family
 
@@ -11,19 +11,22 @@ backward by the default method:
     window127, ...         ``window=(127, 0)``, where it is shorter than the sequences
     softcap                30
     alibi, padding, sink   slopes by head; keys hidden at the end of each sequence; a sink by head, with its gradient
-    mask, bias, dbias      arrays as large as the scores of one head or batch, up to 2048 keys; dbias is a backward that
-                           gives the gradient of the bias, too
+    mask, bias, bias_batch arrays as large as the scores of one head (mask, bias_batch) or sequence (bias), up to 2048
+                           keys
+    bias_full              one as large as all scores, for as many sequences as make 1 GiB
+    dbias, ...             a backward that gives the gradient of such a bias, too
     dropout                0.1
     packed                 16 sequences of 131 to 2557 rows, beside 16 of 1024
 
-Results are checked first: ours on 512 rows against float64, by the kernels that are timed, and FlexAttention's against
-ours; what is wrong is reported and not timed. Then plain, feature and FlexAttention take turns in rounds, on inputs
-larger than twice the L2 cache. ``tflops`` counts the pairs of query and key that causal masks, windows and packed
-sequences leave, but not what masks and padding hide. ``over_plain`` is the median over rounds of the time of the plain
-call over that of the feature, with the same ``family=``: 1 costs nothing, and windows are above it. For packed
-sequences it is their TFLOP/s over those of the equal lengths. Without a family they may run on kernels of different
-ones: ``family`` says on which. ``ratio`` is that of FlexAttention's time over ours, by the first of --families: above
-1, ours is faster. Writes features.csv.
+The peers are those that have the feature of FlashAttention-2, cuDNN and the memory-efficient operator, as PyTorch ships
+them, and compiled FlexAttention. Results are checked first: ours on 512 rows against float64, by the kernels that are
+timed, and the peers' against ours, but for dropout, where each draws its own elements; what is wrong is reported and
+not timed. Then plain, feature and peers take turns in rounds, on inputs larger than twice the L2 cache. ``tflops``
+counts the pairs of query and key that causal masks, windows and packed sequences leave, but not what masks and padding
+hide. ``over_plain`` is the median over rounds of the time of the plain call over that of the feature, with the same
+``family=``: 1 costs nothing, and windows are above it. For packed sequences it is their TFLOP/s over those of the equal
+lengths. Without a family they may run on kernels of different ones: ``family`` says on which. ``ratio`` is that of the
+peer's time over ours, by the first of --families: above 1, ours is faster. Writes features.csv.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from typing import NamedTuple
 
 from common.check import FeatureCheck, check_equal, check_finite
 from common.feature_cases import FEATURES, HEAD_DIMS, SEQLENS, TOKENS, Case, Kernels, all_cases
+from common.feature_peers import CudnnFeatures, EfficientFeatures, FlashFeatures
 from common.flex import FlexAttention
 from common.measure import (
     Candidate,
@@ -48,7 +52,7 @@ from common.measure import (
     positive_int,
     progress,
     results_folder,
-    sets_beyond_cache,
+    rotating_inputs,
     stamp_of,
     supported_head_dim,
     taking_turns,
@@ -56,6 +60,7 @@ from common.measure import (
     write_csv,
 )
 from common.peers import available_peers
+from common.tables import ratio_table, smallest_ratio
 
 import fa2cupy
 from fa2cupy.cli import run_command
@@ -69,7 +74,11 @@ COLUMNS = (
 OURS, DEFAULT = "fa2cupy", "default"
 BUDGET_MS = 8.0
 
-#: The least over_plain that is wanted, by feature and seqlen (None: any), and the least ratio.
+#: The peers; the last one needs PyTorch's compiler.
+PEERS = {"flash": FlashFeatures, "cudnn": CudnnFeatures, "efficient": EfficientFeatures, "flex": FlexAttention}
+OPERATORS = ("flash", "cudnn", "efficient")
+
+#: The least over_plain that is wanted, by feature and seqlen (None: any), and the least ratio to FlexAttention.
 GOALS = {("window1023", 16384): 5.0, ("softcap", None): 0.85, ("alibi", None): 0.85, ("packed", None): 0.9}
 RATIO_GOAL = 1.3
 
@@ -83,10 +92,10 @@ class Timed(NamedTuple):
 
 
 class FeatureBenchmark:
-    """One run: the device, FlexAttention if it is there, and what has been measured so far."""
+    """One run: the device, the peers that are there, and what has been measured so far."""
 
-    def __init__(self, gpu: Gpu, peers: Sequence[FlexAttention], families: Sequence[str], rounds: int):
-        self.gpu, self.peers, self.rounds = gpu, peers, rounds
+    def __init__(self, gpu: Gpu, peers: Sequence, families: Sequence[str], rounds: int, budget_ms: float = BUDGET_MS):
+        self.gpu, self.peers, self.rounds, self.budget_ms = gpu, peers, rounds, budget_ms
         self.families = {name: None if name == DEFAULT else name for name in families}
         self.rows: list[dict[str, object]] = []
         self.failures: list[str] = []
@@ -128,7 +137,7 @@ class FeatureBenchmark:
         if not timed:
             return
         peers = self._theirs(case, operation, sets, options, results, write)
-        times = time_in_rounds(self.gpu, [*candidates, *peers], self.rounds, BUDGET_MS, self._rng)
+        times = time_in_rounds(self.gpu, [*candidates, *peers], self.rounds, self.budget_ms, self._rng)
         work = case.flops(operation) / case.plain.flops(operation) if case.feature == "packed" else 1.0
         for one in timed:
             row = self._row(case, operation, OURS, times[one.name])
@@ -172,7 +181,7 @@ class FeatureBenchmark:
     def _theirs(
         self, case: Case, operation: str, sets: list[Tensors], options: list[dict], ours: tuple, write
     ) -> list[Candidate]:
-        """The peers' candidates whose results are ours."""
+        """The peers' candidates whose results are ours, or may be where they draw random numbers."""
         candidates = []
         for peer in self.peers:
             if not peer.supports(case, operation):
@@ -185,7 +194,10 @@ class FeatureBenchmark:
                 write(f"  {case} {operation}: without {peer.name}: {describe_error(error)[:160]}")
                 continue
             try:
-                check_equal(case.problem, ours[: len(theirs)], theirs)
+                if case.is_random:
+                    check_finite(self.gpu.xp, theirs)
+                else:
+                    check_equal(case.problem, ours[: len(theirs)], theirs)
                 candidates.append(candidate)
             except AssertionError as error:  # one of the two is wrong
                 self._fail(f"WRONG: {case} {operation}: {peer.name}: {error}")
@@ -236,16 +248,15 @@ class FeatureBenchmark:
         if self._inputs[0] != problem:
             self._inputs = (None, [])
             self.gpu.release()
-            count = sets_beyond_cache(3 * problem.tensor_bytes, self.gpu.info.l2_bytes)
-            self._inputs = (problem, [self.gpu.tensors(problem, seed) for seed in range(count)])
+            self._inputs = (problem, rotating_inputs(self.gpu, problem))
         return self._inputs[1]
 
     def _row(self, case: Case, operation: str, provider: str, samples: list[float]) -> dict[str, object]:
         median = statistics.median(samples)
         row = {
-            **self._stamp, **vars(case.problem), "causal": int(case.problem.causal), "feature": case.feature,
-            "operation": operation, "provider": provider, "ms_median": median, "ms_min": min(samples),
-            "ms_max": max(samples), "tflops": case.flops(operation) / median / 1e9,
+            **self._stamp, **case.problem.columns(), "feature": case.feature, "operation": operation,
+            "provider": provider, "ms_median": median, "ms_min": min(samples), "ms_max": max(samples),
+            "tflops": case.flops(operation) / median / 1e9,
         }  # fmt: skip
         self.rows.append(row)
         return row
@@ -274,8 +285,8 @@ def describe(row: dict[str, object]) -> str:
     """A row as a line of the table."""
     how = " ".join(str(row[name]) for name in ("family", "method") if row.get(name))
     line = (
-        f"{row['feature']:11s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
-        f"{row['provider']:11s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
+        f"{row['feature']:12s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
+        f"{row['provider']:16s}{how:18s}{row['ms_median']:9.3f} ms ({row['ms_min']:.3f} to {row['ms_max']:.3f})"
         f"{row['tflops']:8.1f} TFLOP/s"
     )
     if "over_plain" in row:
@@ -292,10 +303,19 @@ def summary(rows: Sequence[dict[str, object]]) -> list[str]:
             for operation in ("forward", "backward"):
                 name = (feature, operation)
                 own = [row for row in rows if (row["feature"], row["operation"]) == name and column in row]
+                own = [row for row in own if row["provider"] in (OURS, FlexAttention.name)]
                 worst = min((row[column] for row in own if seqlen in (None, row["seqlen"])), default=None)
                 if worst is not None:
                     lines.append(f"{feature:11s}{operation:9s} {column:11s}worst {worst:6.2f}, wanted {goal}")
     return lines
+
+
+def table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The best peer's time over ours, by feature and size."""
+    sized = [{**row, "size": f"d={row['head_dim']} seqlen={row['seqlen']}"} for row in rows]
+    return [
+        *ratio_table(sized, "feature", "size", ("forward", "backward")), *smallest_ratio(sized, "feature", "size")
+    ]  # fmt: skip
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -307,7 +327,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     divisors = f"divisors of {TOKENS}, but for packed"
     add("--seqlens", nargs="+", type=positive_int, default=SEQLENS, metavar="N", help=divisors)
     add("--families", nargs="+", choices=families, default=(DEFAULT,), metavar="NAME", help=f"of {', '.join(families)}")
-    add("--no-flex", action="store_true", help="without FlexAttention, whose compiler takes most of the time")
+    peers = f"of {', '.join(PEERS)}; the compiler of flex takes most of the time"
+    add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=peers)
     add("--rounds", type=positive_int, default=5, metavar="N")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     options = parser.parse_args(arguments)
@@ -317,18 +338,23 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> FeatureBenchmark:
+def measure_all(benchmark: FeatureBenchmark, cases: Iterable[Case], path: Path) -> None:
     """All cases. What there is by then is written after each."""
-    peers = available_peers(gpu, () if options.no_flex else ("flex",), {"flex": FlexAttention})
-    benchmark = FeatureBenchmark(gpu, peers, options.families, options.rounds)
-    cases = list(all_cases(options.features, options.head_dims, options.seqlens))
+    cases = list(cases)
     print("compiling")
     benchmark.compile(cases)
     with progress(len(cases), "features") as bar:
         for case in cases:
             benchmark.measure(case, bar.write)
-            write_csv(folder / "features.csv", COLUMNS, benchmark.rows)
+            write_csv(path, COLUMNS, benchmark.rows)
             bar.update()
+
+
+def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> FeatureBenchmark:
+    """What the command line asks for."""
+    peers = available_peers(gpu, options.peers, PEERS)
+    benchmark = FeatureBenchmark(gpu, peers, options.families, options.rounds)
+    measure_all(benchmark, all_cases(options.features, options.head_dims, options.seqlens), folder / "features.csv")
     return benchmark
 
 
@@ -340,7 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     folder = results_folder(gpu.name, options.out)
     benchmark = run(options, gpu, folder)
-    print("", *map(describe, benchmark.rows), "", *summary(benchmark.rows), f"written to {folder}", sep="\n")
+    rows = benchmark.rows
+    print("", *map(describe, rows), "", *summary(rows), "", *table(rows), f"written to {folder}", sep="\n")
     for text in benchmark.failures:
         print(text, file=sys.stderr)
     return 1 if benchmark.failures else 0

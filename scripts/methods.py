@@ -1,145 +1,357 @@
-"""When do the atomics of `single_pass` pay? Both backward methods, by length, head dimension and size of the grid.
+"""Is the default the fastest? Every method and number of splits, by heads, batch, length, head dimension and mask.
 
-    python scripts/methods.py                               about a minute on an H100
-    python scripts/methods.py --head-dims 128 --tokens 4096
+    python scripts/methods.py                               about two minutes on an H100
+    python scripts/methods.py --operations backward --head-dims 128 --heads 8/1 16/2
+    python scripts/methods.py --batches 1 --seqlens 2048 8192 --masks causal
     python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
 
+A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The method of a backward:
 `single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven
-and needs no sums. Both compute the same gradients, which is checked first. Then they take turns, on inputs larger than
-twice the L2 cache where there are that many. ``tokens`` are batch * seqlen; num_heads * head_dim is 2048, so that
-tokens set the size of the grid. ``ratio`` is the median over rounds of the time of `two_pass` over that of
-`single_pass`: above 1 the atomics pay. What `fa2cupy.backward` takes by default is in `fa2cupy/families.py`, from these
-numbers. Writes methods.csv and methods.png.
+and needs no sums. And the number of thread blocks among which the work on one tile is divided, in a forward and in a
+backward: a grid that is too small for the GPU gains by more of them, any other pays for their sums. Both decisions are
+in `fa2cupy/families/`, and follow from what is measured here: the default and all choices on bfloat16, of 1, 2, 4, 8
+and 16 splits those that leave a split at least a tile and that do not fill a full GPU still more. What a kernel rejects
+is left out.
+
+The default's results are checked against float64 first, and those of all choices against the default's. Then they take
+turns, on inputs larger than twice the L2 cache. The fastest choice of several is also the luckiest one, so that the
+default is compared to it on new measurements: ``loss`` is the median over rounds of the default's time over that of the
+best choice, less 1. Below 0.03 everywhere and 0.01 on average is wanted. Writes methods.csv, a row for each choice and
+one, with the loss, for the default; methods.png shows the losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import itertools
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from common.check import HeadCheck, check_equal
 from common.measure import (
+    DEFAULT,
+    Candidate,
     Gpu,
     Problem,
+    Tensors,
     find_gpu,
+    flops,
     positive_int,
     progress,
     results_folder,
-    sets_beyond_cache,
+    rotating_inputs,
     show_earlier,
     stamp_of,
     supported_head_dim,
+    taking_turns,
     time_in_rounds,
+    visible_pairs,
     write_csv,
 )
-from common.peers import Fa2cupy
+from common.peers import default_method
 from common.plots import can_plot, line_panels
 
+import fa2cupy
 from fa2cupy.cli import run_command
-from fa2cupy.families.choice import choose_family
-from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.families.operations import METHODS
 
-METHODS = ("single_pass", "two_pass")
 COLUMNS = (
-    "gpu", "driver", "date", "dtype", "head_dim", "tokens", "seqlen", "batch", "num_heads", "causal",
-    "single_pass_ms", "two_pass_ms", "single_pass_tflops", "two_pass_tflops", "ratio", "default",
+    "gpu", "driver", "date", "operation", "dtype", "head_dim", "seqlen", "batch", "num_heads", "num_heads_kv", "causal",
+    "window", "method", "num_splits", "ms_median", "ms_min", "ms_max", "tflops", "taken", "best", "loss",
 )  # fmt: skip
-DTYPE, MODEL_DIM = "bfloat16", 2048
+DTYPE = "bfloat16"
+OPERATIONS, MASKS = ("forward", "backward"), ("full", "causal", "window")
 HEAD_DIMS = (64, 128, 256)
-TOKENS = (2048, 16384, 65536)
+HEADS = ((16, 16), (16, 2), (8, 1), (64, 8))
+BATCHES = (1, 4)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-ROUNDS, BUDGET_MS = 5, 8.0
+WINDOW = 1023
+SPLITS = (1, 2, 4, 8, 16)
+
+#: Larger problems fill the GPU many times over, as smaller ones do already, and take most of the time.
+MOST_TOKENS, MOST_FLOPS = 16384, 0.6e12
+#: Rows of a tile, about, and how often the blocks of a grid may fill the GPU before more of them are pointless.
+TILE_ROWS, MOST_WAVES = 128, 4
+#: Rounds in which the best choice is found, and in which the default is compared to it.
+ROUNDS, ROUNDS_OF_TWO, BUDGET_MS = 3, 7, 2.0
+
+#: The most that is wanted, of one loss and of their mean.
+MOST_LOSS, MOST_MEAN_LOSS = 0.03, 0.01
 
 
-def problems(head_dims: Sequence[int], tokens: Sequence[int]) -> Iterator[Problem]:
-    """All sizes, of each number of tokens the lengths that divide it."""
+class Choice(NamedTuple):
+    """What a caller may decide; None leaves it to the package."""
+
+    method: str | None = None
+    num_splits: int | None = None
+
+    @property
+    def keywords(self) -> dict[str, object]:
+        """Of the call."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def __str__(self) -> str:
+        named = [self.method, f"{self.num_splits} splits" if self.num_splits else None]
+        return ", ".join(filter(None, named)) or DEFAULT
+
+
+class Cell(NamedTuple):
+    """A call without its choices. A window is that many keys to the left of the diagonal."""
+
+    operation: str
+    problem: Problem
+    window: int | None = None
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Keywords of the call."""
+        return {"causal": self.problem.causal} | ({} if self.window is None else {"window": (self.window, 0)})
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations on the visible pairs."""
+        operation, problem = "forward" if self.operation == "forward" else DEFAULT, self.problem
+        if self.window is None:
+            return problem.flops(operation)
+        pairs = problem.batch * problem.num_heads * visible_pairs(problem.seqlen, self.window)
+        return flops(operation, pairs, problem.head_dim)
+
+    def choices(self, multiprocessors: int) -> Iterator[Choice]:
+        """All that are sensible."""
+        problem = self.problem
+        is_forward = self.operation == "forward"
+        heads = problem.num_heads if is_forward else problem.heads_kv
+        tiles = problem.batch * heads * -(-problem.seqlen // TILE_ROWS)
+        rows = problem.seqlen if self.window is None else min(problem.seqlen, self.window + TILE_ROWS)
+        longest = rows // TILE_ROWS * (1 if is_forward else problem.num_heads // heads)
+        for method in (None,) if is_forward else METHODS:
+            for splits in SPLITS:
+                if splits == 1 or (splits <= longest and tiles * splits <= MOST_WAVES * multiprocessors):
+                    yield Choice(method, splits)
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.problem}" + ("" if self.window is None else f" window={self.window}")
+
+
+def all_cells(
+    operations: Sequence[str],
+    head_dims: Sequence[int],
+    heads: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    seqlens: Sequence[int],
+    masks: Sequence[str],
+) -> Iterator[Cell]:
+    """Every combination that is not too large; windows only where they are much shorter than the sequences."""
     for head_dim in head_dims:
-        for count in tokens:
-            for seqlen in SEQLENS:
-                if count % seqlen == 0:
-                    for causal in (False, True):
-                        yield Problem(DTYPE, head_dim, seqlen, count // seqlen, MODEL_DIM // head_dim, causal)
+        for num_heads, num_heads_kv in heads:
+            for batch in batches:
+                for seqlen in seqlens:
+                    for mask in masks:
+                        window = WINDOW if mask == "window" else None
+                        problem = Problem(DTYPE, head_dim, seqlen, batch, num_heads, mask != "full", num_heads_kv)
+                        fits = Cell("forward", problem, window).flops <= MOST_FLOPS and batch * seqlen <= MOST_TOKENS
+                        if fits and (window is None or seqlen >= 4 * window):
+                            yield from (Cell(operation, problem, window) for operation in operations)
 
 
-def measure(gpu: Gpu, problem: Problem, rng: random.Random) -> dict[str, object]:
-    """A row: both methods, checked and timed.
+def measure(
+    gpu: Gpu, cell: Cell, sets: Sequence[Tensors], check: HeadCheck, rng: random.Random, write: Callable[[str], object]
+) -> list[dict[str, object]]:
+    """A row for each choice, checked and timed, and the last one for the default.
 
     Raises
     ------
     AssertionError
-        A gradient is wrong.
+        A result is wrong.
     """
-    ours = Fa2cupy(gpu)
-    sets = [
-        gpu.tensors(problem, seed) for seed in range(sets_beyond_cache(3 * problem.tensor_bytes, gpu.info.l2_bytes))
+    problem = cell.problem
+    check.verify("forward" if cell.operation == "forward" else DEFAULT)
+    inputs = list(_inputs(cell, sets))
+    default = _candidate(cell, Choice(), inputs)
+    wanted = _compared(cell, default.call())
+    candidates = {Choice(): default}
+    for choice in cell.choices(gpu.info.multiprocessors):
+        candidate = _candidate(cell, choice, inputs)
+        try:
+            results = candidate.call()
+        except (ValueError, UnsupportedProblemError) as error:
+            write(f"{cell}: without {choice}: {str(error).splitlines()[0][:160]}")
+            continue
+        check_equal(problem, wanted, _compared(cell, results))
+        candidates[choice] = candidate
+    times = time_in_rounds(gpu, list(candidates.values()), ROUNDS, BUDGET_MS, rng)
+    rows = [_row(cell, choice, times[candidate.name]) for choice, candidate in candidates.items()]
+    rows.append(rows.pop(0))
+    if len(candidates) > 1:
+        medians = {choice: statistics.median(times[str(choice)]) for choice in candidates if choice != Choice()}
+        best = min(medians, key=medians.__getitem__)
+        again = time_in_rounds(gpu, [default, candidates[best]], ROUNDS_OF_TWO, BUDGET_MS, rng)
+        pairs = zip(again[str(Choice())], again[str(best)], strict=True)
+        rows[-1].update(best=str(best), loss=statistics.median(mine / theirs for mine, theirs in pairs) - 1)
+    if cell.operation == "backward":
+        features = {name: value for name, value in cell.options.items() if name != "causal"}
+        rows[-1]["taken"] = default_method(gpu, problem, **features)
+    return rows
+
+
+def _inputs(cell: Cell, sets: Sequence[Tensors]) -> Iterator[tuple]:
+    """Arguments of the call. A backward's o and lse are computed here, outside of what is timed."""
+    for t in sets:
+        q, k, v = t.q, t.k, t.v
+        yield (q, k, v) if cell.operation == "forward" else (q, k, v, *fa2cupy.forward(q, k, v, **cell.options), t.do)
+
+
+def _candidate(cell: Cell, choice: Choice, inputs: Sequence[tuple]) -> Candidate:
+    function = fa2cupy.forward if cell.operation == "forward" else fa2cupy.backward
+    call = partial(function, **cell.options, **choice.keywords)
+    return Candidate(str(choice), taking_turns([partial(call, *arguments) for arguments in inputs]))
+
+
+def _compared(cell: Cell, results: tuple) -> tuple:
+    """O of a forward, and all gradients."""
+    return results[:1] if cell.operation == "forward" else results
+
+
+def _row(cell: Cell, choice: Choice, samples: Sequence[float]) -> dict[str, object]:
+    median = statistics.median(samples)
+    return {
+        **cell.problem.columns(), "operation": cell.operation, "num_heads_kv": cell.problem.heads_kv,
+        "window": cell.window, "method": DEFAULT if choice == Choice() else choice.method,
+        "num_splits": choice.num_splits, "ms_median": median, "ms_min": min(samples), "ms_max": max(samples),
+        "tflops": cell.flops / median / 1e9,
+    }  # fmt: skip
+
+
+def describe(row: Mapping[str, object]) -> str:
+    """What is to be known of a default's row beside the cell."""
+    taken = f", {row['taken']}" if row.get("taken") else ""
+    loss = f"; {100 * row['loss']:+.1f} % beside {row['best']}" if "loss" in row else "; no choice beside it"
+    return f"{row['ms_median']:.3f} ms{taken}{loss}"
+
+
+def summary(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """The losses by operation, heads and head_dim, and of all."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
+            heads = f"{row['num_heads']}/{row['num_heads_kv']}"
+            for name in (f"{row['operation']:9s}heads {heads:6s}head_dim {row['head_dim']}", "all"):
+                groups.setdefault(name, []).append(float(row["loss"]))
+    everything = groups.pop("all", None)
+    if everything is None:
+        return []
+    wanted = f"wanted: {100 * MOST_LOSS:.0f} % at most, {100 * MOST_MEAN_LOSS:.0f} % on average"
+    beyond = sum(loss > MOST_LOSS for loss in everything)
+    return [
+        *(_losses(name, losses) for name, losses in groups.items()),
+        f"{_losses('all', everything)}; {beyond} beyond what is wanted ({wanted})",
     ]
-    check = HeadCheck(gpu.xp, problem, sets[0])
-    for method in METHODS:
-        check.verify(method)
-    candidates = [ours.candidate(problem, sets, method) for method in METHODS]
-    check_equal(problem, *(candidate.call() for candidate in candidates))
-    named = [dataclasses.replace(candidate, name=method) for candidate, method in zip(candidates, METHODS, strict=True)]
-    q, k, v = sets[0].q, sets[0].k, sets[0].v
-    times = time_in_rounds(gpu, named, ROUNDS, BUDGET_MS, rng)
-    row = {**vars(problem), "causal": int(problem.causal), "tokens": problem.batch * problem.seqlen}
-    for method in METHODS:
-        row[f"{method}_ms"] = statistics.median(times[method])
-        row[f"{method}_tflops"] = problem.tflops(method, row[f"{method}_ms"])
-    row["ratio"] = statistics.median(b / a for a, b in zip(times["single_pass"], times["two_pass"], strict=True))
-    family = choose_family("backward", problem.dtype, gpu.info)
-    row["default"] = family.default_method(problem_from_arrays(q, k, v, causal=problem.causal))
-    return row
 
 
-def plot(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """The ratio over the length: a panel for each mask and head_dim, a line for each number of tokens."""
+def _losses(name: str, losses: Sequence[float]) -> str:
+    mean = 100 * statistics.mean(losses)
+    return f"{name:36s}loses at most {100 * max(losses):5.1f} %, on average {mean:5.1f} % ({len(losses)} problems)"
+
+
+def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """The loss over the length: a panel for each operation, mask and head_dim, a line for each heads and batch."""
     panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in rows:
-        mask = "causal" if int(row["causal"]) else "full"
-        panel = panels.setdefault((mask, f"head_dim {row['head_dim']}"), {})
-        panel.setdefault(f"{row['tokens']} tokens", {})[int(row["seqlen"])] = float(row["ratio"])
-    title = f"Time of two_pass over single_pass on {rows[0]['gpu']}, {rows[0]['date']}: above 1 the atomics pay"
-    line_panels(path, title, "two_pass / single_pass", 1.0, panels)
+        if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
+            mask = "window" if row["window"] else "causal" if int(row["causal"]) else "full"
+            panel = panels.setdefault((f"{row['operation']} {mask}", f"head_dim {row['head_dim']}"), {})
+            series = panel.setdefault(f"{row['num_heads']}/{row['num_heads_kv']} heads x {row['batch']}", {})
+            series[int(row["seqlen"])] = 100 * float(row["loss"])
+    if not panels:
+        raise ValueError("it has no losses")
+    title = f"What the default loses to the best method and num_splits on {rows[0]['gpu']}, {rows[0]['date']}"
+    line_panels(path, title, "loss in %", 100 * MOST_LOSS, panels)
+
+
+def show(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """What an earlier run is shown by."""
+    if can_plot():
+        plot(rows, path)
+    print(*summary(rows), sep="\n")
+
+
+def group_of_heads(text: str) -> tuple[int, int]:
+    """``16/2`` of the command line."""
+    numbers = text.split("/")
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected two numbers such as 16/2, got {text!r}")
+    num_heads, num_heads_kv = map(int, numbers)
+    if num_heads % num_heads_kv:
+        raise argparse.ArgumentTypeError(f"{num_heads} is not a multiple of {num_heads_kv}")
+    return num_heads, num_heads_kv
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for name, values in (("operations", OPERATIONS), ("masks", MASKS)):
+        add(f"--{name}", nargs="+", choices=values, default=values, metavar="NAME", help=f"of {', '.join(values)}")
+    add("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
+    heads = f"of q, and of k and v; default: {' '.join(f'{q}/{kv}' for q, kv in HEADS)}"
+    add("--heads", nargs="+", type=group_of_heads, default=HEADS, metavar="N/M", help=heads)
+    for name, sizes in (("batches", BATCHES), ("seqlens", SEQLENS)):
+        default = f"default: {' '.join(map(str, sizes))}; at most {MOST_TOKENS} tokens together"
+        add(f"--{name}", nargs="+", type=positive_int, default=sizes, metavar="N", help=default)
+    add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
+    add("--plot-only", metavar="CSV", help="show the losses of an earlier run; needs no GPU")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, gpu: Gpu, path: Path) -> tuple[list[dict[str, object]], int]:
+    """All cells: the rows, and how many cells failed. What there is by then is written after each."""
+    axes = (options.operations, options.head_dims, options.heads, options.batches, options.seqlens, options.masks)
+    cells, rows, failed = list(all_cells(*axes)), [], 0
+    stamp, rng = stamp_of(gpu), random.Random(0)
+    print("compiling")
+    methods = METHODS if "backward" in options.operations else ()
+    features = [names for names in ((), ("window",)) if any((cell.window is not None) == bool(names) for cell in cells)]
+    gpu.precompile([cell.problem for cell in cells], methods, features)
+    with progress(len(cells), "methods") as bar:
+        for (problem, window), same_inputs in itertools.groupby(cells, lambda cell: (cell.problem, cell.window)):
+            gpu.release()
+            sets = rotating_inputs(gpu, problem)
+            check = HeadCheck(gpu.xp, problem, sets[0], window)
+            for cell in same_inputs:
+                try:
+                    measured = measure(gpu, cell, sets, check, rng, bar.write)
+                except Exception as error:  # a wrong result, or any failure to get one: the other cells go on
+                    failed += 1
+                    kind = "WRONG" if isinstance(error, AssertionError) else "FAILED"
+                    bar.write(f"{kind}: {cell}: {error}")
+                else:
+                    rows += [{**stamp, **row} for row in measured]
+                    bar.write(f"{cell}: {describe(rows[-1])}")
+                    write_csv(path, COLUMNS, rows)
+                bar.update()
+    return rows, failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a gradient was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", nargs="+", type=supported_head_dim, default=HEAD_DIMS, metavar="N")
-    parser.add_argument("--tokens", nargs="+", type=positive_int, default=TOKENS, metavar="N", help="batch * seqlen")
-    parser.add_argument("--out", metavar="DIR", help="default: scripts/results/<gpu>")
-    parser.add_argument("--plot-only", metavar="CSV", help="draw the plot of an earlier run; needs no GPU")
-    options = parser.parse_args(arguments)
+    """Returns 1 if a result was wrong or a call failed."""
+    options = parse_arguments(arguments)
     if options.plot_only:
-        path = Path(options.plot_only).with_suffix(".png")
-        return show_earlier(options.plot_only, lambda rows: plot(rows, path) if can_plot() else None)
+        path = Path(options.plot_only)
+        return show_earlier(options.plot_only, lambda rows: show(rows, path.with_suffix(".png")))
     gpu = find_gpu()
     if gpu is None:
         return 2
     folder = results_folder(gpu.name, options.out)
-    stamp = stamp_of(gpu)
-    work, rows, wrong, rng = list(problems(options.head_dims, options.tokens)), [], 0, random.Random(0)
-    gpu.precompile(work, METHODS)
-    with progress(len(work), "methods") as bar:
-        for problem in work:
-            gpu.release()
-            try:
-                rows.append({**stamp, **measure(gpu, problem, rng)})
-            except AssertionError as error:
-                wrong += 1
-                bar.write(f"WRONG: {problem}: {error}")
-            else:
-                bar.write(f"{problem}: {rows[-1]['ratio']:.2f}")
-            bar.update()
-    write_csv(folder / "methods.csv", COLUMNS, [{name: row[name] for name in COLUMNS} for row in rows])
-    if rows and can_plot():
-        plot(rows, folder / "methods.png")
-    return 1 if wrong else 0
+    rows, failed = run(options, gpu, folder / "methods.csv")
+    if any("loss" in row for row in rows):
+        show(rows, folder / "methods.png")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from common.measure import (
     progress,
     results_folder,
     rotating,
-    sets_beyond_cache,
+    rotating_inputs,
     supported_head_dim,
     time_in_rounds,
     write_csv,
@@ -137,9 +137,8 @@ class KernelRunner:
     def __init__(self, gpu: Gpu, problem: Problem, spec: KernelSpec):
         self.gpu, self.operation, self.family = gpu, spec.operation, spec.family
         xp = gpu.xp
-        count = sets_beyond_cache(3 * problem.tensor_bytes, gpu.info.l2_bytes)
         self._arrays = []
-        for tensors in (gpu.tensors(problem, seed) for seed in range(count)):
+        for tensors in rotating_inputs(gpu, problem):
             q, k, v = tensors.q, tensors.k, tensors.v
             o, lse = fa2cupy.forward(q, k, v, causal=problem.causal, family=spec.family)
             arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "dout": tensors.do}
@@ -184,7 +183,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
         return
     spec = compiled[0].spec
     small = Problem(problem.dtype, problem.head_dim, CHECK_SEQLEN, 1, 2, problem.causal)
-    check = HeadCheck(gpu.xp, small, gpu.tensors(small, 0))
+    check = HeadCheck(gpu.xp, small, *gpu.tensors(small, 1))
     runner = KernelRunner(gpu, problem, spec)
     with progress(len(compiled), "timing") as bar:
         for row in compiled:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import benchmark
 import features
@@ -26,6 +27,7 @@ import sweep
 from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, plots, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
+from support.fake_torch import FakeTensor, fake_torch
 
 from fa2cupy import legal_configs
 from fa2cupy.families import tuning
@@ -44,9 +46,11 @@ class FakeGpu:
     name, driver, xp = "NVIDIA Test GPU", "0.0", np
     info = dataclasses.replace(DeviceInfo.named("sm_90"), l2_bytes=1)
 
-    def tensors(self, problem, seed):
-        rng = np.random.default_rng(seed)
-        return measure.Tensors(*[rng.standard_normal(problem.shape).astype(problem.numpy_dtype) for _ in range(4)])
+    def tensors(self, problem, count):
+        rng = np.random.default_rng(0)
+        shapes = (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
+        drawn = [[rng.standard_normal(shape).astype(problem.numpy_dtype) for shape in shapes] for _ in range(count)]
+        return [measure.Tensors(*arrays) for arrays in drawn]
 
     def address(self, array):
         return array.ctypes.data
@@ -63,11 +67,18 @@ class FakeGpu:
 
     release = synchronize
 
-    def precompile(self, problems, operations):
-        pass
+    def precompile(self, problems, operations, features=((),)):
+        self.precompiled = list(problems), operations, features
 
     def compile(self, specs):
         self.compiled = set(specs)
+
+
+class HastyGpu(FakeGpu):
+    """Makes no call only to time it."""
+
+    def elapsed_ms(self, call, repeats):
+        return 2.0
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -113,10 +124,53 @@ def test_candidates_take_turns_in_every_round():
 
 
 def test_host_time_is_that_of_one_call():
-    microseconds = measure.host_microseconds(
-        FakeGpu(), Candidate("sleep", lambda: time.sleep(1e-3)), calls=2, batches=3
-    )
-    assert 1000 <= microseconds < 5000
+    candidates = [Candidate("sleep", lambda: time.sleep(1e-3))]
+    microseconds = measure.host_microseconds(FakeGpu(), candidates, calls=2, batches=3)
+    assert 1000 <= microseconds["sleep"] < 5000
+
+
+def test_host_time_is_the_least_of_rounds(monkeypatch):
+    medians = iter([5.0, 50.0, 4.0, 60.0, 9.0, 40.0])  # two candidates in turns, three rounds
+    monkeypatch.setattr(measure, "_host_median", lambda *arguments: next(medians))
+    candidates = [Candidate("a", lambda: ()), Candidate("b", lambda: ())]
+    assert measure.host_microseconds(FakeGpu(), candidates, rounds=3) == {"a": 4.0, "b": 40.0}
+
+
+def test_calls_are_queued_while_the_gpu_waits():
+    class Pinned(bytearray):
+        ptr = 4096
+
+    launches = []
+
+    def wait_for_flag(grid, block, arguments):
+        launches.append((grid, block, arguments, memory[0]))
+
+    memory = Pinned(b"\1\0\0\0")
+    cuda = SimpleNamespace(alloc_pinned_memory=lambda size: memory)
+    gate = measure._Gate(SimpleNamespace(RawKernel=lambda source, name: wait_for_flag, cuda=cuda))
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError), gate.closed():
+            assert memory[0] == 0
+            raise RuntimeError("a call failed")
+        assert memory[0] == 1, "else the GPU would wait for the whole of its time"
+    assert launches == [((1,), (1,), (4096, gate._CYCLES), 0)] * 2
+
+
+@needs_cupy
+def test_the_gate_compiles():
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(measure._Gate._SOURCE, "gate.cu", [], [])
+    nvrtc.compileProgram(program, ("--gpu-architecture=compute_90",))
+    assert b".visible .entry wait_for_flag(" in nvrtc.getPTX(program)
+
+
+def test_short_calls_do_not_fill_the_queue():
+    repeats = []
+    gpu = FakeGpu()
+    gpu.elapsed_ms = lambda call, count: repeats.append(count) or 0.001
+    measure.milliseconds(gpu, lambda: (), 20.0)
+    assert max(repeats) == measure.MOST_QUEUED
 
 
 @pytest.mark.parametrize(
@@ -134,13 +188,15 @@ def test_bytes_are_printed_with_units():
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("operation", peers.OPERATIONS)
-def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, monkeypatch):
+@pytest.mark.parametrize(
+    ("causal", "heads_kv", "window"), [(False, None, None), (True, None, None), (True, 1, None), (True, 3, 20)]
+)
+@pytest.mark.parametrize("operation", dict.fromkeys((*peers.OPERATIONS, *peers.DEFAULT_OPERATIONS)))
+def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, heads_kv, window, monkeypatch):
     # Blocks of rows smaller than the problem, so that the reference is put together from several.
     monkeypatch.setattr(check, "BLOCK_ELEMENTS", 1000)
-    problem = Problem("float16", 32, 77, 2, 3, causal)
-    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    problem = Problem("float16", 32, 77, 2, 3, causal, heads_kv)
+    head_check = check.HeadCheck(np, problem, *FakeGpu().tensors(problem, 1), window)
     head_check.verify(operation)
     name = "forward" if operation == "forward" else "backward"
     right = getattr(check.fa2cupy, name)
@@ -157,7 +213,7 @@ def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, mon
 
 def test_check_refuses_unwritten_results(monkeypatch):
     problem = Problem("float32", 32, 40, 1, 1, False)
-    head_check = check.HeadCheck(np, problem, FakeGpu().tensors(problem, 0))
+    head_check = check.HeadCheck(np, problem, *FakeGpu().tensors(problem, 1))
     monkeypatch.setattr(check.fa2cupy, "forward", lambda *arguments, out, **options: out)
     with pytest.raises(AssertionError, match="1280 NaN"):
         head_check.verify("forward")
@@ -172,7 +228,7 @@ def small_benchmark(monkeypatch):
     monkeypatch.setattr(benchmark, "MODEL_DIM", 64)
     monkeypatch.setattr(benchmark, "MEMORY_PROBLEM", Problem("float16", 32, 100, 1, 1, False))
     monkeypatch.setattr(benchmark, "TRAINING_PROBLEMS", [Problem("bfloat16", 64, 40, 1, 1, True)])
-    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2))
+    monkeypatch.setattr(measure.host_microseconds, "__defaults__", (2, 2, 2))
 
 
 def small_options(*extra):
@@ -278,37 +334,117 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
+class SteeredGpu(FakeGpu):
+    """A clock that the last call has set."""
+
+    clock = 2.0
+
+    def elapsed_ms(self, call, repeats):
+        call()
+        return self.clock
+
+
 @pytest.fixture
-def small_methods(monkeypatch):
-    for name, value in {"TOKENS": (32, 64), "SEQLENS": (32, 64), "MODEL_DIM": 128, "ROUNDS": 1}.items():
+def splitting(monkeypatch):
+    """A GPU on which two splits take 2 ms, the default 3 ms and all others 4 ms; `two_pass` takes one split alone."""
+    gpu = SteeredGpu()
+
+    def split(function):
+        def call(*arguments, num_splits=None, **options):
+            if options.get("method") == "two_pass" and num_splits not in (None, 1):
+                raise ValueError(f"num_splits: expected 1 with 'two_pass', got {num_splits}")
+            gpu.clock = {None: 3.0, 2: 2.0}.get(num_splits, 4.0)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(methods.fa2cupy, name, split(getattr(methods.fa2cupy, name)))
+    for name, value in {"TILE_ROWS": 16, "WINDOW": 16, "SPLITS": (1, 2, 4)}.items():
         monkeypatch.setattr(methods, name, value)
-    monkeypatch.setattr(measure, "Gpu", FakeGpu)
+    monkeypatch.setattr(measure, "Gpu", lambda: gpu)
+    return gpu
 
 
-def test_methods_from_checks_to_files(small_methods, tmp_path):
-    assert methods.main(["--head-dims", "64", "--tokens", "32", "64", "--out", str(tmp_path)]) == 0
+#: A small sweep, as written on a command line: ruff's formatter puts each word of a list on a line.
+SWEEP = "--head-dims 64 --heads 4/2 --batches 1 --seqlens 32 64"
+ONE_SIZE = "--head-dims 64 --heads 2/1 --batches 1 --seqlens 32"
+
+
+def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
+    assert methods.main(f"{SWEEP} --out {tmp_path}".split()) == 0
     rows = measure.read_csv(tmp_path / "methods.csv")
-    assert [(row["tokens"], row["seqlen"], row["batch"]) for row in rows[::2]] == [
-        ("32", "32", "1"), ("64", "32", "2"), ("64", "64", "1"),
-    ]  # fmt: skip
-    assert {row["ratio"] for row in rows} == {"1"} and {row["default"] for row in rows} == {
-        "two_pass"
-    }  # sequences are short
+    assert tuple(rows[0]) == methods.COLUMNS
+    defaults = [row for row in rows if row["method"] == "default"]
+    names = ("operation", "num_heads", "num_heads_kv", "seqlen", "causal", "window")
+    masks = [("32", "0", ""), ("32", "1", ""), ("64", "0", ""), ("64", "1", ""), ("64", "1", "16")]
+    assert [tuple(row[name] for name in names) for row in defaults] == [
+        (operation, "4", "2", *mask) for mask in masks for operation in ("forward", "backward")
+    ]
+    assert {row["loss"] for row in defaults} == {"0.5"} and {row["ms_median"] for row in defaults} == {"3"}
+    assert {row["best"] for row in defaults} == {"2 splits", "single_pass, 2 splits"}
+    assert {row["taken"] for row in defaults if row["operation"] == "backward"} == {"two_pass"}  # sequences are short
+    longer = [row for row in rows if (row["operation"], row["seqlen"], row["window"]) == ("backward", "64", "")]
+    choices = {(row["method"], row["num_splits"]) for row in longer}
+    assert choices == {("default", ""), ("two_pass", "1"), *(("single_pass", splits) for splits in "124")}
+    assert splitting.precompiled[1:] == (methods.METHODS, [(), ("window",)])
+    told = capsys.readouterr().out
+    assert "without two_pass, 2 splits: num_splits: expected 1 with 'two_pass', got 2" in told
+    assert "10 beyond what is wanted (wanted: 3 % at most, 1 % on average)" in told
     assert (tmp_path / "methods.png").exists() == HAS_MATPLOTLIB
     if HAS_MATPLOTLIB:
         (tmp_path / "methods.png").unlink()
         assert methods.main(["--plot-only", str(tmp_path / "methods.csv")]) == 0 and (tmp_path / "methods.png").exists()
+        assert "loses at most  50.0 %, on average  50.0 %" in capsys.readouterr().out
 
 
-def test_methods_leave_out_what_is_wrong(small_methods, tmp_path, monkeypatch, capsys):
+def test_splits_leave_each_a_tile_and_do_not_fill_a_full_gpu_still_more():
+    def splits(operation, seqlen, num_heads=8, num_heads_kv=1, window=None):
+        cell = methods.Cell(operation, Problem("bfloat16", 128, seqlen, 1, num_heads, True, num_heads_kv), window)
+        return [choice.num_splits for choice in cell.choices(multiprocessors=132) if choice.method != "two_pass"]
+
+    assert splits("backward", 512) == [1, 2, 4, 8, 16]  # 4 tiles, each with 4 of the queries of 8 heads
+    assert splits("backward", 512, num_heads_kv=8) == [1, 2, 4]
+    assert splits("backward", 4096, num_heads_kv=8) == [1, 2]  # 256 blocks, for 528
+    assert splits("forward", 512) == [1, 2, 4]
+    assert splits("forward", 16384) == [1]
+    assert splits("forward", 2048, window=128) == [1, 2]
+
+
+def test_methods_measure_nothing_that_is_too_large():
+    axes = (methods.OPERATIONS, methods.HEAD_DIMS, methods.HEADS, methods.BATCHES, methods.SEQLENS, methods.MASKS)
+    cells = list(methods.all_cells(*axes))
+    assert max(cell.problem.batch * cell.problem.seqlen for cell in cells) == methods.MOST_TOKENS
+    assert {cell.problem.seqlen for cell in cells} == set(methods.SEQLENS)
+    assert {(cell.problem.num_heads, cell.problem.heads_kv) for cell in cells} == set(methods.HEADS)
+    assert max(cell.flops for cell in cells if cell.operation == "forward") <= methods.MOST_FLOPS
+    windowed = methods.Cell("forward", Problem("bfloat16", 64, 4096, 2, 4, True), 1023)
+    assert windowed.flops == 4 * 2 * 4 * sum(min(i, 1023) + 1 for i in range(4096)) * 64
+
+
+def test_methods_leave_out_what_is_wrong(splitting, tmp_path, monkeypatch, capsys):
     def verify(self, operation, **options):
         if self._problem.causal:
             raise AssertionError("dq is off by a mile")
 
     monkeypatch.setattr(check.HeadCheck, "verify", verify)
-    assert methods.main(["--head-dims", "64", "--tokens", "32", "--out", str(tmp_path)]) == 1
-    assert "WRONG: bfloat16 d=64 seqlen=32" in capsys.readouterr().out
-    assert [row["causal"] for row in measure.read_csv(tmp_path / "methods.csv")] == ["0"]
+    arguments = f"{ONE_SIZE} --operations backward --masks full causal --out {tmp_path}"
+    assert methods.main(arguments.split()) == 1
+    assert "WRONG: backward bfloat16 d=64 seqlen=32 batch=1 heads=2/1 causal: dq is off" in capsys.readouterr().out
+    assert {row["causal"] for row in measure.read_csv(tmp_path / "methods.csv")} == {"0"}
+
+
+def test_methods_find_choices_that_give_other_results(splitting, tmp_path, monkeypatch, capsys):
+    right = methods.fa2cupy.forward
+
+    def forward(*arguments, num_splits=None, **options):
+        o, lse = right(*arguments, num_splits=num_splits, **options)
+        return (o * 2 if num_splits == 2 else o), lse
+
+    monkeypatch.setattr(methods.fa2cupy, "forward", forward)
+    arguments = f"{ONE_SIZE} --operations forward --masks full --out {tmp_path}"
+    assert methods.main(arguments.split()) == 1
+    assert "WRONG: forward" in capsys.readouterr().out and not (tmp_path / "methods.csv").exists()
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
@@ -348,14 +484,15 @@ class FakeFlex:
 
 
 def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
-    run = features.run(feature_options("--families", "default", "sm80"), FakeGpu(), tmp_path)
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
+    run = features.run(feature_options("--families", "default", "sm80"), HastyGpu(), tmp_path)
     assert not run.failures
     rows = measure.read_csv(tmp_path / "features.csv")
     assert tuple(rows[0]) == features.COLUMNS
     ours = [row for row in rows if row["provider"] == "fa2cupy"]
     everywhere = {"plain", "softcap", "alibi", "padding", "sink", "dropout"}
-    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", "bias", "dbias"}
+    scores = {f"{name}{kind}" for name in ("bias", "dbias") for kind in ("", "_batch", "_full")}
+    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", *scores}
     assert {row["feature"] for row in ours if row["seqlen"] == "256"} == {*everywhere, "window127"}
     assert {row["feature"] for row in ours if row["seqlen"] == "16"} == {"plain", "packed"}
     assert {row["operation"] for row in ours if row["feature"] == "dbias"} == {"backward"}
@@ -378,7 +515,7 @@ def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeyp
 
     monkeypatch.setattr(features.fa2cupy, "forward", forward)
     monkeypatch.setattr(measure, "Gpu", FakeGpu)
-    monkeypatch.setattr(features, "FlexAttention", FakeFlex)
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
     monkeypatch.setattr(FakeFlex, "factor", 2)
     arguments = ["--features", "softcap", "alibi", "--head-dims", "32", "--seqlens", "256", "--rounds", "1"]
     assert features.main([*arguments, "--out", str(tmp_path)]) == 1
@@ -401,7 +538,66 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
     run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
     assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
     assert "FAILED: sink bfloat16 d=32 seqlen=128 batch=2 heads=2 causal: MemoryError: too large" in run.failures
-    assert capsys.readouterr().out.startswith("without flex: ")
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient, flex: ")
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """PyTorch's operators, computed by NumPy."""
+    torch = fake_torch()
+
+    def initialize(self, gpu):
+        self.torch, self.xp = torch, np
+
+    monkeypatch.setattr(peers.TorchPeer, "__init__", initialize)
+    monkeypatch.setattr(peers.TorchPeer, "tensor", lambda self, array: array.view(FakeTensor))
+    monkeypatch.setattr(peers.TorchPeer, "array", lambda self, tensor: np.asarray(tensor))
+    monkeypatch.setattr(peers.TorchPeer, "peak_bytes", lambda self, call: FakeGpu().peak_bytes(lambda: call()[:1]))
+    monkeypatch.setattr(peers.TorchPeer, "deterministic", contextlib.nullcontext)
+    monkeypatch.setattr(peers.TorchPeer, "release", lambda self: None)
+    return torch.ops.aten
+
+
+def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, tmp_path):
+    run = features.run(feature_options("--peers", *features.OPERATORS), HastyGpu(), tmp_path)
+    assert not run.failures
+    both, scores = ("forward", "backward"), ("mask", "bias", "bias_batch", "bias_full")
+    expected = {
+        "torch flash": {(name, each) for name in ("dropout", "packed", "window127") for each in both}
+        | {("alibi", "forward")},
+        "torch cudnn": {(name, each) for name in ("dropout", "padding", *scores) for each in both},
+    }
+    gradients = {(name, "backward") for name in ("dbias", "dbias_batch", "dbias_full")}
+    expected["torch efficient"] = expected["torch cudnn"] | gradients
+    for name, pairs in expected.items():
+        assert {(row["feature"], row["operation"]) for row in run.rows if row["provider"] == name} == pairs
+    full = {row["batch"] for row in run.rows if row["feature"].endswith("_full")}
+    assert full == {2}, "both sequences fit into the limit"
+    assert any(line.startswith("| dropout | 1.00 / 1.00 | 1.00 / 1.00 |") for line in features.table(run.rows))
+
+
+def test_bias_of_all_scores_has_as_many_sequences_as_fit(monkeypatch):
+    cases = list(feature_cases.all_cases(feature_cases.FEATURES, (64, 128), (2048, 16384)))
+    batches = {case.problem.head_dim: case.problem.batch for case in cases if case.feature == "dbias_full"}
+    assert batches == {64: 4, 128: 8}
+    for case in cases:
+        if case.feature == "bias_full":
+            assert case.problem.batch * case.problem.num_heads * case.problem.seqlen**2 * 2 <= 2**30
+    assert {case.problem.seqlen for case in cases if "bias" in case.feature} == {2048}
+
+
+def test_operator_that_is_wrong_is_found(small_features, operators, tmp_path, monkeypatch):
+    right = operators._scaled_dot_product_efficient_attention_backward
+
+    def wrong(*arguments, **options):
+        *gradients, dbias = right(*arguments, **options)
+        return (*gradients, None if dbias is None else dbias * 2)
+
+    monkeypatch.setattr(operators, "_scaled_dot_product_efficient_attention_backward", wrong)
+    options = feature_options("--peers", "efficient", "--features", "bias", "dbias")
+    run = features.run(options, FakeGpu(), tmp_path)
+    assert len(run.failures) == 1 and "torch efficient: result 3 differs" in run.failures[0]
+    assert {row["feature"] for row in run.rows if row["provider"] == "torch efficient"} == {"bias"}
 
 
 @needs_cupy
@@ -438,7 +634,7 @@ def test_work_of_features_is_that_of_visible_pairs():
     packed = feature_cases.Case("packed", problem)
     assert packed.flops("forward") == 2 * 32 * sum(n * n for n in feature_cases.PACKED) * 64
     assert sum(feature_cases.PACKED) == feature_cases.TOKENS
-    assert packed.arrays(FakeGpu().tensors(problem, 0))[0].shape == (16384, 32, 64)
+    assert packed.arrays(*FakeGpu().tensors(problem, 1))[0].shape == (16384, 32, 64)
 
 
 def test_missing_torch_is_one_line(monkeypatch, capsys):
@@ -461,9 +657,112 @@ def made_up_rows():
     for problem in benchmark.speed_problems(["float16", "float32"], [64, 128], [2048, 4096]):
         for operation in peers.OPERATIONS:
             for speed, provider in enumerate(("torch flash", "torch cudnn", "fa2cupy"), start=2):
-                row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **vars(problem)}
-                row.update(causal=int(problem.causal), operation=operation, provider=provider, ms_median=1.0)
+                row = {"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **problem.columns()}
+                row.update(operation=operation, provider=provider, ms_median=1.0)
                 yield {**row, "tflops": 100.0 * speed, "ratio": 4 / speed if provider != "fa2cupy" else ""}
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    monkeypatch.setattr(benchmark, "MODELS", {"even": (2, 2, 32), "grouped": (4, 2, 64)})
+    monkeypatch.setattr(benchmark, "MODEL_SIZES", ((1, 40), (2, 24)))
+
+
+def test_models_from_checks_to_files(small_models, operators, tmp_path, monkeypatch, capsys):
+    right = operators._scaled_dot_product_cudnn_attention
+
+    def same_heads_only(query, key, *arguments):
+        if query.shape[1] != key.shape[1]:
+            raise RuntimeError("as many heads, please")
+        return right(query, key, *arguments)
+
+    monkeypatch.setattr(operators, "_scaled_dot_product_cudnn_attention", same_heads_only)
+    gpu = FakeGpu()
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "models"]), gpu, tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["models.csv"], "the results of other sections stay"
+    assert gpu.precompiled[1] == peers.OPERATIONS
+    rows = measure.read_csv(tmp_path / "models.csv")
+    assert tuple(rows[0]) == benchmark.MODEL_COLUMNS
+    operations = ("forward", "default", "deterministic")
+    heads = {"even": ("2", "2"), "grouped": ("4", "2")}
+    assert {(row["model"], row["batch"], row["operation"], row["provider"]) for row in rows} == {
+        (model, batch, operation, provider)
+        for model in heads
+        for batch in "12"
+        for operation in operations
+        for provider in ("fa2cupy", "torch flash", "torch cudnn")
+        if provider != "torch cudnn" or model == "even"
+    }
+    assert all((row["num_heads"], row["num_heads_kv"]) == heads[row["model"]] for row in rows)
+    tiles = {row["operation"]: row["tile"].split(":")[0] for row in rows if row["provider"] == "fa2cupy"}
+    assert {tiles[name] for name in ("default", "deterministic")} == {"two_pass"}
+    grouped = next(row for row in rows if (row["model"], row["operation"]) == ("grouped", "default"))
+    assert float(grouped["tflops"]) == pytest.approx(5 * 2 * 4 * 40**2 / 2 * 64 / 2e-3 / 1e12, rel=1e-4)
+    assert int(grouped["extra_bytes"]) == 100, "dk and dv are smaller than dq"
+    told = capsys.readouterr().out
+    assert "without torch cudnn: as many heads, please" in told
+    assert "| grouped | 1.00 / 1.00 / 1.00 | 1.00 / 1.00 / 1.00 |" in told and "smallest: 1.00, " in told
+    assert benchmark.main(["--plot-only", str(tmp_path / "models.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 | 2 x 24 |\n")
+
+
+def test_models_that_are_wrong_are_failures(small_models, tmp_path, monkeypatch):
+    def verify(self, operation, **options):
+        raise AssertionError("dq is off by a mile")
+
+    monkeypatch.setattr(check.HeadCheck, "verify", verify)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "models", "--peers"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 2 * 2 * 3 and "WRONG: bfloat16 d=32 seqlen=40" in run.failures[0]
+
+
+def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "PEER_FEATURES", ("bias", "softcap"))
+    monkeypatch.setattr(features, "HEAD_DIMS", (32,))
+    monkeypatch.setattr(features, "SEQLENS", (128,))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "features"]), FakeGpu(), tmp_path)
+    assert not run.failures
+    assert [path.name for path in tmp_path.iterdir()] == ["features-peers.csv"]
+    rows = measure.read_csv(tmp_path / "features-peers.csv")
+    providers = {name: {row["provider"] for row in rows if row["feature"] == name} for name in ("bias", "softcap")}
+    assert providers == {"bias": {"fa2cupy", "torch cudnn", "torch efficient"}, "softcap": {"fa2cupy"}}
+
+
+def test_models_have_the_heads_that_they_are_named_after():
+    problems = [problem for _, problem in benchmark.model_problems()]
+    assert len(problems) == 27 and all(problem.causal and problem.dtype == "bfloat16" for problem in problems)
+    llama = dict(benchmark.model_problems())["llama3-70b-tp8"]
+    assert (llama.num_heads, llama.heads_kv, llama.head_dim, llama.batch, llama.seqlen) == (8, 1, 128, 4, 4096)
+
+
+def test_ratios_are_those_of_the_best_peer():
+    rows = [
+        {"model": model, "size": size, "operation": operation, "provider": provider, "ratio": ratio}
+        for model, size, operation, provider, ratio in (
+            ("a", "1", "forward", "fa2cupy", ""), ("a", "1", "forward", "slow", "2.5"),
+            ("a", "1", "forward", "fast", "1.25"), ("b", "2", "backward", "slow", 0.5),
+        )
+    ]  # fmt: skip
+    assert tables.ratio_table(rows, "model", "size", ("forward", "backward")) == [
+        "| forward / backward | 1 | 2 |", "|---|---|---|", "| a | 1.25 / - |  |", "| b |  | - / 0.50 |",
+    ]  # fmt: skip
+    assert tables.smallest_ratio(rows, "model", "size") == ["smallest: 0.50, backward of b at 2 beside slow"]
+    assert tables.smallest_ratio(rows[:1], "model", "size") == ["no peer was measured"]
+
+
+def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_path):
+    commands = []
+
+    def run(command):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert gpu_check._run_benchmark(tmp_path) == "passed"
+    ((_, script, *arguments),) = commands
+    options = benchmark.parse_arguments(arguments)
+    assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
+    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features"}
 
 
 def test_csv_round_trip_and_summary(tmp_path):
@@ -762,7 +1061,9 @@ def test_sweep_of_what_there_is_not_is_a_sentence(arguments, text, capsys):
         (sweep, "--operation forward --seqlen 0", "--seqlen: expected an int of at least 1, got '0'"),
         (sweep, "--operation forward --jobs -1", "--jobs: expected"),
         (methods, "--head-dims 64 300", "--head-dims: up to 256 is supported, got 300"),
-        (methods, "--tokens 0", "--tokens: expected an int of at least 1, got '0'"),
+        (methods, "--seqlens 0", "--seqlens: expected an int of at least 1, got '0'"),
+        (methods, "--heads 16", "--heads: expected two numbers such as 16/2, got '16'"),
+        (methods, "--heads 16/3", "--heads: 16 is not a multiple of 3"),
         (benchmark, "--head-dims 0", "--head-dims: expected an int of at least 1, got '0'"),
         (benchmark, "--rounds 0", "--rounds: expected an int of at least 1, got '0'"),
         (features, "--seqlens x", "--seqlens: expected an int of at least 1, got 'x'"),

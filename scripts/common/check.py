@@ -1,11 +1,11 @@
-"""Right first, then fast: one head of ours against float64, and every head of the peers against ours."""
+"""Right first, then fast: one K/V head of ours against float64, and every head of the peers against ours."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from common.measure import Problem, Tensors
+from common.measure import Problem, Tensors, backward_options
 
 import fa2cupy
 from fa2cupy import TileConfig, reference
@@ -22,39 +22,47 @@ _TOLERANCES = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e
 
 
 class HeadCheck:
-    """What the last head of the last batch of a problem should be, by the rule of `fa2cupy.testing`.
+    """What the last K/V head of the last batch, and its query heads, should be, by the rule of `fa2cupy.testing`.
 
     A float64 score matrix of a long sequence does not fit into memory. Queries are therefore taken in blocks, each of
     which is a problem of its own: its rows with all the keys that they see. Gradients of k and v are sums over blocks.
+
+    `window` is the number of keys that are visible to the left of the diagonal, if that is limited.
     """
 
-    def __init__(self, xp, problem: Problem, tensors: Tensors):
+    def __init__(self, xp, problem: Problem, tensors: Tensors, window: int | None = None):
         self._xp, self._problem, self._tensors = xp, problem, tensors
-        self._head = tuple(xp.ascontiguousarray(a[-1, :, -1]) for a in (tensors.q, tensors.k, tensors.v, tensors.do))
-        self._single = problem_from_arrays(*self._head[:3], causal=problem.causal)
+        self._group = slice(-(problem.num_heads // problem.heads_kv), None)
+        t, group = tensors, self._group
+        heads = (t.q[-1][:, group], t.k[-1][:, -1:], t.v[-1][:, -1:], t.do[-1][:, group])
+        self._heads = tuple(map(xp.ascontiguousarray, heads))
+        self._options = {"causal": problem.causal, **({} if window is None else {"window": (window, 0)})}
+        self._single = problem_from_arrays(*self._heads[:3], **self._options)
 
     def verify(self, operation: str, config: Mapping[str, TileConfig] | None = None, family: str | None = None) -> None:
         """Runs ours into arrays full of NaN and holds the results against the reference.
+
+        The operations are those of `common.measure.backward_options`, and ``forward``.
 
         Raises
         ------
         AssertionError
             A result is wrong, or an element of it was not written.
         """
-        t = self._tensors
-        options = {"causal": self._problem.causal, "family": family}
+        t, group = self._tensors, self._group
+        options = {**self._options, "family": family}
         forward = {"o": self._unwritten(t.q.shape, t.q.dtype), "lse": self._unwritten(*self._statistics)}
         forward_config = config if operation == "forward" else None
         fa2cupy.forward(t.q, t.k, t.v, out=tuple(forward.values()), config=forward_config, **options)
         if operation == "forward":
-            head = {"o": forward["o"][-1, :, -1], "lse": forward["lse"][-1, -1]}
-            self._compare(head, self._forward)
+            self._compare({"o": forward["o"][-1][:, group], "lse": forward["lse"][-1, group]}, self._forward)
             return
-        gradients = {name: self._unwritten(t.q.shape, t.q.dtype) for name in ("dq", "dk", "dv")}
+        out = {name: self._unwritten(a.shape, a.dtype) for name, a in (("dq", t.q), ("dk", t.k), ("dv", t.v))}
         arguments = (t.q, t.k, t.v, *forward.values(), t.do)
-        method = operation if operation in ("single_pass", "two_pass") else None
-        fa2cupy.backward(*arguments, method=method, out=tuple(gradients.values()), config=config, **options)
-        self._compare({name: array[-1, :, -1] for name, array in gradients.items()}, self._backward)
+        how = backward_options(operation)
+        fa2cupy.backward(*arguments, out=tuple(out.values()), config=config, **how, **options)
+        heads = {"dq": group, "dk": slice(-1, None), "dv": slice(-1, None)}
+        self._compare({name: array[-1][:, heads[name]] for name, array in out.items()}, self._backward)
 
     @property
     def _statistics(self) -> tuple[tuple[int, ...], str]:
@@ -70,7 +78,7 @@ class HeadCheck:
 
     def _blocks(self) -> Iterator[tuple[slice, slice, tuple]]:
         """Rows, keys and their part of q, k, v: aligned to the bottom right, the mask of a part is the whole's."""
-        q, k, v, _ = self._head
+        q, k, v, _ = self._heads
         seqlen = self._problem.seqlen
         height = max(1, BLOCK_ELEMENTS // seqlen)
         for start in range(0, seqlen, height):
@@ -80,22 +88,22 @@ class HeadCheck:
 
     @functools.cached_property
     def _forward(self) -> dict[str, tuple]:
-        xp, causal = self._xp, self._problem.causal
         standards = []
         for function in (reference.forward, reference.baseline_forward):
-            parts = [function(*inputs, causal=causal) for _, _, inputs in self._blocks()]
-            standards.append([xp.concatenate([part[i].astype("float64") for part in parts]) for i in range(2)])
+            parts = [function(*inputs, **self._options) for _, _, inputs in self._blocks()]
+            rows = ((0, [o for o, _ in parts]), (1, [lse for _, lse in parts]))  # the axis of o's rows, and of lse's
+            standards.append([self._xp.concatenate([a.astype("float64") for a in each], axis) for axis, each in rows])
         return dict(zip(("o", "lse"), zip(*standards, strict=True), strict=True))
 
     @functools.cached_property
     def _backward(self) -> dict[str, tuple]:
-        do, causal = self._head[3], self._problem.causal
-        standards = [[self._xp.zeros(do.shape) for _ in range(3)] for _ in range(2)]
+        do = self._heads[3]
+        standards = [[self._xp.zeros(array.shape) for array in self._heads[:3]] for _ in range(2)]
         for rows, keys, inputs in self._blocks():
-            o, lse = reference.forward(*inputs, causal=causal)
+            o, lse = reference.forward(*inputs, **self._options)
             parts = (
-                reference.backward(*inputs, o, lse, do[rows], causal=causal),
-                reference.baseline_backward(*inputs, do[rows], causal=causal),
+                reference.backward(*inputs, o, lse, do[rows], **self._options),
+                reference.baseline_backward(*inputs, do[rows], **self._options),
             )
             for (dq, dk, dv), part in zip(standards, parts, strict=True):
                 dq[rows] += part[0].astype("float64")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from common.measure import Problem, Tensors, flops
+from common.measure import Problem, Tensors, flops, visible_pairs
 
 from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
@@ -25,8 +25,8 @@ __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
 DTYPE, TOKENS, MODEL_DIM = "bfloat16", 16384, 2048
 HEAD_DIMS = (64, 128)
 SEQLENS = (2048, 16384)
-#: Longest sequences with arrays as large as the scores.
-LONGEST_SCORES = 2048
+#: Longest sequences with arrays as large as the scores, and the most bytes of one that no axis is broadcast in.
+LONGEST_SCORES, MOST_SCORE_BYTES = 2048, 2**30
 #: Rows and heads of what is held against float64.
 SMALL_TOKENS, SMALL_HEADS = 512, 2
 #: Lengths of packed sequences, for 16384 tokens.
@@ -51,7 +51,11 @@ class Feature(NamedTuple):
     only_backward : bool
         The forward is that of another feature.
     of_scores : bool
-        There is an array as large as the scores.
+        There is an array as large as the scores of one head or sequence.
+    of_all_scores : bool
+        There is an array as large as the scores of all heads and sequences.
+    is_random : bool
+        Results depend on the generator of random numbers, which differs between implementations.
     """
 
     options: Callable[[object, Problem, int], Options] = lambda xp, problem, seed: {}
@@ -60,6 +64,8 @@ class Feature(NamedTuple):
     gradients: tuple[str, ...] = ()
     only_backward: bool = False
     of_scores: bool = False
+    of_all_scores: bool = False
+    is_random: bool = False
 
 
 def _window(left: int) -> Feature:
@@ -79,16 +85,22 @@ def _padding(xp, problem: Problem, seed: int) -> Options:
 
 
 def _mask(xp, problem: Problem, seed: int) -> Options:
-    """Nine of ten keys, the same for all heads."""
+    """Nine of ten keys, the same for all heads; each query sees its own, for what other implementations need."""
     shape = (problem.batch, 1, problem.seqlen, problem.seqlen)
-    return {"mask": xp.random.RandomState(seed).random_sample(shape) < 0.9}
+    visible = xp.random.RandomState(seed).random_sample(shape) < 0.9
+    visible |= xp.eye(problem.seqlen, dtype=bool)
+    return {"mask": visible}
 
 
-def _bias(xp, problem: Problem, seed: int) -> Options:
-    """For each head, the same for the whole batch."""
-    shape = (1, problem.num_heads, problem.seqlen, problem.seqlen)
-    drawn = xp.random.RandomState(seed).standard_normal(shape)
-    return {"bias": drawn.astype("float32").astype(problem.numpy_dtype)}
+def _bias(by_batch: bool, by_head: bool) -> Callable[[object, Problem, int], Options]:
+    """A bias that is broadcast along the other of the two axes."""
+
+    def options(xp, problem: Problem, seed: int) -> Options:
+        leading = (problem.batch if by_batch else 1, problem.num_heads if by_head else 1)
+        drawn = xp.random.RandomState(seed).standard_normal((*leading, problem.seqlen, problem.seqlen))
+        return {"bias": drawn.astype("float32").astype(problem.numpy_dtype)}
+
+    return options
 
 
 def _sink(xp, problem: Problem, seed: int) -> Options:
@@ -108,6 +120,12 @@ def _packed(xp, problem: Problem, seed: int) -> Options:
     return {"cu_seqlens_q": xp.asarray(offsets), "cu_seqlens_k": xp.asarray(offsets), **lengths}
 
 
+_BIASES = {
+    "": (_bias(False, True), {"of_scores": True}),
+    "_batch": (_bias(True, False), {"of_scores": True}),
+    "_full": (_bias(True, True), {"of_scores": True, "of_all_scores": True}),
+}
+
 FEATURES = {
     "plain": Feature(),
     "window127": _window(127),
@@ -117,10 +135,13 @@ FEATURES = {
     "alibi": Feature(_slopes),
     "padding": Feature(_padding),
     "mask": Feature(_mask, of_scores=True),
-    "bias": Feature(_bias, of_scores=True),
-    "dbias": Feature(_bias, of_scores=True, gradients=("dbias",), only_backward=True),
+    **{f"bias{kind}": Feature(options, **sizes) for kind, (options, sizes) in _BIASES.items()},
+    **{
+        f"dbias{kind}": Feature(options, gradients=("dbias",), only_backward=True, **sizes)
+        for kind, (options, sizes) in _BIASES.items()
+    },
     "sink": Feature(_sink, gradients=("dsink",)),
-    "dropout": Feature(lambda xp, problem, seed: {"dropout_p": 0.1, "seed": 1 + seed}),
+    "dropout": Feature(lambda xp, problem, seed: {"dropout_p": 0.1, "seed": 1 + seed}, is_random=True),
     "packed": Feature(_packed),
 }
 
@@ -150,6 +171,11 @@ class Case:
     def gradients(self) -> tuple[str, ...]:
         """What a backward gives besides dq, dk and dv."""
         return FEATURES[self.feature].gradients
+
+    @property
+    def is_random(self) -> bool:
+        """Whether implementations draw different elements."""
+        return FEATURES[self.feature].is_random
 
     @property
     def window(self) -> int | None:
@@ -182,7 +208,7 @@ class Case:
         elif left is None:
             return problem.flops(operation)
         else:
-            pairs = problem.batch * float(np.minimum(np.arange(problem.seqlen), left).sum() + problem.seqlen)
+            pairs = problem.batch * visible_pairs(problem.seqlen, left)
         return flops(operation, problem.num_heads * pairs, problem.head_dim)
 
     def shrunk(self) -> Case:
@@ -246,8 +272,13 @@ def all_cases(features: Sequence[str], head_dims: Sequence[int], seqlens: Sequen
             for name in features:
                 fits = (FEATURES[name].window or 0) + 1 < seqlen
                 fits = fits and (seqlen <= LONGEST_SCORES or not FEATURES[name].of_scores)
-                if fits and name != "packed":
+                if fits and name != "packed" and not FEATURES[name].of_all_scores:
                     yield Case(name, problem)
+            score_bytes = problem.num_heads * seqlen**2 * problem.numpy_dtype.itemsize
+            fewer = dataclasses.replace(problem, batch=max(1, min(problem.batch, MOST_SCORE_BYTES // score_bytes)))
+            for name in features:
+                if FEATURES[name].of_all_scores and seqlen <= LONGEST_SCORES:
+                    yield Case(name, fewer)
         if "packed" in features:
             seqlen = TOKENS // len(PACKED)
             problem = Problem(DTYPE, head_dim, seqlen, len(PACKED), MODEL_DIM // head_dim, True)

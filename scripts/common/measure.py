@@ -9,6 +9,7 @@ import datetime
 import functools
 import gc
 import itertools
+import math
 import os
 import random
 import re
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +29,33 @@ from common import SCRIPTS
 from fa2cupy import precompile
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import METHODS
 from fa2cupy.jit.cache import cached_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import MAX_HEAD_DIM
 from fa2cupy.problem.dtypes import itemsize
 from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it from here)
 
-#: Matrix products of one tile pair. ``single_pass`` and ``two_pass`` name whole backward calls, whose useful work is
-#: the same five products; the other names are those of single kernels, counted by what the kernel really multiplies.
+
+def visible_pairs(seqlen: int, left: int) -> float:
+    """Pairs of a query and a key of one causal head with a window of so many keys to the left of the diagonal."""
+    return float(np.minimum(np.arange(seqlen), left).sum() + seqlen)
+
+
+#: Operations beside those of the single kernels: a backward by the default method, one by a method whose results are
+#: reproducible, and a forward and a backward, attention's part of a training step.
+DEFAULT, DETERMINISTIC, TRAINING = "default", "deterministic", "training"
+
+#: Matrix products of one tile pair. ``single_pass``, ``two_pass`` and the operations above name whole calls, whose
+#: useful work in a backward is five products; the other names are those of single kernels, counted by what the kernel
+#: really multiplies.
 _PRODUCTS = {
     "forward": 2,
     "single_pass": 5,
     "two_pass": 5,
-    "training": 7,
+    DEFAULT: 5,
+    DETERMINISTIC: 5,
+    TRAINING: 7,
     "backward": 5,
     "backward_dq": 3,
     "backward_dkdv": 4,
@@ -52,9 +67,16 @@ def flops(operation: str, pairs: float, head_dim: int) -> float:
     return 2 * _PRODUCTS[operation] * pairs * head_dim
 
 
+def backward_options(operation: str) -> dict[str, object]:
+    """The keywords that make `fa2cupy.backward` this operation."""
+    if operation in METHODS:
+        return {"method": operation}
+    return {"deterministic": True} if operation == DETERMINISTIC else {}
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of (batch, seqlen, num_heads, head_dim) arrays."""
+    """Self-attention of (batch, seqlen, num_heads, head_dim) arrays; k and v may have fewer heads."""
 
     dtype: str
     head_dim: int
@@ -62,16 +84,44 @@ class Problem:
     batch: int
     num_heads: int
     causal: bool
+    num_heads_kv: int | None = None
+
+    @property
+    def heads_kv(self) -> int:
+        """Heads of k and v."""
+        return self.num_heads_kv or self.num_heads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of q, k, v, o and their gradients."""
+        """Of q, o and their gradients."""
         return self.batch, self.seqlen, self.num_heads, self.head_dim
 
     @property
+    def shape_kv(self) -> tuple[int, int, int, int]:
+        """Of k, v and their gradients."""
+        return self.batch, self.seqlen, self.heads_kv, self.head_dim
+
+    @property
     def tensor_bytes(self) -> int:
-        """Of one of them."""
-        return self.batch * self.seqlen * self.num_heads * self.head_dim * itemsize(self.dtype)
+        """Of q, o or a gradient of theirs."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of q, k and v."""
+        return (math.prod(self.shape) + 2 * math.prod(self.shape_kv)) * itemsize(self.dtype)
+
+    def result_bytes(self, operation: str) -> int:
+        """Of o in a forward, of dq, dk and dv in a backward, and of all of them in a training step."""
+        if operation == "forward":
+            return self.tensor_bytes
+        return self.input_bytes + (self.tensor_bytes if operation == TRAINING else 0)
+
+    def columns(self) -> dict[str, object]:
+        """The columns of a CSV that name it, but for the heads of k and v."""
+        columns = {**vars(self), "causal": int(self.causal)}
+        del columns["num_heads_kv"]
+        return columns
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -89,7 +139,8 @@ class Problem:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        return f"{self.dtype} d={self.head_dim} seqlen={self.seqlen} batch={self.batch} heads={self.num_heads} {mask}"
+        heads = self.num_heads if self.heads_kv == self.num_heads else f"{self.num_heads}/{self.heads_kv}"
+        return f"{self.dtype} d={self.head_dim} seqlen={self.seqlen} batch={self.batch} heads={heads} {mask}"
 
 
 @dataclass(frozen=True)
@@ -112,16 +163,16 @@ class Gpu:
         self.info = DeviceInfo.current()
         self.name = self.info.name
         self.driver = _driver_version()
+        self._gate = _Gate(cupy)
 
-    def tensors(self, problem: Problem, seed: int) -> Tensors:
-        """Standard normal inputs."""
-        random_state = self.xp.random.RandomState(seed)
-        return Tensors(
-            *[
-                random_state.standard_normal(problem.shape, dtype=self.xp.float32).astype(problem.numpy_dtype)
-                for _ in range(4)
-            ]
-        )
+    def tensors(self, problem: Problem, count: int) -> list[Tensors]:
+        """So many sets of standard normal inputs, drawn together: a generator takes longer to start than to draw."""
+        random_state = self.xp.random.RandomState(0)
+        drawn = [
+            random_state.standard_normal((count, *shape), dtype=self.xp.float32).astype(problem.numpy_dtype)
+            for shape in (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
+        ]
+        return [Tensors(*arrays) for arrays in zip(*drawn, strict=True)]
 
     def address(self, array) -> int:
         """Where an array's first element is."""
@@ -132,12 +183,16 @@ class Gpu:
         self.xp.cuda.Device().synchronize()
 
     def elapsed_ms(self, call: Callable[[], object], repeats: int) -> float:
-        """Milliseconds of one of `repeats` calls, by CUDA events around all of them."""
+        """Milliseconds of one of `repeats` calls, by CUDA events around all of them.
+
+        The calls are queued while the GPU waits, so that short ones are not timed by how fast the host makes them.
+        """
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-        start.record()
-        for _ in range(repeats):
-            call()
-        stop.record()
+        with self._gate.closed():
+            start.record()
+            for _ in range(repeats):
+                call()
+            stop.record()
         stop.synchronize()
         return self.xp.cuda.get_elapsed_time(start, stop) / repeats
 
@@ -149,13 +204,15 @@ class Gpu:
             call()
         return max(0, meter.peak - before)
 
-    def precompile(self, problems: Iterable[Problem], operations: Iterable[str]) -> None:
-        """Compiles what the calls will need, side by side."""
+    def precompile(
+        self, problems: Iterable[Problem], operations: Iterable[str], features: Sequence[Sequence[str]] = ((),)
+    ) -> None:
+        """Compiles what the calls will need, side by side; `features` as for `fa2cupy.precompile`."""
         methods = [name for name in operations if name != "forward"]
         for dtype, group in itertools.groupby(problems, lambda problem: problem.dtype):
             group = list(group)
-            head_dims, masks = {p.head_dim for p in group}, {p.causal for p in group}
-            precompile(dtypes=[dtype], head_dims=sorted(head_dims), causal=sorted(masks), methods=methods)
+            head_dims, masks = sorted({p.head_dim for p in group}), sorted({p.causal for p in group})
+            precompile(dtypes=[dtype], head_dims=head_dims, causal=masks, methods=methods, features=features)
 
     def compile(self, specs: Iterable[KernelSpec]) -> None:
         """Compiles kernels, side by side. What a compiler refuses is left for the call that needs it to tell."""
@@ -185,6 +242,36 @@ def find_gpu() -> Gpu | None:
 def stamp_of(gpu: Gpu) -> dict[str, str]:
     """The columns that say where and when a row was measured."""
     return {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
+
+
+class _Gate:
+    """Holds the work that is queued behind it back until it is opened.
+
+    It is a kernel that waits for a flag in the host's memory, and at most for so many clock cycles: a host that itself
+    waits for the GPU before it opens the gate, because the queue is full or memory is freed, goes on then.
+    """
+
+    _SOURCE = r"""
+    extern "C" __global__ void wait_for_flag(const volatile int* flag, long long cycles) {
+        const long long start = clock64();
+        while (!*flag && clock64() - start < cycles) {}
+    }"""
+    _CYCLES = 50_000_000
+
+    def __init__(self, cupy):
+        self._wait = cupy.RawKernel(self._SOURCE, "wait_for_flag")
+        self._memory = cupy.cuda.alloc_pinned_memory(4)  # which the GPU reads at the same address
+        self._flag = np.frombuffer(self._memory, np.int32, 1)
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """What is queued within starts after it. All earlier work must have been waited for."""
+        self._flag[0] = 0
+        self._wait((1,), (1,), (np.uint64(self._memory.ptr), np.int64(self._CYCLES)))
+        try:
+            yield
+        finally:
+            self._flag[0] = 1
 
 
 def _pool_meter(cupy, pool):
@@ -237,6 +324,11 @@ def sets_beyond_cache(bytes_per_set: int, l2_bytes: int) -> int:
     return max(2, 2 * l2_bytes // bytes_per_set + 1)
 
 
+def rotating_inputs(gpu: Gpu, problem: Problem) -> list[Tensors]:
+    """Inputs that are together larger than twice the L2 cache."""
+    return gpu.tensors(problem, sets_beyond_cache(problem.input_bytes, gpu.info.l2_bytes))
+
+
 def rotating(function: Callable[..., tuple], argument_sets: Sequence[tuple]) -> Callable[[], tuple]:
     """A call without arguments that takes the next of `argument_sets` each time."""
     return taking_turns([functools.partial(function, *arguments) for arguments in argument_sets])
@@ -248,9 +340,13 @@ def taking_turns(calls: Sequence[Callable[[], tuple]]) -> Callable[[], tuple]:
     return lambda: following()()
 
 
+#: Calls that are queued before the first one starts. One of ours is up to four launches, and there is place for 1024.
+MOST_QUEUED = 200
+
+
 def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> float:
     """Mean time of a call over about `budget_ms`; first calls (compilation, handles) must have been made."""
-    repeats = max(1, round(budget_ms / max(gpu.elapsed_ms(call, 1), 1e-3)))
+    repeats = min(MOST_QUEUED, max(1, round(budget_ms / max(gpu.elapsed_ms(call, 1), 1e-3))))
     # A kernel that follows an idle or a lighter one runs at a higher clock than it can hold.
     gpu.elapsed_ms(call, -(-repeats // 3))
     return gpu.elapsed_ms(call, repeats)
@@ -268,8 +364,23 @@ def time_in_rounds(
     return times
 
 
-def host_microseconds(gpu: Gpu, candidate: Candidate, calls: int = 30, batches: int = 60) -> float:
-    """Host time of a call that waits for nothing: the median over batches too short to fill the launch queue."""
+def host_microseconds(
+    gpu: Gpu, candidates: Sequence[Candidate], rounds: int = 5, calls: int = 30, batches: int = 30
+) -> dict[str, float]:
+    """Host time of a call that waits for nothing: the least of several rounds, in which the candidates take turns.
+
+    What else the host does makes calls slower, never faster, and for seconds at a time: the median of one round alone
+    varies by half between runs.
+    """
+    least = dict.fromkeys((candidate.name for candidate in candidates), math.inf)
+    for _ in range(rounds):
+        for candidate in candidates:
+            least[candidate.name] = min(least[candidate.name], _host_median(gpu, candidate, calls, batches))
+    return least
+
+
+def _host_median(gpu: Gpu, candidate: Candidate, calls: int, batches: int) -> float:
+    """Microseconds of a call: the median over batches too short to fill the launch queue."""
     samples = []
     with candidate.mode():
         for _ in range(calls):

@@ -9,21 +9,46 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from common.measure import Candidate, Gpu, Problem, Tensors, rotating
+import numpy as np
+from common.measure import (
+    DEFAULT,
+    DETERMINISTIC,
+    TRAINING,
+    Candidate,
+    Gpu,
+    Problem,
+    Tensors,
+    backward_options,
+    rotating,
+)
 
 import fa2cupy
+from fa2cupy.families.choice import choose
 from fa2cupy.inspection import default_specs
+from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.options import CallOptions
 
-__all__ = ["OPERATIONS", "PEERS", "TRAINING", "Fa2cupy", "TorchPeer", "available_peers"]
+__all__ = ["DEFAULT_OPERATIONS", "OPERATIONS", "PEERS", "Fa2cupy", "TorchPeer", "available_peers", "default_method"]
 
 #: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode, if it
-#: has one.
+#: has one, as is its ``deterministic``.
 OPERATIONS = ("forward", "single_pass", "two_pass")
 
-#: A forward and a backward by whichever method is the default: attention's part of a training step.
-TRAINING = "training"
+#: What a caller gets who names no method.
+DEFAULT_OPERATIONS = ("forward", DEFAULT, DETERMINISTIC)
 
 _HALF = ("float16", "bfloat16")
+
+
+def default_method(gpu: Gpu, problem: Problem, operation: str = DEFAULT, **features) -> str:
+    """The method of a backward, which the operation may name or not; `features` are keywords of the call."""
+    scalar = np.zeros((), problem.numpy_dtype)
+    q, k = np.broadcast_to(scalar, problem.shape), np.broadcast_to(scalar, problem.shape_kv)
+    attention = problem_from_arrays(q, k, k, causal=problem.causal, **features)
+    rows = dict.fromkeys(("q", "o", "dout", "dq"), attention.kernel_strides(attention.q_shape))
+    rows |= dict.fromkeys(("k", "v", "dk", "dv"), attention.kernel_strides(attention.k_shape))
+    options = CallOptions(causal=problem.causal, **backward_options(operation))
+    return choose("backward", attention, gpu.info, rows, options, is_launched=False).method
 
 
 class Fa2cupy:
@@ -46,7 +71,7 @@ class Fa2cupy:
                 return backprop(do)
 
             return Candidate(self.name, rotating(step, [(t.q, t.k, t.v, t.do) for t in sets]))
-        backward = functools.partial(fa2cupy.backward, causal=problem.causal, method=operation)
+        backward = functools.partial(fa2cupy.backward, causal=problem.causal, **backward_options(operation))
         saved = [(t.q, t.k, t.v, *forward(t.q, t.k, t.v), t.do) for t in sets]
         return Candidate(self.name, rotating(backward, saved))
 
@@ -59,20 +84,21 @@ class Fa2cupy:
         return self.gpu.peak_bytes(call)
 
     def tile(self, problem: Problem, operation: str) -> str:
-        """The tiles that a call takes, in words."""
+        """The tiles that a call takes, in words; before them the method, where the operation does not name it."""
         if operation == TRAINING:
             return ""
-        method = None if operation == "forward" else operation
+        method = None if operation == "forward" else default_method(self.gpu, problem, operation)
         specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
         tiles = {spec.operation: spec.tile for spec in specs if spec.operation not in ("delta", "convert_dq")}
-        return "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
+        text = "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
+        return text if operation in OPERATIONS else f"{method}: {text}"
 
 
 class _Peer:
     """Common part of the peers: `forward` and `backward` are what a subclass adds."""
 
     name: str
-    operations: tuple[str, ...] = OPERATIONS
+    operations: tuple[str, ...] = (*OPERATIONS, DEFAULT, DETERMINISTIC)
     dtypes: tuple[str, ...] = _HALF
 
     def supports(self, problem: Problem, operation: str) -> bool:
@@ -92,12 +118,15 @@ class _Peer:
 
             return Candidate(self.name, rotating(step, inputs))
         saved = [(q, k, v, do, forward(q, k, v)) for q, k, v, do in inputs]
-        mode = self.deterministic if operation == "two_pass" else contextlib.nullcontext
+        mode = self.deterministic if operation in ("two_pass", DETERMINISTIC) else contextlib.nullcontext
         return Candidate(self.name, rotating(functools.partial(self.backward, problem.causal), saved), mode)
 
 
 class TorchPeer(_Peer):
-    """An operator of PyTorch. They take and give (batch, heads, seqlen, head_dim): a transposed view, no copy."""
+    """An operator of PyTorch. They take and give (batch, heads, seqlen, head_dim): a transposed view, no copy.
+
+    Those of FlashAttention-2 and cuDNN take fewer heads of k and v as they are.
+    """
 
     def __init__(self, gpu: Gpu):
         import torch
@@ -107,18 +136,23 @@ class TorchPeer(_Peer):
         self.torch, self.xp = torch, gpu.xp
 
     def own(self, array):
-        """CuPy's array as a tensor. bfloat16 travels as int16, because DLPack does not know ml_dtypes."""
-        torch = self.torch
-        if array.dtype.name == "bfloat16":
-            return torch.from_dlpack(array.view(self.xp.int16)).view(torch.bfloat16).transpose(1, 2)
-        return torch.from_dlpack(array).transpose(1, 2)
+        """CuPy's array as an argument of the operator."""
+        return self.tensor(array).transpose(1, 2)
 
     def arrays(self, operation: str, results: tuple) -> tuple:
         """As `Fa2cupy.arrays`."""
-        return tuple(map(self._foreign, results[:1] if operation == "forward" else results[:3]))
+        some = results[:1] if operation == "forward" else results[:3]
+        return tuple(self.array(tensor.transpose(1, 2)) for tensor in some)
 
-    def _foreign(self, tensor):
-        tensor = tensor.transpose(1, 2)
+    def tensor(self, array):
+        """CuPy's array as a tensor. bfloat16 travels as int16, because DLPack does not know ml_dtypes."""
+        torch = self.torch
+        if array.dtype.name == "bfloat16":
+            return torch.from_dlpack(array.view(self.xp.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(array)
+
+    def array(self, tensor):
+        """A tensor as CuPy's array."""
         if tensor.dtype == self.torch.bfloat16:
             import ml_dtypes
 
@@ -221,7 +255,8 @@ class CupyUnfused(_Peer):
     def supports(self, problem: Problem, operation: str) -> bool:
         """Up to a size of the score matrices beyond which one call takes longer than all others together."""
         score_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen**2
-        return super().supports(problem, operation) and score_bytes <= self.max_score_bytes
+        fits = score_bytes <= self.max_score_bytes and problem.heads_kv == problem.num_heads
+        return super().supports(problem, operation) and fits
 
     def own(self, array):
         """(batch, heads, seqlen, head_dim): a view."""

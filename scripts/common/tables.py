@@ -1,10 +1,10 @@
-"""Tables of README.md, from the rows of a CSV: numbers in it are those that were measured, and nobody's arithmetic."""
+"""Tables from the rows of a CSV: numbers in them are those that were measured, and nobody's arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["speed_table"]
+__all__ = ["ratio_table", "smallest_ratio", "speed_table"]
 
 _OURS = "fa2cupy"
 _TITLES = {"forward": "forward", "single_pass": "backward, `single_pass`", "two_pass": "backward, `two_pass`"}
@@ -44,3 +44,47 @@ def speed_table(rows: Iterable[Mapping[str, str]], dtype: str, peer: str) -> lis
                 cells.append(" / ".join(pair))
             lines.append(f"| {title if number == 0 else ''} | {head_dim} | {' | '.join(cells)} |")
     return lines
+
+
+def ratio_table(rows: Iterable[Mapping[str, object]], line: str, column: str, operations: Sequence[str]) -> list[str]:
+    """The best peer's time over ours, of each operation: above 1, ours is faster.
+
+    Parameters
+    ----------
+    rows : iterable of mapping
+        Those of peers have a ``ratio``; the others are passed over.
+    line, column : str
+        Names of the columns of `rows` that become the table's lines and columns, in the order of `rows`.
+    operations : sequence of str
+        In the order in which a cell has them; "-" is one without a peer, and a cell without any is empty.
+    """
+    best = _best_ratios(rows, line, column)
+    lines, columns = (list(dict.fromkeys(key[place] for key in best)) for place in (0, 1))
+    table = [f"| {' / '.join(operations)} | {' | '.join(columns)} |", f"|{'---|' * (1 + len(columns))}"]
+    for name in lines:
+        ratios = [[best.get((name, size, operation)) for operation in operations] for size in columns]
+        cells = [" / ".join(f"{one[0]:.2f}" if one else "-" for one in cell) if any(cell) else "" for cell in ratios]
+        table.append(f"| {name} | {' | '.join(cells)} |")
+    return table
+
+
+def smallest_ratio(rows: Iterable[Mapping[str, object]], line: str, column: str) -> list[str]:
+    """The smallest number of `ratio_table` and where it is, as a line."""
+    best = _best_ratios(rows, line, column)
+    if not best:
+        return ["no peer was measured"]
+    (name, size, operation), (ratio, peer) = min(best.items(), key=lambda item: item[1])
+    return [f"smallest: {ratio:.2f}, {operation} of {name} at {size} beside {peer}"]
+
+
+def _best_ratios(
+    rows: Iterable[Mapping[str, object]], line: str, column: str
+) -> dict[tuple[str, str, str], tuple[float, str]]:
+    """The least ratio and its peer, by line, column and operation."""
+    best: dict[tuple[str, str, str], tuple[float, str]] = {}
+    for row in rows:
+        if row.get("ratio"):
+            key = (str(row[line]), str(row[column]), str(row["operation"]))
+            found = (float(row["ratio"]), str(row["provider"]))
+            best[key] = min(best.get(key, found), found)
+    return best
