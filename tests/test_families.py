@@ -106,7 +106,7 @@ def test_no_formula_serves_an_operation_that_it_is_not_for(family):
 
 
 @pytest.mark.parametrize(
-    "changes", ({"softmax_scale": -0.1}, {"seqlen_k": 0}, {"softmax_scale": 0.0, "head_dim": 128}), ids=str
+    "changes", ({"softmax_scale": -0.1}, {"seqlen_q": 0}, {"softmax_scale": 0.0, "head_dim": 128}), ids=str
 )
 def test_a_call_that_falls_back_has_the_method_and_tiles_of_the_family_that_it_gets(changes):
     call = problem(**changes)

@@ -83,6 +83,7 @@ class Problem:
     scores: Callable = tuple  # from inputs to those with other scores
     rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
     device: str = ""  # instead of the one of the tests of Hopper's kernels
+    num_splits: int = 1
 
     @property
     def features(self) -> dict:
@@ -152,6 +153,8 @@ SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
 #: A number, rounded to a bit less than the dtype has.
+SPLIT = Problem(heads=(6, 2), num_splits=2)  # the second share begins in the middle of a head
+HOPPER_SPLIT = Problem(heads=(3, 1), lengths=(390, 260), hopper_tile=TileConfig(128, 128, 12, 2), num_splits=2)
 A_BIT_LESS = {
     "float16": "__uint_as_float((__float_as_uint({}) + 0x2000u) & 0xffffc000u)",
     "bfloat16": "__uint_as_float((__float_as_uint({}) + 0x10000u) & 0xfffe0000u)",
@@ -1179,6 +1182,103 @@ MUTANTS = (
         "numbers",
         Problem("float32", 24, (301, 9), feature="sink", causal=False),
     ),
+    # shares of key tiles
+    Mutant(
+        "a share that ends with the tile",
+        "backward",
+        "return {begin, min_of(begin + most, steps)};",
+        "return {begin, steps};",
+        "numbers",
+        SPLIT,
+    ),
+    Mutant(
+        "a share that begins with the head",
+        "backward",
+        "Spec::kSplit && head == first_step().head ? first_step().tile : tiles.begin",
+        "tiles.begin",
+        "deadlock",
+        HOPPER_SPLIT,
+    ),
+    Mutant(
+        "a share that ends with the head",
+        "backward_dkdv",
+        "return head == limits.end.head ? limits.end.tile : tiles.end;",
+        "return tiles.end;",
+        "deadlock",
+        HOPPER_SPLIT,
+    ),
+    Mutant(
+        "the workspace of dQ from the group's first step",
+        "backward",
+        "const QueryStep step = own_.first_step();",
+        "const QueryStep step = {own_.first_query_head, own_.tiles.begin};",
+        "numbers",
+        HOPPER_SPLIT,
+    ),
+    Mutant(
+        "the masked query tiles of a share to the end of the range",
+        "backward",
+        "const int32 masked_end = Spec::kSplit ? min_of(own.tiles.full_begin, end) : own.tiles.full_begin;",
+        "const int32 masked_end = own.tiles.full_begin;",
+        "deadlock",
+        HOPPER_SPLIT,
+    ),
+    Mutant(
+        "shares with copies where they are added",
+        "backward",
+        "if constexpr (kAdds) copy /= params.num_splits;",
+        "",
+        "bounds",
+        SPLIT,
+    ),
+    Mutant(
+        "shares without a step that leave nothing",
+        "backward_dkdv",
+        "Shares::put_zeros(Shares::of_block(params));",
+        "",
+        "uninitialised",
+        dataclasses.replace(HOPPER_SPLIT, num_splits=16),
+    ),
+    Mutant(
+        "dK in the place of dV",
+        "backward",
+        "Shares::of_block(params) + kProbability * Shares::kGradientElements",
+        "Shares::of_block(params)",
+        "numbers",
+        SPLIT,
+    ),
+    Mutant(
+        "one share for all",
+        "sum_dkdv",
+        "copy < params.num_copies",
+        "copy < 1",
+        "numbers",
+        SPLIT,
+    ),
+    Mutant(
+        "rows of the next sixteen",
+        "sum_dkdv",
+        "if (g + 8 * i >= left) continue;",
+        "",
+        "bounds",
+        SPLIT,
+    ),
+    Mutant(
+        "dV without the scale of what dropout keeps",
+        "sum_dkdv",
+        "static_cast<float>(kept_scale<Spec>(params))",
+        "1.0f",
+        "numbers",
+        dataclasses.replace(SPLIT, feature="dropout"),
+    ),
+    Mutant(
+        "dK without the scale",
+        "sum_dkdv",
+        ": params.softmax_scale;\n\n        const int64 between_copies",
+        ": 1.0f;\n\n        const int64 between_copies",
+        "numbers",
+        SPLIT,
+    ),
     *(
         Mutant(
             f"{name}: operands with a bit less",
@@ -1218,9 +1318,11 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         **asked,
         "config": small_tiles(problem.dtype, problem.head_dim),
         "family": family_of(problem.dtype),
+        "num_splits": problem.num_splits,
     }
     if problem.hopper_tile:  # the family need not have the other kernel of a method
-        options["config"] = {"backward" if operation == "convert_dq" else operation: problem.hopper_tile}
+        tiled = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv"}.get(operation, operation)
+        options["config"] = {tiled: problem.hopper_tile}
         options["family"] = "sm90" if operation == "forward" else None
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
         if operation == "backward_dq" and problem.hopper_tile:
@@ -1236,7 +1338,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         if operation == "delta":
             check_delta(o, do, run_delta(o, do))
             return
-        method = "two_pass" if operation in ("backward_dq", "backward_dkdv") else "single_pass"
+        method = "two_pass" if operation in ("backward_dq", "backward_dkdv", "sum_dkdv") else "single_pass"
         extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}
         names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in extra))
         gradients = backward(q, k, v, o, lse, do, method=method, **extra, **options)

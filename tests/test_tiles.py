@@ -478,40 +478,43 @@ def test_deterministic_calls_never_get_the_method_with_atomics(family, problem):
 @pytest.mark.parametrize(
     ("head_dim", "seqlen_q", "causal", "wanted"),
     [
-        (64, 1023, False, "two_pass"),
-        (64, 1024, True, "single_pass"),
-        (72, 1024, False, "single_pass"),
-        (128, 1024, True, "two_pass"),
+        (64, 512, False, "two_pass"),
+        (64, 2048, True, "single_pass"),
+        (72, 2048, False, "single_pass"),
+        (128, 512, True, "two_pass"),
         (128, 2048, True, "single_pass"),
         (136, 65536, False, "two_pass"),
     ],
 )
 def test_hopper_takes_one_pass_where_it_is_long_enough(head_dim, seqlen_q, causal, wanted):
-    assert choose_method("sm90", backward_problem(head_dim, seqlen_q, causal), None, False) == wanted
-    assert choose_method("sm80", backward_problem(head_dim, seqlen_q, causal), None, False) == "single_pass"
+    call = dataclasses.replace(backward_problem(head_dim, seqlen_q, causal), batch=64, seqlen_k=seqlen_q)
+    assert choose_method("sm90", call, None, False) == wanted
+    assert choose_method("sm80", call, None, False) == "single_pass"
 
 
 @pytest.mark.parametrize(
     ("window", "causal", "wanted"),
     [
-        ((255, None), True, "two_pass"),
-        ((256, None), True, "single_pass"),
-        ((100, 155), False, "two_pass"),
-        ((100, 156), False, "single_pass"),
+        ((127, None), True, "two_pass"),
+        ((1023, None), True, "single_pass"),
+        ((50, 77), False, "two_pass"),
+        ((500, 523), False, "single_pass"),
         ((100, None), False, "single_pass"),
     ],
 )
 def test_hopper_takes_two_passes_for_narrow_windows(window, causal, wanted):
-    call = backward_problem(128, 16384, causal).with_settings(FeatureSettings(window=window))
+    call = dataclasses.replace(backward_problem(128, 16384, causal), num_heads=16, num_heads_kv=16, seqlen_k=16384)
+    call = call.with_settings(FeatureSettings(window=window))
     assert choose_method("sm90", call, None, False) == wanted
     assert choose_method("sm80", call, None, False) == "single_pass"
 
 
 @pytest.mark.parametrize(
     ("sequences", "longest", "wanted"),
-    [(16, 2557, "single_pass"), (64, 511, "two_pass"), (64, 16384, "two_pass"), (16, 16384, "single_pass")],
+    [(8, 2557, "single_pass"), (64, 511, "two_pass"), (64, 16384, "two_pass"), (8, 16384, "single_pass")],
 )
 def test_of_packed_sequences_twice_the_mean_counts_but_no_more_than_the_longest(sequences, longest, wanted):
     features = FeatureSettings(num_sequences=sequences, max_seqlen_q=longest, max_seqlen_k=longest)
-    packed = dataclasses.replace(backward_problem(128, 16384, True), settings=features)
+    call = dataclasses.replace(backward_problem(128, 16384, True), num_heads=16, num_heads_kv=16, seqlen_k=16384)
+    packed = dataclasses.replace(call, settings=features)
     assert choose_method("sm90", packed, None, False) == wanted

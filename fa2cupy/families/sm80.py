@@ -13,19 +13,19 @@ _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
-        "backward": {64: BlockCost(3.6, 6.0), 128: BlockCost(3.4, 8.0), 256: BlockCost(6.0, 10.0)},
-        "backward_dkdv": {64: BlockCost(2.8, 5.0), 128: BlockCost(2.6, 7.0), 256: BlockCost(4.0, 9.0)},
-        "backward_dq": {64: BlockCost(2.4, 3.0), 128: BlockCost(2.2, 4.0), 256: BlockCost(3.0, 8.0)},
+        "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.39, 8.2), 256: BlockCost(5.25, 7.3)},
+        "backward_dkdv": {64: BlockCost(2.8, 5.0), 128: BlockCost(2.49, 6.6), 256: BlockCost(4.0, 5.2)},
+        "backward_dq": {64: BlockCost(2.4, 1.6), 128: BlockCost(2.2, 4.2), 256: BlockCost(3.0, 7.9)},
     },
-    call=6.2,
-    call_rows=0.13,
-    convert=5.6,
-    convert_rows=3.2,
-    add=8.4,
-    add_rows=7.2,
-    copy=8.3,
+    call=5.0,
+    call_rows=0.12,
+    convert=2.7,
+    convert_rows=1.4,
+    add=14.0,
+    add_rows=14.8,
+    copy=6.9,
     copy_rows=3.4,
-    drift=0.22,
+    drift=0.15,
 )
 
 _WIDE = 128  # for a larger head_dim, two warps of the forward share their rows

@@ -57,19 +57,19 @@ _MAPPED = {
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-22.
 _COSTS = Costs(
     blocks={
-        "backward": {64: BlockCost(1.89, 8.7), 128: BlockCost(1.74, 10.8), 256: BlockCost(3.09, 14.9)},
-        "backward_dq": {64: BlockCost(1.42, 3.1), 128: BlockCost(0.96, 2.9), 256: BlockCost(0.74, 10.7)},
-        "backward_dkdv": {64: BlockCost(1.43, 2.5), 128: BlockCost(1.40, 9.8), 256: BlockCost(1.62, 7.7)},
+        "backward": {64: BlockCost(1.89, 8.7), 128: BlockCost(1.74, 10.9), 256: BlockCost(2.86, 14.4)},
+        "backward_dq": {64: BlockCost(1.42, 3.6), 128: BlockCost(1.05, 2.6), 256: BlockCost(0.74, 7.2)},
+        "backward_dkdv": {64: BlockCost(1.43, 3.1), 128: BlockCost(1.21, 9.8), 256: BlockCost(1.64, 8.2)},
     },
-    call=6.2,
-    call_rows=0.13,
-    convert=5.6,
-    convert_rows=3.2,
-    add=8.4,
-    add_rows=7.2,
-    copy=8.3,
-    copy_rows=3.4,
-    drift=0.22,
+    call=9.2,
+    call_rows=0.17,
+    convert=5.8,
+    convert_rows=3.1,
+    add=8.8,
+    add_rows=6.8,
+    copy=8.6,
+    copy_rows=3.6,
+    drift=0.18,
 )
 
 

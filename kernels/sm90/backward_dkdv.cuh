@@ -53,9 +53,10 @@ struct BackwardDkdv {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.
-        if (Spec::kVarlen && !common::has_tile(where.tile, Shape::kBc, params.seqlen_k)) return;
+        if (Spec::kVarlen &&
+            (!common::has_tile(where.tile, Shape::kBc, params.seqlen_k) || (!Spec::kSplit && params.seqlen_q == 0)))
+            return;
         if (has_no_step(params)) return;
-        if (Spec::kVarlen && params.seqlen_q == 0) return;
         const BackwardMemory<Shape> memory(dynamic_smem);
         if (threadIdx.x == 0) memory.init_barriers();
         if constexpr (Shape::kStatisticsAsStep) store_ones(memory.ones());

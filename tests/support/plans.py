@@ -23,8 +23,10 @@ def delta_plan(problem, device, strides) -> Plan:
     return plan_delta(problem, device, strides, choose("delta", problem, device, strides, is_launched=False))
 
 
-def backward_plan(problem, device, strides, method, config=None, family=None, *, extras=(), with_delta=True) -> Plan:
-    """The plan of a backward by one method, or by the default one for None."""
-    options = CallOptions(config=config, family=family, method=method)
+def backward_plan(
+    problem, device, strides, method, config=None, family=None, *, extras=(), with_delta=True, num_splits=1
+) -> Plan:
+    """The plan of a backward by one method, or by the default one for None; without splits unless the test asks."""
+    options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
     choice = choose("backward", problem, device, strides, options, extras=extras, is_launched=False)
     return plan_backward(problem, device, strides, choice, extras=extras, with_delta=with_delta)

@@ -1,0 +1,137 @@
+"""The estimates by which a backward's method and splits are chosen: the work of a problem, counted against its mask,
+and the schedule, played block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.plans import backward_plan
+
+from fa2cupy import TileConfig
+from fa2cupy.families import estimate
+from fa2cupy.families.choice import choose
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.features import FeatureSettings
+from fa2cupy.problem.options import MAX_SPLITS, CallOptions
+
+H100 = DeviceInfo.named("sm_90")
+TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+LIMIT = st.none() | st.integers(0, 60)
+
+
+def problem(heads=(16, 16), seqlen=2048, batch=1, head_dim=128, causal=True, dtype="bfloat16") -> AttentionProblem:
+    return AttentionProblem(dtype, batch, seqlen, seqlen, *heads, head_dim, causal, 0.1, "bshd", 4)
+
+
+def chosen(call: AttentionProblem, device: DeviceInfo = H100, **options):
+    strides = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS}
+    return choose("backward", call, device, strides, CallOptions(**options), is_launched=False)
+
+
+def splits(call: AttentionProblem, device: DeviceInfo = H100, **options) -> int:
+    return max(chosen(call, device, **options).num_splits.values(), default=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+@given(st.integers(1, 90), st.integers(1, 90), LIMIT, LIMIT, st.integers(1, 20), st.integers(1, 20))
+def test_steps_are_the_pairs_of_tiles_with_a_visible_pair(seqlen_q, seqlen_k, left, right, b_r, b_c):
+    call = dataclasses.replace(problem(causal=False), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    call = call.with_settings(FeatureSettings(window=(left, right)))
+    tile = TileConfig(b_r, b_c, 4)
+    distance = np.arange(seqlen_k) - np.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    visible = np.ones(distance.shape, bool)
+    visible &= distance >= -left if left is not None else True
+    visible &= distance <= right if right is not None else True
+    rows = np.logical_or.reduceat(visible, range(0, seqlen_q, b_r), axis=0)
+    pairs = np.logical_or.reduceat(rows, range(0, seqlen_k, b_c), axis=1)
+    sequences = estimate._Sequences.of(call)
+    for found, exact in (
+        (sequences.steps_of_keys(tile), pairs.sum(0)),
+        (sequences.steps_of_queries(tile), pairs.sum(1)),
+    ):
+        # The range from the first to the last visible tile; tiles without a visible pair may have an empty range.
+        assert sum(count * steps for steps, count in found.items()) == exact.sum()
+        assert sum(found.values()) == len(exact)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(1, 9), max_size=6), st.integers(1, 20), st.integers(1, 16))
+def test_shares_are_the_steps_divided_as_the_kernels_divide_them(steps, heads, number):
+    shares = estimate._shares(estimate.Counter(steps), heads, number, 3)
+    expected = estimate.Counter()
+    for count, tiles in steps.items():
+        most = -(-count * heads // number)
+        own = [min(most, count * heads - begin) for begin in range(0, count * heads, most)] if most else [0]
+        for share in own:
+            expected[share] += 3 * tiles
+    assert shares == expected
+
+
+@given(st.dictionaries(st.floats(0.5, 50), st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12))
+def test_the_last_block_ends_when_a_list_schedule_ends(blocks, slots):
+    ends = [0.0] * slots
+    for time in sorted((time for time, count in blocks.items() for _ in range(count)), reverse=True):
+        heapq.heapreplace(ends, ends[0] + time)
+    found = estimate._makespan(blocks, slots)
+    if sum(blocks.values()) <= 8 * slots:
+        assert found == pytest.approx(max(ends))
+    else:  # so many blocks are not assigned one by one
+        assert found == pytest.approx(max(ends), rel=0.25)
+
+
+# ---------------------------------------------------------------------------------------------------------- the choices
+
+
+@pytest.mark.parametrize("family", ("sm90", "sm80"))
+def test_few_key_tiles_are_shared_until_they_fill_the_gpu(family):
+    one_head = problem(heads=(8, 1))
+    assert splits(one_head, family=family) >= 8
+    assert splits(one_head, dataclasses.replace(H100, multiprocessors=8), family=family) <= 2
+    assert splits(problem(batch=16), family=family) == 1
+    assert splits(problem(heads=(1, 1), seqlen=4096, causal=False), family=family) >= 2  # ranges of queries
+
+
+def test_what_the_caller_asks_for_is_taken():
+    for number in (1, 3, MAX_SPLITS):
+        assert splits(problem(batch=16), num_splits=number) == number
+        assert splits(problem(heads=(8, 1)), num_splits=number, deterministic=True) == number
+
+
+def test_a_family_without_split_kernels_says_so():
+    call = problem(dtype="float32")
+    assert splits(call) == splits(call, num_splits=1) == 1
+    with pytest.raises(Exception, match="^family 'simt' has no kernels for num_splits=2$"):
+        splits(call, num_splits=2)
+
+
+@pytest.mark.parametrize("seqlen", (2048, 65536))
+def test_the_workspace_of_shares_is_one_copy_or_bounded(seqlen):
+    call = problem(heads=(64, 1), seqlen=seqlen)
+    strides = {name: call.kernel_strides(call.shape_of(name)) for name in TENSORS}
+    copy = 2 * 4 * seqlen * 128
+    for method, most in (("single_pass", copy), ("two_pass", max(4 * copy, 64 << 20))):
+        plan = backward_plan(call, H100, strides, method, num_splits=None)
+        nbytes = {workspace.name: workspace.nbytes for workspace in plan.workspaces}.get("shares", 0)
+        assert nbytes <= most
+        assert ("shares" in plan.cleared) == (method == "single_pass")
+
+
+def test_empty_problems_have_one_block_for_a_tile():
+    for changes in ({"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}):
+        call = dataclasses.replace(problem(heads=(8, 1)), **changes)
+        assert splits(call) == splits(call, num_splits=4) == 1
+
+
+def test_packed_sequences_are_estimated_by_their_number_and_total():
+    def packed(sequences: int) -> AttentionProblem:
+        call = problem(heads=(8, 8), seqlen=16384)
+        return call.with_settings(FeatureSettings(num_sequences=sequences, max_seqlen_q=16384, max_seqlen_k=16384))
+
+    assert chosen(packed(1)).method == "single_pass" and chosen(packed(256)).method == "two_pass"
