@@ -45,7 +45,8 @@ pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
 
 #: What catches a mutant: the exception, and what its text says.
 CATCHES = {
-    "race": (ptxsim.PtxError, "race"),
+    "race": (ptxsim.PtxError, "shared memory race"),
+    "blocks": (ptxsim.PtxError, "global memory race"),
     "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
     "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
     "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
@@ -261,6 +262,22 @@ MUTANTS = (
         HOPPER_TILES,
     ),
     Mutant("the counter is not reset", "forward", "params.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    Mutant(
+        "the counter is reset without an order",
+        "forward",
+        "atom.acq_rel.gpu.global",
+        "atom.relaxed.gpu.global",
+        "blocks",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "the last to leave does not acquire the others' draws",
+        "forward",
+        "atom.acq_rel.gpu.global",
+        "atom.release.gpu.global",
+        "blocks",
+        HOPPER_TILES,
+    ),
     # sm90: the numbers
     Mutant(
         "K and V of another head",

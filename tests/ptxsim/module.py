@@ -93,8 +93,8 @@ class Module:
         memory : Memory, optional
             Where the pointers among the arguments point to.
         race_check : bool
-            Report races through shared memory, missing fences of proxies and of wgmma, early use of wgmma's registers,
-            and what ends while copies are under way.
+            Report races through shared memory and, between blocks, through global memory; missing fences of proxies and
+            of wgmma, early use of wgmma's registers, and what ends while copies are under way.
         check_uninit : bool
             Report reads of shared memory, and of `empty` buffers, that nobody has written.
         batch : int, optional
@@ -151,7 +151,7 @@ def _three(extent: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def _keep(key: tuple, machine: Machine) -> None:
-    machine.memory = None
+    machine.memory = machine.global_race = None
     _machines[key] = machine
     while len(_machines) > _MACHINES_KEPT:
         del _machines[next(iter(_machines))]
