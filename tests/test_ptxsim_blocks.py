@@ -94,6 +94,7 @@ def test_launches_are_ordered():
     launch("exchanged", 2, 32, [a, b, 0], memory=memory, race_check=True)
     launch("exchanged", 2, 32, [b, a, 0], memory=memory, race_check=True)  # reads and writes what the other wrote
     assert "global memory race" in report_of(launch, "exchanged", 2, 32, [a, b, 1], memory=memory, race_check=True)
+    launch("exchanged", 2, 32, [a, b, 1], memory=memory, race_check=True, block_races=False)
 
 
 STRONG = r"""

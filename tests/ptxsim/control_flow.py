@@ -91,7 +91,8 @@ def _fence(machine: Machine, inst: Inst) -> Plain:
         return lambda ix: fence(machine.threads[ix])
 
     def run(ix: Any) -> None:
-        machine.global_race.fence(machine.threads[ix])
+        if machine.global_race is not None:
+            machine.global_race.fence(machine.threads[ix])
         fence(machine.threads[ix])
 
     return run

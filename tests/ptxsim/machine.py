@@ -45,6 +45,7 @@ class Options:
     trace: Trace | None = None
     seed: int | None = None
     max_rounds: int = 5_000_000
+    block_races: bool = True
 
 
 class Machine:
@@ -106,7 +107,7 @@ class Machine:
         self.grid_size[:] = np.array(grid, np.uint32)[:, None]
         self.check_uninit = options.check_uninit
         self.executed = self.thread_instructions = 0
-        if self.race is not None:
+        if self.race is not None and options.block_races:
             self.global_race = GlobalRaceDetector(self, self.race, grid[0] * grid[1] * grid[2])
         self._random = None if options.seed is None else np.random.default_rng(options.seed)
         used, self._used = self._used, min(self.num_blocks, grid[0] * grid[1] * grid[2]) * self.padded_threads
