@@ -892,9 +892,7 @@ MUTANTS = (
         "common::kept_scale<Spec>(params) : 1.0f;",
         "numbers",
     ),
-    Mutant(
-        "dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "numbers"
-    ),
+    Mutant("dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "blocks"),
     Mutant(
         "dQ without delta",
         "backward_dq",
@@ -1068,7 +1066,7 @@ MUTANTS = (
         "backward",
         "atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);",
         "gmem[row * row_stride + column] = scale * tile[index];",
-        "numbers",
+        "blocks",
         SIMT,
     ),
     Mutant("simt: dS without delta", "backward_dq", "(ds(i, j) - delta(i, j));", "ds(i, j);", "numbers", SIMT),
