@@ -45,7 +45,8 @@ pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
 
 #: What catches a mutant: the exception, and what its text says.
 CATCHES = {
-    "race": (ptxsim.PtxError, "race"),
+    "race": (ptxsim.PtxError, "shared memory race"),
+    "blocks": (ptxsim.PtxError, "global memory race"),
     "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
     "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
     "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
@@ -264,6 +265,22 @@ MUTANTS = (
         HOPPER_TILES,
     ),
     Mutant("the counter is not reset", "forward", "params.tile_counter[0] = 0;", "", "counter", HOPPER_TILES),
+    Mutant(
+        "the counter is reset without an order",
+        "forward",
+        "atom.acq_rel.gpu.global",
+        "atom.relaxed.gpu.global",
+        "blocks",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "the last to leave does not acquire the others' draws",
+        "forward",
+        "atom.acq_rel.gpu.global",
+        "atom.release.gpu.global",
+        "blocks",
+        HOPPER_TILES,
+    ),
     # sm90: the numbers
     Mutant(
         "K and V of another head",
@@ -878,9 +895,7 @@ MUTANTS = (
         "common::kept_scale<Spec>(params) : 1.0f;",
         "numbers",
     ),
-    Mutant(
-        "dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "numbers"
-    ),
+    Mutant("dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "blocks"),
     Mutant(
         "dQ without delta",
         "backward_dq",
@@ -1054,7 +1069,7 @@ MUTANTS = (
         "backward",
         "atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);",
         "gmem[row * row_stride + column] = scale * tile[index];",
-        "numbers",
+        "blocks",
         SIMT,
     ),
     Mutant("simt: dS without delta", "backward_dq", "(ds(i, j) - delta(i, j));", "ds(i, j);", "numbers", SIMT),

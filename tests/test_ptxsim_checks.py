@@ -93,6 +93,7 @@ def test_traps_and_endless_loops():
 SHARED = r"""
 extern "C" __global__ void swap(float* o, int kind) {
   __shared__ float numbers[64]; extern __shared__ float more[]; int t = threadIdx.x;
+  o += 64 * blockIdx.x;
   if (kind == 1 && t >= 40) { } else numbers[t] = t;
   if (kind != 2) __syncthreads();
   if (kind == 3) ((volatile float*)more)[t] = 1;
@@ -128,7 +129,7 @@ extern "C" __global__ void crowded() { asm volatile("bar.sync 1, 64;" ::: "memor
 )
 def test_shared_memory_and_barriers(kind, wanted):
     memory, launch = Memory(), cuda_module(SHARED).launch
-    out = memory.empty(64, np.float32, "o")
+    out = memory.empty((3, 64), np.float32, "o")
     launch("swap", 3, 64, [out, 0], memory=memory, race_check=True)
     report = report_of(launch, "swap", 3, 64, [out, kind], memory=memory, race_check=True)
     assert all(part in report for part in (*wanted, "kernel swap", "block (0,0,0)")), report
@@ -149,7 +150,7 @@ extern "C" __global__ void copy(const int* a, int* o, int kind) {
   if (kind == 3) asm volatile("cp.async.commit_group; cp.async.wait_group 2;" ::: "memory");
   else if (kind != 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (kind != 2) __syncthreads();
-  for (int i = t; i < 256; i += 64) o[i] = s[255 - i];
+  for (int i = t; i < 256; i += 64) o[256 * blockIdx.x + i] = s[255 - i];
 }
 """
 
@@ -165,7 +166,7 @@ extern "C" __global__ void copy(const int* a, int* o, int kind) {
 )
 def test_missing_waits_for_cp_async(kind, wanted):
     memory, launch = Memory(), cuda_module(COPY).launch
-    arguments = [memory.alloc(np.arange(256, dtype=np.int32), "a"), memory.empty(256, np.int32, "o")]
+    arguments = [memory.alloc(np.arange(256, dtype=np.int32), "a"), memory.empty((2, 256), np.int32, "o")]
     launch("copy", 2, 64, [*arguments, 0], memory=memory, race_check=True)
     assert wanted in report_of(launch, "copy", 2, 64, [*arguments, kind], memory=memory, race_check=True)
 

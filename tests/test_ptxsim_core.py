@@ -486,7 +486,7 @@ extern "C" __global__ void early(int* o) {                  // a barrier does no
   if (threadIdx.x >= 64) return;
   s[threadIdx.x] = threadIdx.x;
   __syncthreads();
-  o[threadIdx.x] = s[63 - threadIdx.x];
+  o[64 * blockIdx.x + threadIdx.x] = s[63 - threadIdx.x];
 }
 """
 
@@ -510,7 +510,7 @@ def test_named_barriers_between_roles(seed):
 
 def test_barrier_after_threads_have_left():
     memory = Memory()
-    out = memory.empty(64, np.int32, "out")
+    out = memory.empty((2, 64), np.int32, "out")
     cuda_module(BARRIERS).launch("early", 2, 128, [out], memory=memory, race_check=True)
     assert (memory.read(out) == np.arange(64)[::-1]).all()
 

@@ -183,8 +183,8 @@ extern "C" __global__ void runs(const float* a, float* o, float* sums) {        
   fence();
   __syncthreads();
   if (t == 0) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 1024;" :: "l"(o), "r"(shared(s))
-      : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 1024;" :: "l"(o + 256 * blockIdx.x),
+      "r"(shared(s)) : "memory");
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 1024;" :: "l"(sums),
       "r"(shared(s)) : "memory");
     store_done();
@@ -240,7 +240,7 @@ def test_tma_tiles_of_three_dimensions_at_the_edges(x, y, z):
 
 def test_bulk_copies_and_their_sums():
     memory, a = Memory(), np.random.default_rng(2).standard_normal(256).astype(np.float32)
-    out, sums = memory.empty(256, np.float32, "o"), memory.alloc(np.ones(256, np.float32), "sums")
+    out, sums = memory.empty((2, 256), np.float32, "o"), memory.alloc(np.ones(256, np.float32), "sums")
     arguments = [memory.alloc(a, "a"), out, sums]
     cuda_module(PRELUDE + BULK, "compute_90a").launch("runs", 2, 256, arguments, memory=memory, race_check=True)
     assert (memory.read(out) == 2 * a).all()

@@ -1,5 +1,5 @@
-// PTX instructions that only this family uses: mbarriers, TMA tensor copies, wgmma's synchronisation, register
-// reallocation, stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
+// PTX instructions that only this family uses: mbarriers, an atomic that orders other accesses, TMA tensor copies,
+// wgmma's synchronisation, register reallocation, stmatrix. wgmma itself, with its operand lists, is in wgmma.cuh.j2.
 #pragma once
 #include "common/math.cuh"
 #include "common/ptx.cuh"
@@ -61,6 +61,15 @@ struct RingPosition {
     }
     __device__ RingPosition previous() const { return {turn == 0 ? 2 * kSlots - 1 : turn - 1}; }
 };
+
+// ------------------------------------------------------------------------------------------------------ global memory
+
+// Adds 1 and returns the value before. The accesses of all threads ahead of their additions come before what follows.
+__device__ __forceinline__ int32 increment_in_order(int32* address) {
+    int32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(address) : "memory");
+    return before;
+}
 
 // ---------------------------------------------------------------------------------------------------------------- TMA
 

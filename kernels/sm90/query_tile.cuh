@@ -107,11 +107,11 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
     return {skipped, all - skipped, own.full_end, own.full_begin, begin};
 }
 
-// Called once per block, after its last draw. The last block resets the counter for the next launch.
+// Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores
+// must come after the draws of all others.
 __device__ __forceinline__ void leave_counter(const Params& params) {
     if (!params.tile_counter) return;
-    __threadfence();
-    if (atomicAdd(params.tile_counter + 1, 1) == gridDim.x - 1) {
+    if (increment_in_order(params.tile_counter + 1) == gridDim.x - 1) {
         params.tile_counter[0] = 0;
         params.tile_counter[1] = 0;
     }

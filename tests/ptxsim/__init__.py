@@ -1,8 +1,8 @@
 """ptxsim: executes the PTX that NVRTC makes of a kernel, in Python and NumPy, without a GPU.
 
 It computes what the kernel computes and reports what a GPU hides: accesses outside of a buffer, reads of memory that
-nobody wrote, races between warps, missing waits and fences, barriers that never complete. tests/README.md says what is
-modelled.
+nobody wrote, races between warps and between blocks, missing waits and fences, barriers that never complete.
+tests/README.md says what is modelled.
 
     module = ptxsim.Module(ptx)
     memory = ptxsim.Memory()

@@ -102,6 +102,10 @@ def _source_words(
             words[k, :size] = machine.memory.read_bytes(int(addresses[k]), size, machine.check_uninit)
         except PtxError as error:
             machine.fault(error.problem, threads, int(k))
+        if machine.global_race is not None:
+            buffer = machine.memory.find(int(addresses[k]))
+            offset = int(addresses[k]) - buffer.address + np.arange(size)
+            machine.global_race.copy("read", "read", int(threads[k]), buffer, offset, 1)
     if nbytes == 16:
         return words.view(np.uint64)
     return words.view(f"u{nbytes}")[:, 0]

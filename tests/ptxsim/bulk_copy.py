@@ -89,6 +89,22 @@ def _write_shared(
     machine.mbarriers.complete_bytes(mbarrier, data.nbytes, tag)
 
 
+def _check_race(
+    machine: Machine,
+    thread: int,
+    buffer: Buffer,
+    offset: np.ndarray,
+    size: int,
+    what: str,
+    loads: bool,
+    reduce: Callable | None,
+) -> None:
+    """A copy of elements from or to global memory, against what other blocks do there."""
+    if machine.global_race is not None and len(offset):
+        kind = "read" if loads else "write" if reduce is None else "atomic"
+        machine.global_race.copy(kind, what, thread, buffer, offset, size)
+
+
 # Runs of bytes
 
 
@@ -117,6 +133,11 @@ def _copy_bytes(machine: Machine, inst: Inst) -> Control:
                 )
             machine.shared.check_range("bulk copy", start, nbytes)
             chunks = np.arange(start, start + nbytes, _CHUNK)
+            buffer = machine.memory.find(global_address, nbytes, "read" if loads else "write")
+            size = _CHUNK if reduce is None else np.dtype(NUMPY[inst.type]).itemsize
+            at = np.arange(global_address - buffer.address, global_address - buffer.address + nbytes, size)
+            what = "bulk copy" if reduce is None else "bulk reduction"
+            _check_race(machine, thread, buffer, at, size, what, loads, reduce)
             if loads:
                 data = machine.memory.read_bytes(global_address, nbytes, machine.check_uninit)
                 place = machine.mbarriers.place(thread, int(mbarrier(one)[0]))
@@ -211,6 +232,7 @@ def _load_tile(
     bad = buffer.unwritten(offset, tensor.size) if machine.check_uninit else None
     if bad is not None:
         raise PtxError(f"TMA load of uninitialised global memory: offset {int(offset[bad])} of {buffer.name}", thread)
+    _check_race(machine, thread, buffer, offset, tensor.size, "TMA load", loads=True, reduce=None)
     values = np.zeros(len(inside), f"u{tensor.size}")
     values[inside] = buffer.gather(offset, tensor.size)
     chunks = tensor.chunks(start[1])
@@ -239,6 +261,8 @@ def _store_tile(
     _read_shared(machine, thread, start[0], chunks[needed], "TMA store")
     words = machine.shared.gather(chunks + start[0] * machine.shared.stride, _CHUNK)
     values = words.reshape(-1).view(f"u{tensor.size}")[inside]
+    what = "TMA store" if reduce is None else "TMA reduction"
+    _check_race(machine, thread, buffer, offset, tensor.size, what, loads=False, reduce=reduce)
     if reduce is not None:
         if tensor.name == "bf16":
             raise PtxError("TMA reductions of bf16 are not implemented", thread)

@@ -87,7 +87,15 @@ def _fence(machine: Machine, inst: Inst) -> Plain:
     if machine.race is None:
         return lambda ix: None
     fence = machine.race.init_fence if "mbarrier_init" in inst.parts else machine.race.fence
-    return lambda ix: fence(machine.threads[ix])
+    if "cta" in inst.parts or "mbarrier_init" in inst.parts or any(p.startswith("sync_restrict") for p in inst.parts):
+        return lambda ix: fence(machine.threads[ix])
+
+    def run(ix: Any) -> None:
+        if machine.global_race is not None:
+            machine.global_race.fence(machine.threads[ix])
+        fence(machine.threads[ix])
+
+    return run
 
 
 @plain("fence.proxy", allow="async async:: alias tensormap:: global shared:: acquire release cta cluster gpu sys")

@@ -30,11 +30,12 @@ _STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
 
 
 def order_of(inst: Inst) -> Order | None:
-    """What an access that is strong orders, None of a weak one."""
+    """What an access that is strong orders, and whether its scope is only its block; None of a weak one."""
     parts = set(inst.parts)
     if inst.op not in ("atom", "red") and not parts & _STRONG:
         return None
     order = {"acquire", "release"} if "acq_rel" in parts else parts & {"acquire", "release"}
+    order |= parts & {"cta"}
     return frozenset(order | {"rmw"} if inst.op in ("atom", "red") else order)
 
 
@@ -71,9 +72,13 @@ def load_words(
     _check_alignment(machine, ix, space, addresses, nbytes)
     if space in ("global", "const"):
         try:
-            return machine.memory.load(addresses, nbytes, machine.check_uninit)
+            parts = machine.memory.locate(addresses, nbytes, "read")
+            words = machine.memory.load(parts, nbytes, machine.check_uninit)
         except AccessError as error:
             machine.fault(error.problem, ix, error.index)
+        if machine.global_race is not None and space == "global":
+            machine.global_race.read(machine.threads[ix], parts, nbytes, order)
+        return words
     if space == "local":
         return _word_view(machine.local.reshape(-1), nbytes).take(_local_index(machine, ix, addresses, nbytes), axis=0)
     if space == "param":
@@ -111,9 +116,12 @@ def store_words(
     _check_alignment(machine, ix, space, addresses, nbytes)
     if space == "global":
         try:
-            machine.memory.store(addresses, nbytes, words)
+            parts = machine.memory.locate(addresses, nbytes, "write")
         except AccessError as error:
             machine.fault(error.problem, ix, error.index)
+        if machine.global_race is not None:
+            machine.global_race.write(machine.threads[ix], parts, nbytes, order)
+        machine.memory.store(parts, nbytes, words)
     elif space == "local":
         _word_view(machine.local.reshape(-1), nbytes)[_local_index(machine, ix, addresses, nbytes)] = words
     else:

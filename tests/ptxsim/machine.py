@@ -17,6 +17,7 @@ from . import instructions  # noqa: F401  (fills the table that build() looks in
 from .barriers import Barriers
 from .decode import build
 from .errors import PtxError
+from .global_race import GlobalRaceDetector
 from .mbarrier import Mbarriers
 from .memory import Memory
 from .race import RaceDetector
@@ -44,6 +45,7 @@ class Options:
     trace: Trace | None = None
     seed: int | None = None
     max_rounds: int = 5_000_000
+    block_races: bool = True
 
 
 class Machine:
@@ -91,6 +93,7 @@ class Machine:
         self.shared = SharedMemory(self, {**kernel.variables, **module.program.variables}, dynamic_bytes)
         self.local = np.zeros((len(self.threads), -(-max(kernel.local_bytes, 16) // 16) * 16), np.uint8)
         self.race = RaceDetector(self) if race_check else None
+        self.global_race: GlobalRaceDetector | None = None  # of a launch
         self.barriers = Barriers(self)
         self.mbarriers = Mbarriers(self)
         multiplies = any(inst.op == "wgmma" for inst in kernel.insts)
@@ -104,6 +107,8 @@ class Machine:
         self.grid_size[:] = np.array(grid, np.uint32)[:, None]
         self.check_uninit = options.check_uninit
         self.executed = self.thread_instructions = 0
+        if self.race is not None and options.block_races:
+            self.global_race = GlobalRaceDetector(self, self.race, grid[0] * grid[1] * grid[2])
         self._random = None if options.seed is None else np.random.default_rng(options.seed)
         used, self._used = self._used, min(self.num_blocks, grid[0] * grid[1] * grid[2]) * self.padded_threads
         if used:
@@ -323,7 +328,7 @@ class Machine:
     def _reset(self, first_block: int, count: int) -> None:
         for number in range(count):
             start = number * self.padded_threads
-            index = np.array(self._block_coordinates(first_block + number), np.uint32)
+            index = np.array(self.block_coordinates(first_block + number), np.uint32)
             self.block_index[:, start : start + self.padded_threads] = index[:, None]
         self.shared.reset(count)
         self.barriers.reset()
@@ -331,6 +336,8 @@ class Machine:
         for checker in (self.race, self.wgmma_registers):
             if checker is not None:
                 checker.reset()
+        if self.global_race is not None:
+            self.global_race.begin(first_block)
         self._pending: dict[int, list[np.ndarray]] = {}
         self._born: dict[int, int] = {}
         self._parked: dict[int, list[np.ndarray]] = {}
@@ -342,7 +349,7 @@ class Machine:
         self.alive_in_block = np.bincount(self.block_of[running], minlength=self.num_blocks)
         self.push(0, running)
 
-    def _block_coordinates(self, number: int) -> tuple[int, int, int]:
+    def block_coordinates(self, number: int) -> tuple[int, int, int]:
         """%ctaid of a block of the grid; the blocks of a cluster follow one another."""
         (gx, gy, _), (cx, cy, cz) = self.grid, self.kernel.cluster
         cluster, rank = divmod(number, self.cluster_size)

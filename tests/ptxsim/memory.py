@@ -11,7 +11,7 @@ import numpy as np
 from .errors import AccessError, PtxError
 from .scalars import unsigned
 
-__all__ = ["Buffer", "ByteStore", "Memory", "columns", "joined"]
+__all__ = ["Buffer", "ByteStore", "Memory", "Part", "columns", "joined"]
 
 _GAP = 1 << 20
 _BASE = 0x10_0000_0000
@@ -94,6 +94,9 @@ class Buffer(ByteStore):
         return self.data[: self.nbytes].view(self.dtype).reshape(self.shape)
 
 
+Part = tuple[Buffer, np.ndarray | None, np.ndarray]  # a buffer, which addresses are in it (None: all), their offsets
+
+
 class Memory:
     """The global memory of one simulated device."""
 
@@ -154,9 +157,8 @@ class Memory:
             )
         return buffer
 
-    def load(self, addresses: np.ndarray, nbytes: int, check_written: bool) -> np.ndarray:
-        """A word of every address."""
-        parts = self._by_buffer(addresses, nbytes, "read")
+    def load(self, parts: Sequence[Part], nbytes: int, check_written: bool) -> np.ndarray:
+        """A word of every address that was located."""
         for buffer, chosen, offset in parts:
             bad = buffer.unwritten(offset, nbytes) if check_written else None
             if bad is not None:
@@ -167,13 +169,14 @@ class Memory:
                 )
         if len(parts) == 1:
             return parts[0][0].gather(parts[0][2], nbytes)
-        words = np.empty((len(addresses), 2) if nbytes == 16 else len(addresses), unsigned(min(nbytes, 8)))
+        count = sum(len(offset) for _, _, offset in parts)
+        words = np.empty((count, 2) if nbytes == 16 else count, unsigned(min(nbytes, 8)))
         for buffer, chosen, offset in parts:
             words[chosen] = buffer.gather(offset, nbytes)
         return words
 
-    def store(self, addresses: np.ndarray, nbytes: int, words: np.ndarray) -> None:
-        for buffer, chosen, offset in self._by_buffer(addresses, nbytes, "write"):
+    def store(self, parts: Sequence[Part], nbytes: int, words: np.ndarray) -> None:
+        for buffer, chosen, offset in parts:
             buffer.scatter(offset, nbytes, words if chosen is None else words[chosen])
 
     def read_bytes(self, address: int, nbytes: int, check_written: bool = True) -> np.ndarray:
@@ -191,10 +194,8 @@ class Memory:
         if buffer.written is not None:
             buffer.written[start : start + len(data)] = 1
 
-    def _by_buffer(
-        self, addresses: np.ndarray, nbytes: int, access: str
-    ) -> list[tuple[Buffer, np.ndarray | None, np.ndarray]]:
-        """[(buffer, which of the addresses or None for all, their offsets)], all of them in bounds."""
+    def locate(self, addresses: np.ndarray, nbytes: int, access: str) -> list[Part]:
+        """The buffers of the addresses, all of them in bounds."""
         number = bisect.bisect_right(self._starts, int(addresses.min())) - 1
         buffer = self._buffers[max(number, 0)]
         if number >= 0 and int(addresses.max()) + nbytes <= buffer.address + buffer.nbytes:

@@ -79,6 +79,7 @@ class Module:
         seed: int | None = None,
         max_rounds: int = 5_000_000,
         cluster: Sequence[int] | None = None,
+        block_races: bool = True,
     ) -> dict[str, int]:
         """Runs a kernel to its end and returns statistics.
 
@@ -93,8 +94,8 @@ class Module:
         memory : Memory, optional
             Where the pointers among the arguments point to.
         race_check : bool
-            Report races through shared memory, missing fences of proxies and of wgmma, early use of wgmma's registers,
-            and what ends while copies are under way.
+            Report races through shared memory and, between blocks, through global memory; missing fences of proxies and
+            of wgmma, early use of wgmma's registers, and what ends while copies are under way.
         check_uninit : bool
             Report reads of shared memory, and of `empty` buffers, that nobody has written.
         batch : int, optional
@@ -107,6 +108,8 @@ class Module:
             Scheduling rounds of a batch after which it counts as endless.
         cluster : sequence of int, optional
             Shape of a cluster, if the kernel does not fix it.
+        block_races : bool
+            Whether `race_check` looks at global memory: not where the arguments themselves make blocks collide.
         """
         grid3, block3 = _three(grid), _three(block)
         kernel = self.kernel(name)
@@ -131,7 +134,7 @@ class Module:
         if machine is None or machine.num_blocks < min(batch, num_blocks):  # with room to spare from the second on
             room = batch if machine else max(1, min(batch, num_blocks))
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
-        machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds))
+        machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races))
         for first in range(0, num_blocks, batch):
             machine.run(first, min(batch, num_blocks - first))
         if cluster is None and not machine.uses_memory_of_module:
@@ -151,7 +154,7 @@ def _three(extent: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def _keep(key: tuple, machine: Machine) -> None:
-    machine.memory = None
+    machine.memory = machine.global_race = None
     _machines[key] = machine
     while len(_machines) > _MACHINES_KEPT:
         del _machines[next(iter(_machines))]

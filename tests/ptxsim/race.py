@@ -37,7 +37,7 @@ _AGENTS = {"wgmma": 1, "bulk": 2, "cp.async": 3}
 _AGENT_NAMES = ("warp {}", "the wgmma reads of warp {}", "the bulk copy of warp {}", "the cp.async of warp {}")
 _COPY_NAMES = {"bulk": "a bulk copy from shared memory", "cp.async": "a cp.async"}
 
-Order = frozenset[str]  # of a strong access: acquire, release, rmw
+Order = frozenset[str]  # of a strong access: acquire, release, rmw; cta if that is its scope
 
 
 def granule_bytes(insts: Iterable[Inst]) -> int:

@@ -56,6 +56,7 @@ def simulated_gpu(
     seed: int | None = None,
     patch: Patch | None = None,
     with_counter: bool = True,
+    block_races: bool = True,
 ) -> Iterator[list[Stage]]:
     """Makes fa2cupy.gpu run in the interpreter; gives the list of the stages that were launched.
 
@@ -70,6 +71,8 @@ def simulated_gpu(
         From a kernel's spec and source to the source that runs.
     with_counter : bool, optional
         Whether persistent kernels get a tile counter.
+    block_races : bool, optional
+        Whether blocks may not collide in global memory, as they do where sequences share rows.
     """
 
     partly_written: dict[int, np.ndarray] = {}
@@ -77,14 +80,19 @@ def simulated_gpu(
     def run(launch: Launch) -> None:
         text = render_kernel(launch.spec).text
         module = compiled_module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
-        _execute(launch, module, seed, with_counter, partly_written)
+        _execute(launch, module, seed, with_counter, block_races, partly_written)
 
     with fake_gpu(monkeypatch, device, run) as launched:
         yield launched
 
 
 def _execute(
-    launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool, partly_written: dict[int, np.ndarray]
+    launch: Launch,
+    module: ptxsim.Module,
+    seed: int | None,
+    with_counter: bool,
+    block_races: bool,
+    partly_written: dict[int, np.ndarray],
 ) -> None:
     """`partly_written`: by address, what clearing kernels have written of outputs, split kernels of their shares."""
     spec, memory = launch.spec, ptxsim.Memory()
@@ -108,6 +116,7 @@ def _execute(
         memory=memory,
         race_check=True,
         seed=seed,
+        block_races=block_races,
     )
     for name, buffer in buffers.items():
         written = buffer.finish(spec)
