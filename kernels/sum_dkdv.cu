@@ -4,5 +4,5 @@
 
 extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps)
 {{ symbol }}(const fa2::Params params) {
-    fa2::common::SumDkdv<fa2::Spec>::run(params);
+    fa2::common::SumDkdv<fa2::Spec>::run(params, blockIdx.x);
 }

@@ -1273,7 +1273,7 @@ MUTANTS = (
     Mutant(
         "rows of the next sixteen",
         "sum_dkdv",
-        "if (g + 8 * i >= left) continue;",
+        "if (row + 8 * i >= left) continue;",
         "",
         "bounds",
         SPLIT,

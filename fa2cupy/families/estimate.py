@@ -129,7 +129,7 @@ def backward_time(
                 sequences.steps_of_keys(tile), problem.heads_per_group, splits, problem.num_heads_kv * sequences.number
             )
         blocks = {cost.start + step * count: number for count, number in steps.items()}
-        time += _makespan(blocks, device.multiprocessors * tile.blocks_per_sm)
+        time += _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
     return time
 
 
@@ -207,14 +207,16 @@ def _shares(steps: Counter[int], heads: int, splits: int, number: int) -> Counte
     return shares
 
 
-def _makespan(blocks: Mapping[float, int], slots: int) -> float:
-    """When the last block ends. `blocks`: how many blocks take how long."""
+def _makespan(blocks: Mapping[float, int], slots: int, blocks_per_sm: int = 1) -> float:
+    """When the last block ends. `blocks`: how many blocks take how long beside others on their multiprocessor."""
     number = sum(blocks.values())
     if number == 0:
         return 0.0
     longest, shortest = max(blocks), min(blocks)
     if number <= slots:
-        return longest
+        # The last blocks of a multiprocessor run alone: on average they have had half of the others beside them.
+        total = sum(time * count for time, count in blocks.items())
+        return max(total / slots, longest * (blocks_per_sm + 1) / (2 * blocks_per_sm))
     if number > _ASSIGNED_SINGLY * slots:
         if longest == shortest:
             return -(-number // slots) * longest

@@ -56,6 +56,9 @@ _OF_SCORES = (
     "cu_seqlens",
 )
 
+#: Integer members of the kernels that sum shares.
+_KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
+
 #: All operations by name. ``backward`` is the one tiled kernel of ``single_pass``, the next two those of ``two_pass``.
 OPERATIONS = {
     operation.name: operation
@@ -96,13 +99,20 @@ OPERATIONS = {
         Operation(
             "sum_dkdv",
             ("dropout_p", "cu_seqlens"),
-            num_warps=4,
+            num_warps=8,
             is_common=True,
+            record=Record(f"{SHARES}:input_accum dk:output dv:output", ("dk", "dv"), ("softmax_scale",), _KEY_SIDE),
+        ),
+        # The two together, for the split kernel of ``single_pass``.
+        Operation(
+            "convert_gradients",
+            ("dropout_p", "cu_seqlens"),
+            num_warps=8,
             record=Record(
-                f"{SHARES}:input_accum dk:output dv:output",
-                ("dk", "dv"),
+                f"dq_accum:input_accum dq:output {SHARES}:input_accum dk:output dv:output",
+                ("dq", "dk", "dv"),
                 ("softmax_scale",),
-                ("num_heads", "heads_per_group", "seqlen_k", "num_tiles", "num_copies"),
+                (*_KEY_SIDE, "seqlen_q", "num_tiles"),
             ),
         ),
         # The results of rows outside all packed sequences.

@@ -13,19 +13,19 @@ _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
-        "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.39, 8.2), 256: BlockCost(5.25, 7.3)},
-        "backward_dkdv": {64: BlockCost(2.8, 5.0), 128: BlockCost(2.49, 6.6), 256: BlockCost(4.0, 5.2)},
-        "backward_dq": {64: BlockCost(2.4, 1.6), 128: BlockCost(2.2, 4.2), 256: BlockCost(3.0, 7.9)},
+        "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.43, 8.9), 256: BlockCost(4.36, 7.3)},
+        "backward_dkdv": {64: BlockCost(2.8, 4.8), 128: BlockCost(2.64, 6.4), 256: BlockCost(4.0, 2.1)},
+        "backward_dq": {64: BlockCost(2.4, 2.9), 128: BlockCost(2.17, 5.8), 256: BlockCost(2.46, 5.0)},
     },
-    call=5.0,
-    call_rows=0.12,
-    convert=2.7,
+    call=6.3,
+    call_rows=0.15,
+    convert=1.3,
     convert_rows=1.4,
-    add=14.0,
-    add_rows=14.8,
-    copy=6.9,
-    copy_rows=3.4,
-    drift=0.15,
+    add=9.8,
+    add_rows=17.8,
+    copy=5.5,
+    copy_rows=3.3,
+    drift=0.1,
 )
 
 _WIDE = 128  # for a larger head_dim, two warps of the forward share their rows

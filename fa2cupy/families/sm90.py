@@ -57,9 +57,9 @@ _MAPPED = {
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-22.
 _COSTS = Costs(
     blocks={
-        "backward": {64: BlockCost(1.89, 8.7), 128: BlockCost(1.74, 10.9), 256: BlockCost(2.86, 14.4)},
-        "backward_dq": {64: BlockCost(1.42, 3.6), 128: BlockCost(1.05, 2.6), 256: BlockCost(0.74, 7.2)},
-        "backward_dkdv": {64: BlockCost(1.43, 3.1), 128: BlockCost(1.21, 9.8), 256: BlockCost(1.64, 8.2)},
+        "backward": {64: BlockCost(2.0, 7.5), 128: BlockCost(1.74, 10.9), 256: BlockCost(2.86, 14.4)},
+        "backward_dq": {64: BlockCost(1.5, 3.6), 128: BlockCost(1.05, 2.6), 256: BlockCost(0.74, 7.2)},
+        "backward_dkdv": {64: BlockCost(1.5, 4.5), 128: BlockCost(1.21, 9.8), 256: BlockCost(1.64, 8.2)},
     },
     call=9.2,
     call_rows=0.17,

@@ -68,20 +68,13 @@ def plan_backward(
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
         stages.append(layout.tiled(operation, tile, num_splits))
-        if num_splits > 1:
-            # Without dQ, shares have copies of their own, so that their sum is bit-reproducible.
-            adds = operation == "backward"
-            stage, workspace = _sum_dkdv(layout, tile, 1 if adds else num_splits)
-            stages.append(stage)
-            workspaces.append(workspace)
-            cleared += [SHARES] if adds else []
-    if "backward" in choice.tiles and choice.family.backward_owns == "queries":
-        cleared += ["dk", "dv"]
-    elif "backward" in choice.tiles:
-        stage, workspace = _convert_dq(layout, choice.tiles["backward"])
-        stages.append(stage)
-        workspaces.append(workspace)
-        cleared.append("dq_accum")
+        if operation == "backward" and choice.family.backward_owns == "queries":
+            cleared += ["dk", "dv"]
+        elif operation == "backward" or num_splits > 1:
+            sums = _Sums(layout, operation, tile, num_splits)
+            stages.append(sums.stage())
+            workspaces += sums.workspaces
+            cleared += sums.cleared
     return _plan(stages, workspaces, cleared)
 
 
@@ -94,25 +87,53 @@ def _delta(layout: StageLayout) -> Stage:
     return layout.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
 
 
-def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace]:
-    """The stage that rounds dQ from its workspace, which lies in query tiles of the backward, and that workspace."""
-    problem = layout.problem
-    num_tiles = layout.num_tiles("queries", tile.b_r)
-    blocks = problem.batch * problem.num_heads * num_tiles
-    columns = layout.family.padded_head_dim(problem.head_dim)
-    stage = layout.stage("convert_dq", _tile_of("convert_dq", tile.b_r, tile.b_c), blocks, num_tiles=num_tiles)
-    return stage, Workspace("dq_accum", blocks * tile.b_r * columns * itemsize("float32"))
+class _Sums:
+    """The float32 sums of a kernel that owns keys: their workspaces, and the stage that makes gradients of them.
 
+    ``backward`` adds dQ to a workspace, in tiles of queries. Blocks that share key tiles leave dK and dV in another
+    one, in tiles of keys: those of ``backward`` add to one copy, and the others have copies of their own, so that the
+    sum is bit-reproducible.
+    """
 
-def _sum_dkdv(layout: StageLayout, tile: TileConfig, num_copies: int) -> tuple[Stage, Workspace]:
-    """The stage that sums copies of dK and dV, and their workspace. A block sums 16 rows of one gradient."""
-    problem = layout.problem
-    num_tiles = layout.num_tiles("keys", tile.b_c)
-    tiles = problem.batch * problem.num_heads_kv * num_tiles
-    blocks, columns = tiles * tile.b_c // 16 * 2, -(-problem.head_dim // 16) * 16
-    summed = _tile_of("sum_dkdv", b_c=tile.b_c)
-    stage = layout.stage("sum_dkdv", summed, blocks, num_tiles=num_tiles, num_copies=num_copies)
-    return stage, Workspace(SHARES, num_copies * tiles * 2 * tile.b_c * columns * itemsize("float32"))
+    def __init__(self, layout: StageLayout, operation: str, tile: TileConfig, num_splits: int):
+        problem = layout.problem
+        self._layout, self._tile = layout, tile
+        self._with_dq, self._with_shares = operation == "backward", num_splits > 1
+        self._num_copies = 1 if self._with_dq else num_splits
+        self._num_tiles = layout.num_tiles("queries", tile.b_r)
+        self._num_key_tiles = layout.num_tiles("keys", tile.b_c)
+        self._query_tiles = problem.batch * problem.num_heads * self._num_tiles
+        self._key_tiles = problem.batch * problem.num_heads_kv * self._num_key_tiles
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """The sum of dQ has the columns of the family's kernels, the shares have multiples of 16."""
+        head_dim, float32 = self._layout.problem.head_dim, itemsize("float32")
+        of_query_tile = self._tile.b_r * self._layout.family.padded_head_dim(head_dim) * float32
+        of_key_tile = 2 * self._tile.b_c * -(-head_dim // 16) * 16 * float32
+        workspaces = [Workspace("dq_accum", self._query_tiles * of_query_tile)] if self._with_dq else []
+        if self._with_shares:
+            workspaces.append(Workspace(SHARES, self._num_copies * self._key_tiles * of_key_tile))
+        return workspaces
+
+    @property
+    def cleared(self) -> list[str]:
+        """The workspaces to which kernels add."""
+        return [workspace.name for workspace in self.workspaces] if self._with_dq else []
+
+    def stage(self) -> Stage:
+        """The stage that reads the workspaces. A block has a tile of dQ, or 32 rows of dK or dV."""
+        blocks, values = 0, {}
+        operation = "convert_dq"
+        if self._with_dq:
+            blocks += self._query_tiles
+            values["num_tiles"] = self._num_tiles
+        if self._with_shares:
+            operation = "convert_gradients" if self._with_dq else "sum_dkdv"
+            blocks += self._key_tiles * -(-self._tile.b_c // 32) * 2
+            values |= {"num_key_tiles": self._num_key_tiles, "num_copies": self._num_copies}
+        tile = _tile_of(operation, self._tile.b_r if self._with_dq else 1, self._tile.b_c)
+        return self._layout.stage(operation, tile, blocks, (), is_split=False, **values)
 
 
 def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:

@@ -19,10 +19,10 @@ struct ConvertDq {
     static constexpr int kChunks = Spec::kHeadDim / 8;
     using Workspace = DqWorkspace<kBr, kD>;
 
-    __device__ static void run(const Params& params) {
-        const int32 head = blockIdx.x / params.num_tiles;
-        const float* workspace = params.dq_accum + static_cast<int64>(blockIdx.x) * Workspace::kTileElements;
-        const auto rows = common::workspace_rows<Spec>(params, blockIdx.x % params.num_tiles);
+    __device__ static void run(const Params& params, int32 block, int32) {
+        const int32 head = block / params.num_tiles;
+        const float* workspace = params.dq_accum + static_cast<int64>(block) * Workspace::kTileElements;
+        const auto rows = common::workspace_rows<Spec>(params, block % params.num_tiles);
         if (Spec::kVarlen && rows.length <= 0) return;
         Element* dq =
             params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);

@@ -16,9 +16,9 @@ struct ConvertDq {
     using Four = Vector<float, 4>;
     using Chunk = Vector<uint32, 4>;
 
-    __device__ static void run(const Params& params) {
+    __device__ static void run(const Params& params, int32 block, int32 blocks) {
         // Blocks run from the last tile to the first, because those added last are still in the L2 cache.
-        const int32 index = gridDim.x - 1 - blockIdx.x;
+        const int32 index = blocks - 1 - block;
         const int32 head = index / params.num_tiles;
         const float* workspace = params.dq_accum + static_cast<int64>(index) * Workspace::kTileElements;
         const auto rows = common::workspace_rows<Spec>(params, index % params.num_tiles);

@@ -24,6 +24,7 @@ from common.measure import (
 
 import fa2cupy
 from fa2cupy.families.choice import choose
+from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
@@ -89,7 +90,7 @@ class Fa2cupy:
             return ""
         method = None if operation == "forward" else default_method(self.gpu, problem, operation)
         specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
-        tiles = {spec.operation: spec.tile for spec in specs if spec.operation not in ("delta", "convert_dq")}
+        tiles = {spec.operation: spec.tile for spec in specs if spec.operation in TILED}
         text = "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
         return text if operation in OPERATIONS else f"{method}: {text}"
 

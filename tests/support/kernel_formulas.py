@@ -40,13 +40,27 @@ class _Formulas:
             self.launch.array("dv")[...] += gradients[2]
         else:
             self._workspace()[...] += gradients[0]
-            self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients[1:]
+            if self.spec.is_split:
+                self._shares(1)[0] += np.stack(gradients[1:])
+            else:
+                self.launch.array("dk")[...], self.launch.array("dv")[...] = gradients[1:]
 
     def _backward_dq(self) -> None:
         self.launch.array("dq")[...] = self._gradients()[0]
 
     def _backward_dkdv(self) -> None:
-        self.launch.array("dk")[...], self.launch.array("dv")[...] = self._gradients()[1:]
+        if self.spec.is_split:
+            shares = self._shares(self.values["num_splits"])
+            shares[0], shares[1:] = np.stack(self._gradients()[1:]), 0
+        else:
+            self.launch.array("dk")[...], self.launch.array("dv")[...] = self._gradients()[1:]
+
+    def _convert_gradients(self) -> None:
+        self._convert_dq()
+        self._sum_dkdv()
+
+    def _sum_dkdv(self) -> None:
+        self.launch.array("dk")[...], self.launch.array("dv")[...] = self._shares(self.values["num_copies"]).sum(0)
 
     def _convert_dq(self) -> None:
         self.launch.array("dq")[...] = self._workspace()
@@ -67,6 +81,12 @@ class _Formulas:
         dk, dv = scale * ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
         dk, dv = (x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:]).sum(2) for x in (dk, dv))
         return tuple(x.transpose(0, 2, 1, 3) for x in (scale * ds @ k, dk, dv))
+
+    def _shares(self, copies: int) -> np.ndarray:
+        """The copies of dk and dv in plain order."""
+        heads = self.values["num_heads"] // self.values["heads_per_group"]
+        shape = (copies, 2, self.launch.batch, self.values["seqlen_k"], heads, self.spec.head_dim)
+        return self.launch.array("shares")[: np.prod(shape)].reshape(shape)
 
     def _workspace(self) -> np.ndarray:
         """dq_accum in plain order: the kernels' order is their own affair."""
