@@ -16,13 +16,13 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
             for (int w = 0; w < 4; ++w)
                 mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8,
                                                terms[w / 2][w % 2]);
+        Draws draws;
+        if constexpr (Spec::kDropout) draws = mod.dropout().template draws<kTransposed>(first.query, first.key, s);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
-            uint32 kept = 0xf;
-            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
@@ -32,7 +32,8 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
-                const bool keep = kept >> w & 1;
+                bool keep = true;
+                if constexpr (Spec::kDropout) keep = mod.dropout().keeps(draws.pair[n8 % 2][i], e);
                 const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
                 const float own = keep ? probability : 0.0f;
@@ -85,7 +86,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;
-            if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
+            if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
             const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
@@ -104,7 +105,7 @@ template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
     if constexpr (Spec::kDropout) {
         const Real kept = fma(params.dropout_scale, dp, minus_delta);
-        return sign_bit(weight) ? -weight * minus_delta : weight * kept;
+        return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
     } else {
         return weight * dp;
     }
