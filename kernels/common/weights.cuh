@@ -8,6 +8,8 @@ namespace fa2::common {
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse) {
+    // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
+    constexpr bool kWeightIsP = Spec::kDropout && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
@@ -36,9 +38,11 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 if constexpr (Spec::kDropout) keep = mod.dropout().keeps(draws.pair[n8 % 2][i], e);
                 const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
-                const float own = keep ? probability : 0.0f;
+                const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
                 if (e == 0)
                     even[a][b] = own;
+                else if constexpr (kWeightIsP)
+                    p.set_positive(i, n8, even[a][b], own);
                 else
                     p.set(i, n8, even[a][b], own);
             }
@@ -97,6 +101,8 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
 struct Unused {
     template <class Real>
     __device__ void set(int, int, Real, Real) {}
+    template <class Real>
+    __device__ void set_positive(int, int, Real, Real) {}
 };
 
 // The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
