@@ -984,8 +984,8 @@ MUTANTS = (
     Mutant(
         "dropout of other elements: words",
         "forward",
-        "result.pair[b][a] = words.item[2 * a + b];",
-        "result.pair[b][a] = words.item[2 * b + a];",
+        "draws.item[2 * i + n]",
+        "draws.item[2 * n + i]",
         "numbers",
         Problem(feature="dropout"),
     ),
@@ -1088,8 +1088,8 @@ MUTANTS = (
     Mutant(
         "dropout in S^T: its two tiles change places",
         "backward_dkdv",
-        "result.pair[a][b] =",
-        "result.pair[b][a] =",
+        "result.item[2 * a + b] =",
+        "result.item[2 * b + a] =",
         "numbers",
         Problem(feature="dropout"),
     ),

@@ -28,12 +28,6 @@ __device__ __forceinline__ Words philox4x32(uint32 c0, uint32 c1, uint32 c2, uin
     return {{c0, c1, c2, c3}};
 }
 
-// The draws of the eight elements that a lane holds of two adjacent m16n8 tiles: pair[n][i] has those of the two
-// columns of tile n in row i, the even column's in the lower half, as in PackedFragment.
-struct Draws {
-    uint32 pair[2][2];
-};
-
 struct Dropout {
     uint64 seed;
     uint32 threshold;  // once in each half
@@ -53,34 +47,39 @@ struct Dropout {
         return mask;
     }
 
-    // The draws of 16 x 16 tile number `s` of a lane's row of tiles, of S or of S^T. (query, key) is the lane's first
-    // element in tile 0, which begins at multiples of 16. For S^T the warp must have converged.
+    // The same for four pairs: bit w of the result is that of word w.
+    __device__ __forceinline__ uint32 kept_of_four(const Words& pairs, int e) const {
+        uint32 kept = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) kept |= static_cast<uint32>(keeps(pairs.item[w], e)) << w;
+        return kept;
+    }
+
+    // The draws of a lane's eight elements in 16 x 16 tile number `s` of S or of S^T. (query, key) is the lane's first
+    // element in tile 0, which begins at multiples of 16. Word 2 a + b has those of a pair of columns, the even one's in
+    // the lower half, 8 a queries and 8 b keys from the first element on. For S^T the warp must have converged.
     template <bool kTransposed>
-    __device__ __forceinline__ Draws draws(int32 query, int32 key, int s) const {
-        Draws result;
+    __device__ __forceinline__ Words draws(int32 query, int32 key, int s) const {
         if constexpr (kTransposed) {
             // This lane has two queries of one key, whose draws are the lower halves of two calls' words if the key is
             // even, and the upper halves if it is odd. It makes the call of the first query for an even key, of the
             // second for an odd one. The lane of the other key of the pair is four lanes away.
             const bool odd = key % 2;
-            const Words words = call(query_word(query) + 8 * s + odd, key_word(key));
+            const Words own = call(query_word(query) + 8 * s + odd, key_word(key));
+            Words result;
 #pragma unroll
             for (int a = 0; a < 2; ++a) {
-                const uint32 theirs = __byte_perm(words.item[2 * a], words.item[2 * a + 1], odd ? 0x5410 : 0x7632);
+                const uint32 theirs = __byte_perm(own.item[2 * a], own.item[2 * a + 1], odd ? 0x5410 : 0x7632);
                 const uint32 received = __shfl_xor_sync(kFullWarp, theirs, 4);
 #pragma unroll
                 for (int b = 0; b < 2; ++b)
-                    result.pair[a][b] =
-                        __byte_perm(words.item[2 * a + b], received, odd ? 0x3254 + 0x22 * b : 0x5410 + 0x2200 * b);
+                    result.item[2 * a + b] =
+                        __byte_perm(own.item[2 * a + b], received, odd ? 0x3254 + 0x22 * b : 0x5410 + 0x2200 * b);
             }
+            return result;
         } else {
-            const Words words = call(query_word(query), key_word(key) + 4 * s);
-#pragma unroll
-            for (int a = 0; a < 2; ++a)
-#pragma unroll
-                for (int b = 0; b < 2; ++b) result.pair[b][a] = words.item[2 * a + b];
+            return call(query_word(query), key_word(key) + 4 * s);
         }
-        return result;
     }
 
     // A single element.

@@ -100,12 +100,12 @@ __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Reco
         const Dropout dropout = score_mod<Spec>(params, tile).dropout();
 #pragma unroll
         for (int s = 0; s < kN8 / 2; ++s) {
-            const Draws draws = dropout.template draws<false>(first_query + Fragment::row(0, lane),
+            const Words draws = dropout.template draws<false>(first_query + Fragment::row(0, lane),
                                                               first_key + Fragment::col(0, lane), s);
 #pragma unroll
             for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) p.word[2 * s + n][i] &= ~dropout.dropped(draws.pair[n][i]);
+                for (int i = 0; i < 2; ++i) p.word[2 * s + n][i] &= ~dropout.dropped(draws.item[2 * i + n]);
         }
     }
 }

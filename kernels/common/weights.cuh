@@ -18,13 +18,15 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
             for (int w = 0; w < 4; ++w)
                 mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8,
                                                terms[w / 2][w % 2]);
-        Draws draws;
+        Words draws;
         if constexpr (Spec::kDropout) draws = mod.dropout().template draws<kTransposed>(first.query, first.key, s);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
+            uint32 kept = 0xf;
+            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(draws, e);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
@@ -34,8 +36,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
-                bool keep = true;
-                if constexpr (Spec::kDropout) keep = mod.dropout().keeps(draws.pair[n8 % 2][i], e);
+                const bool keep = kept >> w & 1;
                 const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
                 const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
