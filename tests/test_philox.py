@@ -55,12 +55,12 @@ def draw_of(sequence: int, head: int, i: int, j: int, key: tuple) -> int:
 
 
 def assert_share(elements: np.ndarray, probability: float) -> None:
-    """Within five standard deviations of as many independent draws."""
+    """Within five standard deviations of as many independent draws, and the rounding of the probability."""
     deviation = np.sqrt(probability * (1 - probability) / elements.size)
     assert abs(elements.mean() - probability) < 5 * deviation + 2**-16
 
 
-#: How many values each word of a counter has in the test above, and along which axis.
+#: How many values each word of a counter has where draws are counted, and along which axis.
 GRID = ((128, (-1, 1, 1, 1)), (128, (1, -1, 1, 1)), (4, (1, 1, -1, 1)), (2, (1, 1, 1, -1)))
 
 

@@ -1,7 +1,7 @@
 // Decides which probabilities dropout drops, as defined in fa2cupy/problem/philox.py. One call of the generator yields
 // eight draws of 16 bits: those of the elements that one lane holds of a 16 x 16 tile of S in the quad layout
-// (fragment.cuh). In a tile of S^T a lane holds one half of the draws of two calls, and the lane in the neighbouring row
-// of lanes the other half of both. Each of the two makes one of the calls, and they exchange halves.
+// (fragment.cuh). Of a tile of S^T a lane needs one half of the draws of two calls, and the lane of the neighbouring key
+// needs the other halves. Each of the two lanes makes one of the calls, and they exchange halves.
 #pragma once
 #include "common/math.cuh"
 
@@ -11,8 +11,8 @@ struct Words {
     uint32 item[4];
 };
 
-// Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011). The round keys are uniform, and cost nothing in a vector register.
-// What the first three rounds compute from c0, c2 and c3 alone is shared by calls that differ in c1.
+// Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011). The compiler holds the round keys in uniform registers, and shares
+// what the first three rounds compute from c0, c2 and c3 alone among calls that differ in c1, as those of a row of S do.
 __device__ __forceinline__ Words philox4x32(uint32 c0, uint32 c1, uint32 c2, uint32 c3, uint64 seed) {
     uint32 k0 = static_cast<uint32>(seed), k1 = static_cast<uint32>(seed >> 32);
 #pragma unroll
@@ -33,9 +33,17 @@ struct Dropout {
     uint32 threshold;  // once in each half
     int32 head, batch;
 
-    // True if the element of column `e` of a pair is kept.
+    // True if the element of column `e` of a pair is kept. `pair`: its draws, that of the even column in the lower half.
     __device__ __forceinline__ bool keeps(uint32 pair, int e) const {
         return (e == 0 ? pair << 16 : pair) <= ~(threshold & 0xffff0000u);
+    }
+
+    // The same for four pairs: bit w of the result is that of word w.
+    __device__ __forceinline__ uint32 kept_of_four(const Words& pairs, int e) const {
+        uint32 kept = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) kept |= static_cast<uint32>(keeps(pairs.item[w], e)) << w;
+        return kept;
     }
 
     // All bits of a half are set if its element is dropped, which is so if the sum of draw and threshold carries.
@@ -45,14 +53,6 @@ struct Dropout {
         uint32 mask;
         asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(carries));  // copies of the highest bit of each half
         return mask;
-    }
-
-    // The same for four pairs: bit w of the result is that of word w.
-    __device__ __forceinline__ uint32 kept_of_four(const Words& pairs, int e) const {
-        uint32 kept = 0;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) kept |= static_cast<uint32>(keeps(pairs.item[w], e)) << w;
-        return kept;
     }
 
     // The draws of a lane's eight elements in 16 x 16 tile number `s` of S or of S^T. (query, key) is the lane's first
