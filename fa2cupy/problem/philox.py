@@ -19,10 +19,10 @@ Results are thus unbiased whatever the rounding of dropout_p.
 
 The eight draws of a call serve the elements of rows i and i + 8 and columns j, j + 1, j + 8 and j + 9 (j even) of an
 aligned tile of 16 x 16. In the accumulators of mma.sync and wgmma one thread holds these eight elements of a tile of S,
-and needs one call for them. Of a tile of S^T it needs one half of the draws of two calls. Another thread needs the other
-halves; each of the two makes one of the calls, and they exchange halves (kernels/common/dropout.cuh). The mask does not
-depend on the tile, the method, the family or the lengths. The forward and the backward compute the same mask, and none
-is stored.
+and needs one call for them. Of a tile of S^T it needs one half of the draws of two calls. Another thread needs the
+other halves; each of the two makes one of the calls, and they exchange halves (kernels/common/dropout.cuh). The mask
+does not depend on the tile, the method, the family or the lengths. The forward and the backward compute the same mask,
+and none is stored.
 
 Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
 1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
