@@ -96,8 +96,8 @@ def forward(
         A logit for each query head that takes part in the softmax but has no value row, in the dtype of lse; ``-inf``
         is no sink.
     dropout_p : float
-        Probability, from 0 to below 1, that an element of the softmax is dropped; the others are multiplied by
-        ``1 / (1 - dropout_p)``. lse is that without dropout.
+        Probability, from 0 to below 1, that an element of the softmax is dropped, rounded to a multiple of ``2**-16``;
+        the others are multiplied by ``1 / (1 - dropout_p)``, of the rounded number. lse is that without dropout.
     seed : int
         From 0 to below 2**64; dropout needs it. The dropped elements depend only on the seed and on their positions
         (batch, head, i, j), so that they are the same in `backward` and for every tile, method and device (see

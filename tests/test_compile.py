@@ -220,7 +220,7 @@ def test_what_is_called_legal_on_hopper_compiles(operation, head_dim):
 
 
 @pytest.mark.sample(feature=("softcap",), method=("single_pass",))
-@pytest.mark.parametrize("feature", ("window", "softcap", "alibi_slopes"))
+@pytest.mark.parametrize("feature", ("window", "softcap", "alibi_slopes", "dropout_p"))
 @pytest.mark.parametrize("method", METHODS)
 def test_wgmma_is_not_serialised_with_a_feature(method, feature):
     for spec in default_specs(H100, "float16", 128, False, method):

@@ -678,15 +678,20 @@ def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
 class TestProperties:
     @pytest.mark.matrix
     def test_dropout_is_the_definition_bit_for_bit(self, family):
-        """With q = 0 all P are equal, and with the identity for v, o shows which were kept."""
+        """With q = 0 all P are equal, and with the identity for v and do, o and dv show which were kept."""
         name = family[0]
         head_dim = FAMILIES[name][1]
-        q, k, v, _ = draw(name, (head_dim, head_dim), num_heads_kv=2)
-        q[...], v[...] = 0, np.eye(head_dim)[:, None].astype(v.dtype)
-        o, _ = run_forward(family, (q, k, v), dropout_p=0.4, seed=2**40 + 77)
+        q, k, v, do = draw(name, (head_dim, head_dim), num_heads_kv=2)
+        q[...], v[...], do[...] = 0, *[np.eye(head_dim)[:, None].astype(v.dtype)] * 2
+        options = {"dropout_p": 0.4, "seed": 2**40 + 77}
+        o, lse = run_forward(family, (q, k, v), **options)
         everything = slice(0, head_dim)
         kept = philox.kept(0.4, 2**40 + 77, 0, slice(0, 2), everything, everything)
         assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
+        options |= {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
+        for method in METHODS:
+            _, _, dv = backward(q, k, v, o, lse, do, method=method, **options)
+            assert np.array_equal(np.asarray(dv[0], "float32").transpose(1, 2, 0) != 0, kept), method
 
     @pytest.mark.matrix
     def test_neutral_values_change_no_bit(self, family):

@@ -250,8 +250,9 @@ def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | flo
 
 
 def _dropout_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    probability = settings.dropout_p
-    return {"dropout_threshold": dropout_threshold(probability), "dropout_scale": dropout_scale(probability)}
+    threshold = dropout_threshold(settings.dropout_p)
+    in_both_halves = threshold << 16 | threshold  # kernels compare the draws of two elements at a time
+    return {"dropout_threshold": in_both_halves, "dropout_scale": dropout_scale(settings.dropout_p)}
 
 
 def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:

@@ -1,27 +1,33 @@
 """The definition of dropout: which probabilities are dropped, as a function of their position and the seed.
 
-P_ij of sequence b (its number in the batch) and query head h is dropped iff ``word(b, h, i, j) < threshold``, where
-i and j count from the start of the sequence's queries and keys and
+P_ij of sequence b (its number in the batch) and query head h is dropped iff ``draw(b, h, i, j) + threshold >= 2**16``,
+where i and j count from the start of the sequence's queries and keys and
 
-    threshold = min(round(dropout_p * 2**32), 2**32 - 1)         an unsigned 32-bit integer
+    threshold = min(round(dropout_p * 2**16), 2**16 - 1)         an unsigned 16-bit integer
     key       = (seed mod 2**32, seed div 2**32)                 two words, low first
-    counter   = (8 * (j div 16) + j mod 8,                       word 0: which keys
-                 8 * (i div 16) + i mod 8,                       word 1: which queries
+    counter   = (8 * (i div 16) + i mod 8,                       word 0: which queries
+                 4 * (j div 16) + j mod 8 div 2,                 word 1: which keys
                  h,                                              word 2: the query head, also with grouped K/V heads
                  b)                                              word 3
-    word(b, h, i, j) = Philox4x32-10(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
+    word(b, h, i, j) = Philox4x32-7(counter, key)[2 * (i div 8 mod 2) + j div 8 mod 2]
+    draw(b, h, i, j) = word(b, h, i, j) div 2**(16 * (j mod 2)) mod 2**16
 
-Kept probabilities are multiplied by ``2**32 / (2**32 - threshold)``, the inverse of the probability of being kept,
-rounded to the accumulators' dtype.
+so that the probability of being dropped is dropout_p rounded to a multiple of 2**-16: nothing is dropped for dropout_p
+up to 2**-17, and one element in 2**16 is kept for those next to 1. Kept probabilities are multiplied by
+``2**16 / (2**16 - threshold)``, the inverse of the probability of being kept, rounded to the accumulators' dtype.
+Results are thus unbiased whatever the rounding of dropout_p.
 
-The four words of a call serve the elements (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) of an aligned tile of
-16 x 16. In the accumulators of mma.sync and wgmma one thread holds these four elements, in tiles of S and of S^T alike,
-so that kernels make one call for four elements and exchange no words between threads. The mask does not depend on the
-tile, the method, the family or the lengths. The forward and the backward compute the same mask, and none is stored.
+The eight draws of a call serve the elements of rows i and i + 8 and columns j, j + 1, j + 8 and j + 9 (j even) of an
+aligned tile of 16 x 16. In the accumulators of mma.sync and wgmma one thread holds these eight elements of a tile of S,
+and needs one call for them. Of a tile of S^T it needs one half of the draws of two calls. Another thread needs the
+other halves; each of the two makes one of the calls, and they exchange halves (kernels/common/dropout.cuh). The mask
+does not depend on the tile, the method, the family or the lengths. The forward and the backward compute the same mask,
+and none is stored.
 
 Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
 1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
-between two rounds the key grows by (W0, W1). Dropout is that of Srivastava et al. (2014), on P after the softmax.
+between two rounds the key grows by (W0, W1). Seven rounds are the fewest that pass BigCrush; their default of ten has a
+margin that dropout does not need. Dropout is that of Srivastava et al. (2014), on P after the softmax.
 """
 
 from __future__ import annotations
@@ -35,28 +41,29 @@ from .array_types import Array
 
 __all__ = ["dropout_scale", "dropout_threshold", "kept", "philox4x32"]
 
-_ROUNDS = 10
+_ROUNDS = 7
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_DRAWS = 2**16
 
 #: Four words of 32 bits each, as arrays of uint64 that are broadcast against each other.
 Words: TypeAlias = tuple[Array, Array, Array, Array]
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The threshold: an element is dropped if its word is below it."""
-    return min(round(dropout_p * 2**32), 2**32 - 1)
+    """The threshold: an element is dropped if the sum of its draw and the threshold carries out of 16 bits."""
+    return min(round(dropout_p * _DRAWS), _DRAWS - 1)
 
 
 def dropout_scale(dropout_p: float) -> float:
     """The factor of the elements that are kept."""
-    return 2**32 / (2**32 - dropout_threshold(dropout_p))
+    return _DRAWS / (_DRAWS - dropout_threshold(dropout_p))
 
 
-def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10, element by element.
+def philox4x32(counter: Words, key: tuple[int, int], rounds: int = _ROUNDS) -> Words:
+    """Philox4x32, element by element.
 
     Parameters
     ----------
@@ -64,6 +71,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
         Words below 2**32, of at least one axis; they are broadcast against each other.
     key : tuple of two int
         Words below 2**32.
+    rounds : int, optional
 
     Returns
     -------
@@ -72,7 +80,7 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         first, second = _M0 * c0, _M1 * c2
         c0, c1, c2, c3 = (
             (second >> _HALF) ^ c1 ^ np.uint64(k0),
@@ -117,16 +125,21 @@ def kept(
     # Whole blocks of 16 x 16 that cover the tile; the tile is sliced out at the end.
     rows, columns = (slice(part.start // 16, -(-part.stop // 16)) for part in (queries, keys))
     counter = (
-        words(np.arange(8 * columns.start, 8 * columns.stop), 2),
         words(np.arange(8 * rows.start, 8 * rows.stop), 1),
+        words(np.arange(4 * columns.start, 4 * columns.stop), 2),
         words(np.arange(heads.start, heads.stop), 0),
         words([sequence], 0),
     )
-    threshold = np.uint64(dropout_threshold(dropout_p))
-    drawn = [word >= threshold for word in philox4x32(counter, (seed % 2**32, seed // 2**32))]
+    first_dropped = np.uint64(_DRAWS - dropout_threshold(dropout_p))
+    drawn = [
+        (word >> np.uint64(shift)) % np.uint64(_DRAWS) < first_dropped
+        for word in philox4x32(counter, (seed % 2**32, seed // 2**32))
+        for shift in (0, 16)
+    ]
     shape = (heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start)
-    # drawn[2 a + b] has element (i, j) = (16 y + 8 a + r, 16 x + 8 b + c) of the head at [head, 8 y + r, 8 x + c].
-    blocks = xp.stack(drawn).reshape(2, 2, shape[0], shape[1], 8, shape[2], 8)
-    whole = blocks.transpose(2, 3, 0, 4, 5, 1, 6).reshape(shape[0], 16 * shape[1], 16 * shape[2])
+    # drawn[4 a + 2 b + e] has element (i, j) = (16 y + 8 a + r, 16 x + 8 b + 2 c + e) of the head at
+    # [head, 8 y + r, 4 x + c].
+    blocks = xp.stack(drawn).reshape(2, 2, 2, shape[0], shape[1], 8, shape[2], 4)
+    whole = blocks.transpose(3, 4, 0, 5, 6, 1, 7, 2).reshape(shape[0], 16 * shape[1], 16 * shape[2])
     first_row, first_column = queries.start - 16 * rows.start, keys.start - 16 * columns.start
     return whole[:, first_row:, first_column:][:, : queries.stop - queries.start, : keys.stop - keys.start]

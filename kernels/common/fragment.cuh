@@ -46,6 +46,9 @@ struct PackedFragment {
     uint32 word[kN8][2];
 
     __device__ void set(int i, int n8, float even, float odd) { word[n8][i] = pack<Element>(even, odd); }
+    __device__ void set_positive(int i, int n8, float even, float odd) {
+        word[n8][i] = pack_positive<Element>(even, odd);
+    }
     __device__ void set(const QuadFragment<kN8>& x) {
 #pragma unroll
         for (int n = 0; n < kN8; ++n)

@@ -94,19 +94,19 @@ inline constexpr bool kDrops = Spec::kDropout;
 template <class Spec, class Element, int kN8, class Record>
 __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
+        static_assert(kN8 % 2 == 0);
         using Fragment = QuadFragment<kN8>;
         const auto [first_query, first_key, lane] = tile.position;
         const Dropout dropout = score_mod<Spec>(params, tile).dropout();
 #pragma unroll
-        for (int s = 0; s < kN8 / 2; ++s)
+        for (int s = 0; s < kN8 / 2; ++s) {
+            const Words draws = dropout.template draws<false>(first_query + Fragment::row(0, lane),
+                                                              first_key + Fragment::col(0, lane), s);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const uint32 kept = dropout.kept_of_four(first_query + Fragment::row(0, lane),
-                                                         first_key + Fragment::col(4 * s + e, lane));
+            for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    if (!(kept >> w & 1)) p.word[2 * s + w % 2][w / 2] &= e == 0 ? 0xffff0000u : 0x0000ffffu;
-            }
+                for (int i = 0; i < 2; ++i) p.word[2 * s + n][i] &= ~dropout.dropped(draws.item[2 * i + n]);
+        }
     }
 }
 // The same before rounding, one element at a time.
@@ -119,7 +119,7 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                if (!dropout.kept(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane)))
+                if (!dropout.keeps_element(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane)))
                     p(i, j) = 0;
     }
 }

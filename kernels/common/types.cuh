@@ -84,6 +84,22 @@ __device__ __forceinline__ uint32 pack<bfloat16>(float lo, float hi) {
     return y;
 }
 
+// The same with zeros in the place of negative numbers.
+template <class Element>
+__device__ __forceinline__ uint32 pack_positive(float lo, float hi);
+template <>
+__device__ __forceinline__ uint32 pack_positive<float16>(float lo, float hi) {
+    uint32 y;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+template <>
+__device__ __forceinline__ uint32 pack_positive<bfloat16>(float lo, float hi) {
+    uint32 y;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
 template <class Element>
 __device__ __forceinline__ float unpack_lo(uint32 x) {
     return to_accum(Element{static_cast<uint16>(x)});

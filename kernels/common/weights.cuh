@@ -8,6 +8,8 @@ namespace fa2::common {
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse) {
+    // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
+    constexpr bool kWeightIsP = Spec::kDropout && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
@@ -16,13 +18,15 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
             for (int w = 0; w < 4; ++w)
                 mod.template pair_at<kRegular>(first.query + w / 2 * 8, first.key, 16 * s + w % 2 * 8,
                                                terms[w / 2][w % 2]);
+        Words draws;
+        if constexpr (Spec::kDropout) draws = mod.dropout().template draws<kTransposed>(first.query, first.key, s);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
             uint32 kept = 0xf;
-            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(first.query + queries, first.key + keys);
+            if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(draws, e);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const int a = w / 2, b = w % 2;  // element w of the four is 8 a queries and 8 b keys further on
@@ -35,9 +39,11 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const bool keep = kept >> w & 1;
                 const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
-                const float own = keep ? probability : 0.0f;
+                const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
                 if (e == 0)
                     even[a][b] = own;
+                else if constexpr (kWeightIsP)
+                    p.set_positive(i, n8, even[a][b], own);
                 else
                     p.set(i, n8, even[a][b], own);
             }
@@ -85,7 +91,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
             bool keep = true;
-            if constexpr (Spec::kDropout) keep = mod.dropout().kept(query, key);
+            if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
             const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
@@ -96,6 +102,8 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
 struct Unused {
     template <class Real>
     __device__ void set(int, int, Real, Real) {}
+    template <class Real>
+    __device__ void set_positive(int, int, Real, Real) {}
 };
 
 // The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
@@ -104,7 +112,7 @@ template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
     if constexpr (Spec::kDropout) {
         const Real kept = fma(params.dropout_scale, dp, minus_delta);
-        return sign_bit(weight) ? -weight * minus_delta : weight * kept;
+        return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
     } else {
         return weight * dp;
     }
