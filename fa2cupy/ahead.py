@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy.typing as npt
 
+from .families.choice import choose_family
 from .families.device import DeviceInfo, current_device
+from .families.operations import METHODS
 from .families.tile import TileConfig
 from .jit.cache import cached_kernel
 from .jit.compiler import CompiledKernel
@@ -102,14 +104,23 @@ def precompile(
     for masked in masks:
         check_bool("causal", masked)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
-    specs = dict.fromkeys(
-        spec
-        for device, dtype, head_dim, masked, method, names in itertools.product(
-            devices, dtypes, head_dims, masks, passes, combinations
-        )
-        for spec in default_specs(device, dtype, head_dim, masked, method, family, features=names, config=config)
-    )
+    specs: dict[KernelSpec, None] = {}
+    for device, dtype, head_dim, masked, method, names in itertools.product(
+        devices, dtypes, head_dims, masks, passes, combinations
+    ):
+        call = (device, dtype, head_dim, masked, method, family)
+        for num_splits in _numbers_of_splits(*call):
+            specs |= dict.fromkeys(default_specs(*call, features=names, config=config, num_splits=num_splits))
     return _compile_all(list(specs), jobs or os.cpu_count() or 1, progress)
+
+
+def _numbers_of_splits(
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool, method: str | None, family: str | None
+) -> tuple[int, ...]:
+    """One, and two if the call has other kernels for them; these serve any larger number."""
+    operations = METHODS[method] if method else ("forward",)
+    chosen = choose_family("backward" if method else "forward", dtype, device, family)
+    return (1,) if set(operations).isdisjoint(chosen.split_operations) else (1, 2)
 
 
 def _compile_all(specs: list[KernelSpec], jobs: int, progress: bool) -> list[CompiledKernel]:

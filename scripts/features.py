@@ -235,7 +235,7 @@ class FeatureBenchmark:
             self._checks[key] = None
             try:
                 check = FeatureCheck(*small.inputs(xp), gradients=small.gradients, **small.options(xp, 0))
-                check.verify(operation, kernels.method or None, family)
+                check.verify(operation, kernels.method or None, family, kernels.num_splits)
             except Exception as error:
                 self._checks[key] = error
         if self._checks[key] is not None:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not installed)
 
 from fa2cupy.cli import run_command
+from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
@@ -88,6 +89,8 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
             own = OF_BOTH + (OF_BACKWARD if method else ())
             for head_dim, causal in itertools.product(head_dims, (False, True)):
                 yield from default_specs(device, dtype, head_dim, causal, method, family)
+                if family_named(family).split_operations and causal:
+                    yield from default_specs(device, dtype, head_dim, causal, method, family, num_splits=2)
             if dtype != "float64":
                 for features in (*((name,) for name in OF_BOTH), own):
                     yield from default_specs(device, dtype, 64, True, method, family, features=features)

@@ -34,12 +34,13 @@ def default_specs(
     *,
     features: Sequence[str] = (),
     config: TileConfig | Mapping[str, TileConfig] | None = None,
+    num_splits: int = 1,
 ) -> list[KernelSpec]:
     """The kernels of a forward, or those of a backward by one method.
 
     Parameters
     ----------
-    device, dtype, head_dim, causal, method, family, config
+    device, dtype, head_dim, causal, method, family, config, num_splits
         Properties of the calls; all other options have their defaults. The kernels are the forward's if `method` is
         None.
     features : sequence of str, optional
@@ -49,7 +50,7 @@ def default_specs(
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
-    options = CallOptions(config=config, family=family, method=method)
+    options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
     extras = tuple(name for feature, name in _EXTRAS.items() if feature in features and method is not None)
     specs: dict[KernelSpec, None] = {}
     for keywords in _examples(features, dtype):

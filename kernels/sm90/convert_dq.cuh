@@ -25,11 +25,11 @@ struct ConvertDq {
         if (Spec::kVarlen && rows.length <= 0) return;
         Element* dq =
             params.dq + params.dq_strides.offset(head / params.num_heads, rows.first, head % params.num_heads);
-        const ConvertDq block{params, workspace, dq, rows.length};
+        const ConvertDq tile{params, workspace, dq, rows.length};
         if constexpr (Workspace::kTransposed)
-            block.convert_transposed();
+            tile.convert_transposed();
         else
-            block.convert();
+            tile.convert();
     }
 
     __device__ void convert() const {

@@ -124,9 +124,11 @@ class FeatureCheck:
         self._more = {f"return_{name}": True for name in gradients}
         self._expected = Expectation(q, k, v, do, **options)
 
-    def verify(self, operation: str, method: str | None = None, family: str | None = None) -> None:
+    def verify(
+        self, operation: str, method: str | None = None, family: str | None = None, num_splits: int | None = None
+    ) -> None:
         """As `HeadCheck.verify`; the operations are ``forward`` and ``backward``."""
-        options = {**self._options, "family": family}
+        options = {**self._options, "family": family, "num_splits": num_splits}
         results = fa2cupy.forward(*self._inputs, out=self._expected.unwritten("o", "lse"), **options)
         if operation == "forward":
             self._expected.check(spec=family, **dict(zip(("o", "lse"), results, strict=True)))

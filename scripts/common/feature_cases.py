@@ -147,9 +147,10 @@ FEATURES = {
 
 
 class Kernels(NamedTuple):
-    """The method that a call takes (empty in a forward), the families of its kernels in words, and all its kernels."""
+    """The choices of a call: method (empty in a forward), splits, the families of its kernels in words, and kernels."""
 
     method: str
+    num_splits: int
     family: str
     specs: tuple[KernelSpec, ...]
 
@@ -248,17 +249,22 @@ class Case:
         else:
             choice = choose("backward", *large, asked, extras=extras, is_launched=False)
             plan = plan_backward(*call, choice, extras=extras)
-        return Kernels(choice.method or "", choice.family.name, tuple(stage.spec for stage in plan.stages))
+        specs = tuple(stage.spec for stage in plan.stages)
+        return Kernels(choice.method or "", max(choice.num_splits.values(), default=1), choice.family.name, specs)
 
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
-        """The shrunk problem with the lengths and the window of this one."""
-        if self.feature != "packed":
+        """The shrunk problem with the sizes and the window of this one."""
+        problem, batch, seqlen = self.problem, self.problem.batch, self.problem.seqlen
+        if self.feature == "packed":
+            longest = int(np.diff(_offsets(problem)).max())
+            features = dataclasses.replace(attention.settings, max_seqlen_q=longest, max_seqlen_k=longest)
+            batch, seqlen = 1, batch * seqlen
+        else:
             window = attention.settings.window if self.window is None else (self.window, 0)
             features = dataclasses.replace(attention.settings, window=window)
-            return dataclasses.replace(attention, seqlen_q=self.problem.seqlen, settings=features)
-        longest = int(np.diff(_offsets(self.problem)).max())
-        features = dataclasses.replace(attention.settings, max_seqlen_q=longest, max_seqlen_k=longest)
-        return dataclasses.replace(attention, seqlen_q=self.problem.batch * self.problem.seqlen, settings=features)
+        sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen}
+        sizes |= {"num_heads": problem.num_heads, "num_heads_kv": problem.num_heads_kv or problem.num_heads}
+        return dataclasses.replace(attention, **sizes, settings=features)
 
     def __str__(self) -> str:
         return f"{self.feature} {self.problem}"
