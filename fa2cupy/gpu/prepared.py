@@ -17,6 +17,8 @@ from .launch import bind_plan
 
 __all__ = ["KernelCall", "overlap_check"]
 
+_ALIGNMENT = 512  # bytes, like that of CuPy's allocations
+
 _known_threads = threading.local()
 
 
@@ -32,8 +34,8 @@ def overlap_check(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...])
 class KernelCall:
     """A prepared call on arrays that the kernels take as they are.
 
-    Buffers are numbered: first the arguments, then the workspaces. Everything that a call allocates is known when it is
-    prepared.
+    Addresses are numbered: first those of the arguments, then those of the workspaces. Everything that a call allocates
+    is known when it is prepared.
 
     Parameters
     ----------
@@ -66,11 +68,18 @@ class KernelCall:
             if result.name not in given
         ]
         positions = {KERNEL_NAMES.get(name, name): position for position, name in enumerate(arguments.names)}
+        # Workspaces are parts of one allocation. Those that are cleared come last, so that one memset clears them.
+        workspaces = sorted(plan.workspaces, key=lambda workspace: workspace.name in plan.cleared)
+        self.cleared = [positions[name] for name in plan.cleared if name in positions]
+        self.workspace_bytes = self.kept_bytes = 0
+        self.offsets = []
         # A workspace replaces an absent argument of the same name: delta.
-        for position, workspace in enumerate(plan.workspaces, start=len(arguments.names)):
+        for position, workspace in enumerate(workspaces, start=len(arguments.names)):
             positions[workspace.name] = position
-        self.workspace_bytes = [max(workspace.nbytes, 1) for workspace in plan.workspaces]
-        self.cleared = [positions[name] for name in plan.cleared]
+            self.offsets.append(self.workspace_bytes)
+            self.workspace_bytes += -(-max(workspace.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            if workspace.name not in plan.cleared:
+                self.kept_bytes = self.workspace_bytes
         with cupy.cuda.Device(ordinal):
             self.stages = bind_plan(plan, positions)
 
@@ -94,21 +103,19 @@ class KernelCall:
             addresses[position] = array.data.ptr
         stream = cupy.cuda.get_current_stream().ptr
         if self.workspace_bytes:
-            allocate = allocator_of(stream)
-            for nbytes in self.workspace_bytes:
-                memory = allocate(nbytes)
-                buffers.append(memory)
-                addresses.append(memory.ptr)
+            memory = allocator_of(stream)(self.workspace_bytes)
+            addresses += [memory.ptr + offset for offset in self.offsets]
+            if self.kept_bytes < self.workspace_bytes:
+                (memory + self.kept_bytes).memset_async(0, self.workspace_bytes - self.kept_bytes)
         for position in self.cleared:
-            self._clear(buffers[position], position - len(arrays))
+            _clear(buffers[position])
         for stage in self.stages:
             stage(addresses, stream)
-        return tuple(buffers[self.first_result : len(arrays)])
+        return tuple(buffers[self.first_result :])
 
-    def _clear(self, buffer: cupy.ndarray | cupy.cuda.MemoryPointer, workspace: int) -> None:
-        if workspace >= 0:
-            buffer.memset_async(0, self.workspace_bytes[workspace])
-        elif buffer.flags.c_contiguous:
-            buffer.data.memset_async(0, buffer.nbytes)
-        else:
-            buffer.fill(0)
+
+def _clear(array: cupy.ndarray) -> None:
+    if array.flags.c_contiguous:
+        array.data.memset_async(0, array.nbytes)
+    else:
+        array.fill(0)

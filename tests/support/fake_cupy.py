@@ -26,6 +26,9 @@ class FakeMemory:
     def __init__(self, address: int, owner: object, device_id: int = 0):
         self.ptr, self.device_id, self._owner = address, device_id, owner
 
+    def __add__(self, offset: int) -> FakeMemory:
+        return FakeMemory(self.ptr + offset, self._owner, self.device_id)
+
     def memset_async(self, value: int, nbytes: int) -> None:
         ctypes.memset(self.ptr, value, nbytes)
 
