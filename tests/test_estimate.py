@@ -98,6 +98,20 @@ def test_few_key_tiles_are_shared_until_they_fill_the_gpu(family):
     assert splits(problem(heads=(1, 1), seqlen=4096, causal=False), family=family) >= 2  # ranges of queries
 
 
+def test_keys_are_shared_where_query_tiles_leave_multiprocessors_idle():
+    tile = TileConfig(128, 128, 12, 2)
+
+    def shares(seqlen_q: int, seqlen_k: int, heads: int, **window) -> int:
+        call = dataclasses.replace(problem(heads=(heads, heads)), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return estimate.forward_splits(call.with_settings(FeatureSettings(**window)), H100, tile, MAX_SPLITS)
+
+    assert shares(1, 16384, 8) == shares(128, 16384, 8) == 16
+    assert shares(1, 16384, 40) == 3 and shares(1, 16384, 67) == 1  # as many as 132 multiprocessors take at a time
+    assert shares(1, 2048, 8) == 2 and shares(1, 1024, 8) == 1  # at least 1024 keys each
+    assert shares(1, 16384, 8, window=(1000, 0)) == 1
+    assert shares(0, 16384, 8) == shares(1, 0, 8) == 1
+
+
 def test_what_the_caller_asks_for_is_taken():
     for number in (1, 3, MAX_SPLITS):
         assert splits(problem(batch=16), num_splits=number) == number

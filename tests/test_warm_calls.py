@@ -86,6 +86,7 @@ OPTIONS = {
     "layout": ({}, "bshd", "bhsd"),
     "config": ({"family": "sm80"}, *TILES),
     "family": ({}, "sm90", "sm80"),
+    "num_splits": ({}, 1, 2),
     "method": ({}, "single_pass", "two_pass"),
     "deterministic": ({"family": "sm80"}, False, True),
     "return_dbias": ({"bias": numbers(SCORES, "float16")}, False, True),

@@ -12,7 +12,7 @@ from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
-from .estimate import backward_time, split_candidates
+from .estimate import backward_time, forward_splits, split_candidates
 from .family import Family
 from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
@@ -166,7 +166,7 @@ def choose(
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
             if reason is None:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                choices += _splits(Choice(family, tiles, method), problem, options)
+                choices += _splits(Choice(family, tiles, method), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
         refusals.append(f"family {family.name!r} {reason}")
@@ -201,14 +201,18 @@ def choose_tile(
     return tuned or family.default_tile(operation, problem, device)
 
 
-def _splits(choice: Choice, problem: AttentionProblem, options: CallOptions) -> list[Choice]:
+def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> list[Choice]:
     """The choice with every number of splits that comes into question."""
     operation = next((name for name in choice.tiles if name in choice.family.split_operations), None)
     if operation is None or 0 in problem.score_shape:
         return [choice]
-    numbers = [options.num_splits or 1]
-    if options.num_splits is None and choice.method:
-        numbers = split_candidates(operation, problem, choice.tiles[operation], MAX_SPLITS)
+    tile = choice.tiles[operation]
+    if options.num_splits is not None:
+        numbers = [options.num_splits]
+    elif choice.method is None:
+        numbers = [forward_splits(problem, device, tile, MAX_SPLITS)]
+    else:
+        numbers = split_candidates(operation, problem, tile, MAX_SPLITS)
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
 
 

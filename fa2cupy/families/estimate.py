@@ -18,11 +18,12 @@ from ..problem.attention import AttentionProblem
 from .device import DeviceInfo
 from .tile import TileConfig
 
-__all__ = ["BlockCost", "Costs", "backward_time", "split_candidates"]
+__all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candidates"]
 
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of dK and dV are made only
 #: where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
+_LEAST_STEPS = 8  # of a share of a forward: fewer take no longer than the launch that merges shares
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
 
@@ -77,6 +78,17 @@ class Costs:
         """The cost of a block of a kernel."""
         rows = self.blocks[operation]
         return rows[min((limit for limit in rows if head_dim <= limit), default=max(rows))]
+
+
+def forward_splits(problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
+    """The number of blocks that share a query tile's keys: as many as find a free multiprocessor and enough to do."""
+    sequences = _Sequences.of(problem)
+    steps = sequences.steps_of_queries(tile)
+    tiles = sum(steps.values()) * sequences.number * problem.num_heads
+    if not tiles:
+        return 1
+    slots = device.multiprocessors * tile.blocks_per_sm
+    return max(1, min(most, slots // tiles, max(steps) // _LEAST_STEPS))
 
 
 def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig, most: int) -> list[int]:
