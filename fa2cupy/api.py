@@ -264,12 +264,18 @@ def backward(
 
     On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
     for float64); in ``single_pass`` of 16-bit data a float32 dq, with rows rounded up to whole tiles of up to 128 and
-    head_dim to a multiple of 16; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward`
+    head_dim to a multiple of 16; where blocks share tiles of 16-bit data, float32 copies of dk and dv, rounded up
+    alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by default at most four, or sixteen where all of
+    them take less than 64 MiB; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward`
     makes. A captured call allocates the same as memory of its graph.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
     atomic additions varies: for float16 and bfloat16 in dq, which is added up in a float32 workspace of its size, and
-    for float32 and float64 in dk and dv. Its other results are bit-reproducible.
+    in dk and dv where blocks share tiles, and for float32 and float64 in dk and dv. Its other results are
+    bit-reproducible.
+
+    The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
+    constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``).
     """
     if keywords:
         check_keywords(backward, keywords)
