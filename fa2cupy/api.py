@@ -243,8 +243,8 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics. On the GPU,
-        dbias of 16-bit data implies ``"two_pass"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
+        axes it is bit-reproducible. On the GPU, dbias of 16-bit data implies ``"two_pass"``.
 
     Notes
     -----
@@ -254,8 +254,8 @@ def backward(
 
     On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
     for float64); in ``single_pass`` of 16-bit data a float32 dq, with rows rounded up to whole tiles of up to 128 and
-    head_dim to a multiple of 16; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward`
-    makes. A captured call allocates the same as memory of its graph.
+    head_dim to a multiple of 16; for `return_dbias` of a broadcast bias the sum of dbias in lse's dtype; and the
+    copies that `forward` makes. A captured call allocates the same as memory of its graph.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
     atomic additions varies: for float16 and bfloat16 in dq, which is added up in a float32 workspace of its size, and

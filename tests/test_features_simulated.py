@@ -292,7 +292,10 @@ BIASES = (("", 61), ("", 64), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
 
 
 class TestDbias:
-    """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements."""
+    """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements.
+
+    Where it repeats none they are stored, in vectors if rows are contiguous and aligned.
+    """
 
     @pytest.mark.parametrize(
         ("family", "repeated", "keys"),
@@ -315,6 +318,27 @@ class TestDbias:
         inputs[0][:, :16] *= 30  # by tanh, others by the polynomial
         bias = place(numbers((1, 2, 40, 61), FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), softcap=2.0, bias=bias)
+
+    @pytest.mark.sample(family=("simt", "sm80"), view=(place, gapped), dtype=("own",))
+    @pytest.mark.parametrize("dtype", ("own", "float32"))
+    @pytest.mark.parametrize("view", (place, gapped, reversed_columns, shifted), ids=lambda view: view.__name__)
+    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90", "sm90 wide"], indirect=True)
+    def test_of_a_full_bias_into_an_array_of_the_callers_with_tiles_that_are_skipped(self, family, view, dtype):
+        name, launched = family
+        rows, keys = {"simt": (40, 64), "sm80": (70, 200), "sm90": (150, 264)}[name.split()[0]]
+        inputs = draw(name, (rows, keys))
+        bias = place(numbers((1, 2, rows, keys), FAMILIES[name][0] if dtype == "own" else dtype))
+        given = view(np.full(bias.shape, np.nan, bias.dtype))
+        options = {"bias": bias, "window": (9, 4)}
+        o, lse = run_forward(family, inputs, **options)
+        own = {"config": config_of(name), "family": name.split()[0], "return_dbias": True, "deterministic": True}
+        *_, dbias = backward(*inputs[:3], o, lse, inputs[3], out=(None, None, None, given), **own, **options)
+        assert dbias is given
+        distances = np.arange(keys) - np.arange(rows)[:, None] - (keys - rows)
+        assert not np.asarray(dbias, "float64")[..., (distances < -9) | (distances > 4)].any()
+        Expectation(*inputs, **options).check(dbias=dbias)
+        (stage,) = (stage for stage in launched if stage.spec.operation == "backward_dq")
+        assert "full_dbias" in stage.spec.features
 
 
 class TestAlibi:
@@ -422,6 +446,17 @@ class TestPackedSequences:
         features["key_padding_mask"] = numbers((len(SHORT), keys), "float32", 3) < 0.7
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
         check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
+
+    @pytest.mark.sample(packed_family=("simt", "sm80"))
+    @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
+    def test_a_bias_of_each_sequence(self, packed_family):
+        """Its gradient is zero where a sequence has no row or no key."""
+        name = packed_family[0]
+        inputs, offsets = self.draw(name, behind=2)
+        longest = longest_of(name)
+        shape = (len(SHORT), 2, *longest.values())
+        bias = place(numbers(shape, FAMILIES[name][0]))
+        check(packed_family, inputs, methods=("two_pass",), bias=bias, causal=True, **longest, **offsets)
 
     @pytest.mark.sample(packed_family=("simt", "sm80"))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)

@@ -123,6 +123,7 @@ class Mutant:
 
 
 PAIRS = (69, 98)  # whose scores have rows that all begin on even elements
+VECTORS = Problem(feature="bias", lengths=(69, 104))  # whose scores have rows that all begin on 16 bytes
 OF_ANOTHER_ROW = (
     "params_.mask_strides.offset(batch_, head_, row, column)",
     "params_.mask_strides.offset(batch_, head_, 0, column)",
@@ -947,7 +948,7 @@ MUTANTS = (
         "if (8 * n + e < left) atomicAdd",
         "if (row) atomicAdd",
         "bounds",
-        Problem(feature="bias"),
+        Problem(feature="bias of heads", batch=2),
     ),
     Mutant(
         "dbias in pairs of one key",
@@ -955,6 +956,62 @@ MUTANTS = (
         '"f"(even), "f"(odd) :',
         '"f"(even), "f"(even) :',
         "numbers",
+        Problem(feature="bias of heads", batch=2, lengths=PAIRS),
+    ),
+    Mutant(
+        "full dbias of another row of the tile",
+        "backward_dq",
+        "T* row = first + strides.offset(0, 0, Fragment::row(i, lane), 0);",
+        "T* row = first + strides.offset(0, 0, Fragment::row(0, lane), 0);",
+        "unwritten",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias of other lanes of a quad",
+        "backward_dq",
+        "is_upper ? lower : upper, step",
+        "is_upper ? upper : lower, step",
+        "numbers",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias rounded in pairs of one key",
+        "backward_dq",
+        "pack<T>(ds.value[n + w][2 * i], ds.value[n + w][2 * i + 1])",
+        "pack<T>(ds.value[n + w][2 * i], ds.value[n + w][2 * i])",
+        "numbers",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias in vectors past the last key",
+        "backward_dq",
+        "if (is_wide && key + 8 <= end) {",
+        "if (is_wide) {",
+        "bounds",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias past the last key",
+        "backward_dq",
+        "if (key + e < end)",
+        "if (key + e < 8 * kN8)",
+        "bounds",
+        Problem(feature="bias"),
+    ),
+    Mutant(
+        "full dbias without zeros in tiles that are skipped",
+        "backward_dq",
+        "clear_keys(row, strides.column, end, params.seqlen_k, first.position.lane);",
+        "",
+        "unwritten",
+        VECTORS,
+    ),
+    Mutant(
+        "zeros of a full dbias in vectors alone",
+        "backward_dq",
+        "for (int32 key = begin + lane; key < end; key += 32) row[key * stride] = {};",
+        "",
+        "unwritten",
         Problem(feature="bias", lengths=PAIRS),
     ),
     Mutant(
@@ -1129,7 +1186,7 @@ MUTANTS = (
         "atomicAdd(address + 1, odd);",
         "atomicAdd(address + 1, even);",
         "numbers",
-        Problem(feature="bias", lengths=PAIRS, device="sm_80"),
+        Problem(feature="bias of heads", batch=2, lengths=PAIRS, device="sm_80"),
     ),
     Mutant(
         "before sm_90: dQ in the order of sm_90",

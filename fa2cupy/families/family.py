@@ -144,7 +144,7 @@ class Family(ABC):
         """The features that the kernel must have out of those that a call uses, in the order of `FEATURES`."""
         concerned = set(operation_named(operation).features)
         if self.owns(operation) == "keys":
-            concerned.discard("dbias")  # kernels that own queries sum it
+            concerned -= {"dbias", "full_dbias"}  # kernels that own queries write it
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Family(ABC):
         """The faster method of the backward."""
 
     def method_with_dbias(self, method: str) -> str:
-        """The method of a backward that returns dbias, which only kernels that own queries sum."""
+        """The method of a backward that returns dbias, which only kernels that own queries write."""
         return method if self.backward_owns == "queries" else "two_pass"
 
     # Resources of a tile.

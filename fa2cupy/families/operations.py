@@ -56,13 +56,16 @@ _OF_SCORES = (
     "cu_seqlens",
 )
 
+#: Those of kernels that write the gradient of the bias.
+_OF_DBIAS = ("dbias", "full_dbias")
+
 #: All operations by name. ``backward`` is the one tiled kernel of ``single_pass``, the next two those of ``two_pass``.
 OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
-        Operation("backward", (*_OF_SCORES, "dbias")),
-        Operation("backward_dq", (*_OF_SCORES, "dbias"), owns="queries"),
+        Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
+        Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         Operation(
             "delta",

@@ -1,5 +1,5 @@
-// Instructions that several families use: shared memory accesses by address, named barriers, atomic additions to global
-// memory.
+// Instructions that several families use: shared memory accesses by address, named barriers, stores and atomic additions
+// to global memory.
 #pragma once
 #include "common/fragment.cuh"
 
@@ -76,6 +76,17 @@ __device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
 }
 __device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------- stores to global memory
+
+// Stores of aligned vectors. The compiler divides stores of structs into their members where these come from selections.
+__device__ __forceinline__ void store_global(float* address, float x, float y) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_global(void* address, const uint32 (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 // ---------------------------------------------------------------------------------------- additions to global memory

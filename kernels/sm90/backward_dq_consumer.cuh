@@ -82,6 +82,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         while (true) {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
             load_rows(tile);
+            if constexpr (common::kClearsSkippedDbias<Spec>)
+                common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
             skip(keys);
             int32 block = keys.end - 1;
             first_step(tile, keys, block,
@@ -175,12 +177,12 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
             mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (common::kAddsDbias<Spec>) {
+        if constexpr (common::kWritesDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
+            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
             this->take_derivative(scores_, params_);
             ds_.set(scores_);
             return;
