@@ -3,6 +3,7 @@ reference. What holds for every launch is in README.md of this folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from support.feature_cases import accumulator, numbers, options_of
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, reversed_columns, shifted
 
-from fa2cupy import TileConfig, UnsupportedProblemError
+from fa2cupy import TileConfig, UnsupportedProblemError, reference
 from fa2cupy.families.operations import TILED
 from fa2cupy.gpu import signatures
 from fa2cupy.problem import (
@@ -339,6 +340,66 @@ class TestDbias:
         Expectation(*inputs, **options).check(dbias=dbias)
         (stage,) = (stage for stage in launched if stage.spec.operation == "backward_dq")
         assert "full_dbias" in stage.spec.features
+
+
+#: By Hopper's kernel: rows, keys, and a tile whose rows of a bias are permuted or padded in shared memory.
+HELD_BIASES = {
+    "forward": (150, 200, TileConfig(128, 64, 12, 2)),
+    "forward padded": (150, 200, TileConfig(128, 48, 12, 2)),
+    "backward_dq": (150, 200, TileConfig(128, 64, 12, 2)),
+    "backward_dq padded": (90, 104, TileConfig(64, 48, 8, 2, 2)),
+    "single_pass": (150, 200, None),
+    "backward_dkdv": (150, 200, None),
+}
+
+
+class TestBiasInSharedMemory:
+    """Hopper's kernels copy rows of 16-bit biases that begin on 16 bytes, those of the next step ahead."""
+
+    OPTIONS = {"causal": {"causal": True}, "window": {"window": (60, 30)}, "mask": {"causal": True}}
+
+    @pytest.mark.sample(kernel=("forward", "backward_dkdv"), more=("causal",), shape=("bhqk",))
+    @pytest.mark.parametrize("shape", ("bhqk", "hk"))
+    @pytest.mark.parametrize("more", OPTIONS)
+    @pytest.mark.parametrize("kernel", HELD_BIASES)
+    def test_against_the_reference(self, monkeypatch, kernel, more, shape):
+        rows, keys, tile = HELD_BIASES[kernel]
+        operation = kernel.split()[0]
+        inputs = draw("sm90", (rows, keys), num_heads=4, num_heads_kv=2)
+        bias = place(
+            numbers(tuple(n if axis in shape else 1 for axis, n in zip("bhqk", (1, 4, rows, keys))), "float16")
+        )
+        options = {"bias": bias, **self.OPTIONS[more]}
+        if more == "mask":
+            options |= options_for("sm90", ("padding",), (rows, keys))
+        with simulated_gpu(monkeypatch) as launched:
+            self.check(operation, inputs, {operation: tile} if tile else None, options)
+        (spec,) = {
+            stage.spec for stage in launched if stage.spec.operation == operation.replace("single_pass", "backward")
+        }
+        without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != "bias"))
+        assert (spec.family, spec.shared_memory_bytes > without.shared_memory_bytes) == ("sm90", True)
+
+    @staticmethod
+    def check(operation: str, inputs: tuple, config: dict | None, options: dict) -> None:
+        expected = Expectation(*inputs, **options)
+        if operation == "forward":
+            o, lse = forward(*inputs[:3], family="sm90", config=config, **options)
+            expected.check(o=o, lse=lse)
+            return
+        o, lse = reference.forward(*inputs[:3], **options)
+        o, lse = place(o.astype("float16")), place(lse.astype("float32"))
+        method = "single_pass" if operation == "single_pass" else "two_pass"
+        (*gradients,) = backward(*inputs[:3], o, lse, inputs[3], family="sm90", method=method, config=config, **options)
+        expected.check(spec=operation, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+    def test_keys_past_the_end_of_a_row_are_not_read(self, monkeypatch):
+        """Of rows that begin on 16 bytes and end elsewhere."""
+        rows, keys = 70, 85
+        inputs = draw("sm90", (rows, keys))
+        wide = place(numbers((1, 2, rows, 88), "float16"))
+        with simulated_gpu(monkeypatch):
+            self.check("forward", inputs, {"forward": TileConfig(128, 64, 12, 2)}, {"bias": wide[..., :keys]})
 
 
 class TestAlibi:

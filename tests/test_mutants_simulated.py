@@ -137,6 +137,8 @@ WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
+HELD_BIAS = Problem(feature="bias", lengths=(70, 104), hopper_tile=ONE_GROUP)
+HELD_TRANSPOSED = Problem(feature="bias", lengths=(70, 136), hopper_tile=TileConfig(64, 128, 12, 2))
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
@@ -937,6 +939,54 @@ MUTANTS = (
         "bool yes = true;",
         "bounds",
         Problem(feature="bias", lengths=PAIRS),
+    ),
+    Mutant(
+        "bias in shared memory read before it has arrived",
+        "forward",
+        "        common::cp_async_wait_all();",
+        "",
+        "race",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory of the key tile before",
+        "forward",
+        "own.score_tile(tile, block - 1)",
+        "own.score_tile(tile, block)",
+        "numbers",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory of one half of a k-step",
+        "forward",
+        "Tile::offset(row_, 2 * s + chunk_)",
+        "Tile::offset(row_, 2 * s)",
+        "numbers",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory from past the last key",
+        "forward",
+        "return max_of(0, min_of(16, 2 * (params.seqlen_k - key)));",
+        "return 16;",
+        "bounds",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "transposed bias in shared memory of eight keys of sixteen",
+        "backward_dkdv",
+        "lane / 16 * 8, lane / 8 % 2)",
+        "lane / 16 * 8, 0)",
+        "numbers",
+        HELD_TRANSPOSED,
+    ),
+    Mutant(
+        "transposed bias in shared memory of rows past the last one for the next head",
+        "backward_dkdv",
+        "is_last ? own_.tiles.begin : step.tile + 1}",
+        "step.tile + 1}",
+        "numbers",
+        HELD_TRANSPOSED,
     ),
     Mutant("mask of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask")),
     Mutant(

@@ -165,6 +165,12 @@ class Family(ABC):
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""
 
+    def shared_memory_with(
+        self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
+    ) -> int:
+        """The same of a kernel with features, which may use memory that is left over but never need more."""
+        return self.shared_memory_bytes(operation, dtype, head_dim, tile)
+
     @abstractmethod
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
         """The reason why a kernel cannot be compiled for this tile, or None if it can. `head_dim` is padded."""
