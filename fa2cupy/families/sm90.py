@@ -21,6 +21,9 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 
+#: The features of kernels that copy a bias to shared memory, where that has room for it.
+_BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "sink", "cu_seqlens"))
+
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
 _MAX_STRIDE = 2**40  # bytes; a limit of tensor maps
@@ -143,8 +146,8 @@ class Sm90(Family):
     def shared_memory_with(
         self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
     ) -> int:
-        # Biases of 16 bits are copied to shared memory where it has room.
-        bias = "bias" in features and "wide_bias" not in features
+        # The same as kMayHoldBias in kernels/common/bias_tile.cuh.
+        bias = "bias" in features and _BESIDES_HELD_BIAS.issuperset(features)
         if operation == "forward":
             return _forward_bytes(head_dim, tile, bias)
         if operation == "backward_dq":
