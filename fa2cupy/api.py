@@ -253,8 +253,8 @@ def backward(
         Gradients in q's dtype. With fewer K/V heads than query heads, dk and dv are summed over the group in float32
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
-        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics. On the GPU,
-        dbias of 16-bit data implies ``"two_pass"``.
+        The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
+        axes it is bit-reproducible. On the GPU, dbias of 16-bit data implies ``"two_pass"``.
 
     Notes
     -----
@@ -266,8 +266,8 @@ def backward(
     for float64); in ``single_pass`` of 16-bit data a float32 dq, with rows rounded up to whole tiles of up to 128 and
     head_dim to a multiple of 16; where blocks share tiles of 16-bit data, float32 copies of dk and dv, rounded up
     alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by default at most four, or sixteen where all of
-    them take less than 64 MiB; for `return_dbias` the sum of dbias in lse's dtype; and the copies that `forward`
-    makes. A captured call allocates the same as memory of its graph.
+    them take less than 64 MiB; for `return_dbias` of a broadcast bias the sum of dbias in lse's dtype; and
+    the copies that `forward` makes. A captured call allocates the same as memory of its graph.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
     atomic additions varies: for float16 and bfloat16 in dq, which is added up in a float32 workspace of its size, and

@@ -54,7 +54,7 @@ CALLS = (
 )  # fmt: skip
 
 
-def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str) -> tuple[dict, dict]:
+def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, full_bias: bool) -> tuple[dict, dict]:
     """Keywords of a forward with these features, and what a backward has besides."""
     batch, rows, keys, heads, _ = FIXED.values()
     packed, wide = "cu_seqlens" in names, accumulator(dtype)
@@ -64,7 +64,7 @@ def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str) -> tuple[d
         "window": {"window": (9, 4)},
         "softcap": {"softcap": 20.0},
         "alibi_slopes": {"alibi_slopes": np.linspace(0.02, 0.4, heads).astype(wide)},
-        "bias": {"bias": numbers((heads, 1, keys), bias_dtype)},
+        "bias": {"bias": numbers((batch, heads, rows, keys) if full_bias else (heads, 1, keys), bias_dtype)},
         "mask": {"mask": booleans((batch, 1, rows, keys))},
         "key_padding_mask": {"key_padding_mask": booleans((batch, keys))},
         "sink": {"sink": numbers((heads,), wide)},
@@ -85,7 +85,7 @@ def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str) -> tuple[d
 def launched_by(
     monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
 ) -> set[KernelSpec]:
-    """The kernels that calls with these features launch: with both masks, all methods, and a bias of either dtype."""
+    """The kernels that calls with these features launch: with both masks, all methods, and each kind of bias."""
     pytest.importorskip("cupy", exc_type=ImportError)
     from support import fake_gpu
     from support.fake_cupy import place
@@ -99,10 +99,11 @@ def launched_by(
     if "cu_seqlens" in names:
         inputs = tuple(array[0] for array in inputs)
     q, k, v, do = map(place, inputs)
-    for bias_dtype, causal in itertools.product({dtype, accumulator(dtype)}, (False, True)):
+    full = (False, True) if "return_dbias" in names else (False,)
+    for *kind_of_bias, causal in itertools.product({dtype, accumulator(dtype)}, full, (False, True)):
         forward, backward = (
             {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
-            for options in call_options(names, dtype, bias_dtype)
+            for options in call_options(names, dtype, *kind_of_bias)
         )
         with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
             o, lse = fake_gpu.forward(q, k, v, causal=causal, family=family, **forward)

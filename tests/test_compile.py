@@ -269,7 +269,7 @@ def test_a_kernel_without_features_knows_nothing_of_them(spec):
 def test_a_kernel_with_a_feature_is_another_one(name):
     tile = TileConfig(64, 32, 4)
     plain = KernelSpec("backward_dq", "sm80", "sm_80", "float16", 64, False, tile)
-    base = ("bias",) if name in ("wide_bias", "dbias") else ()
+    base = {"wide_bias": ("bias",), "dbias": ("bias",), "full_dbias": ("bias", "dbias")}.get(name, ())
     with_feature = dataclasses.replace(plain, features=(*base, name))
     assert with_feature.symbol != dataclasses.replace(plain, features=base).symbol
     assert cached_kernel(with_feature).cubin != cached_kernel(dataclasses.replace(plain, features=base)).cubin

@@ -254,7 +254,7 @@ def test_every_feature_has_its_row_and_its_numbers():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {
         "seed"
     }
-    only_kernels = {"wide_bias", "dbias", "dlse"}
+    only_kernels = {"wide_bias", "dbias", "full_dbias", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
     assert arrays == set(ARRAY_KEYWORDS)
@@ -262,7 +262,7 @@ def test_every_feature_has_its_row_and_its_numbers():
         NO_SETTINGS, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
-    assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "dlse"))
+    assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "full_dbias", "dlse"))
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
         "window_left": 3, "window_right": 100, **softcap_values(2.0, 0.25),
         "alibi_scale": math.log2(math.e) / softcap_values(2.0, 0.25)["capped_log2"],

@@ -3,6 +3,7 @@ reference. What holds for every launch is in README.md of this folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from support.feature_cases import accumulator, numbers, options_of
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, reversed_columns, shifted
 
-from fa2cupy import TileConfig, UnsupportedProblemError
+from fa2cupy import TileConfig, UnsupportedProblemError, reference
 from fa2cupy.families.operations import TILED
 from fa2cupy.gpu import signatures
 from fa2cupy.problem import (
@@ -292,7 +293,10 @@ BIASES = (("", 61), ("", 64), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
 
 
 class TestDbias:
-    """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements."""
+    """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements.
+
+    Where it repeats none they are stored, in vectors if rows are contiguous and aligned.
+    """
 
     @pytest.mark.parametrize(
         ("family", "repeated", "keys"),
@@ -315,6 +319,83 @@ class TestDbias:
         inputs[0][:, :16] *= 30  # by tanh, others by the polynomial
         bias = place(numbers((1, 2, 40, 61), FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), softcap=2.0, bias=bias)
+
+    @pytest.mark.sample(family=("simt", "sm80"), view=(place, gapped), dtype=("own",))
+    @pytest.mark.parametrize("dtype", ("own", "float32"))
+    @pytest.mark.parametrize("view", (place, gapped, reversed_columns, shifted), ids=lambda view: view.__name__)
+    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90", "sm90 wide"], indirect=True)
+    def test_of_a_full_bias_into_an_array_of_the_callers_with_tiles_that_are_skipped(self, family, view, dtype):
+        name, launched = family
+        rows, keys = {"simt": (40, 64), "sm80": (70, 200), "sm90": (150, 264)}[name.split()[0]]
+        inputs = draw(name, (rows, keys))
+        bias = place(numbers((1, 2, rows, keys), FAMILIES[name][0] if dtype == "own" else dtype))
+        given = view(np.full(bias.shape, np.nan, bias.dtype))
+        options = {"bias": bias, "window": (9, 4)}
+        o, lse = run_forward(family, inputs, **options)
+        own = {"config": config_of(name), "family": name.split()[0], "return_dbias": True, "deterministic": True}
+        *_, dbias = backward(*inputs[:3], o, lse, inputs[3], out=(None, None, None, given), **own, **options)
+        assert dbias is given
+        distances = np.arange(keys) - np.arange(rows)[:, None] - (keys - rows)
+        assert not np.asarray(dbias, "float64")[..., (distances < -9) | (distances > 4)].any()
+        Expectation(*inputs, **options).check(dbias=dbias)
+        (stage,) = (stage for stage in launched if stage.spec.operation == "backward_dq")
+        assert "full_dbias" in stage.spec.features
+
+
+#: By Hopper's kernel: rows, keys, and a tile whose rows of a bias are permuted or padded in shared memory.
+HELD_BIASES = {
+    "forward": (150, 200, TileConfig(128, 64, 12, 2)),
+    "forward padded": (150, 200, TileConfig(128, 48, 12, 2)),
+    "backward_dq": (150, 200, TileConfig(128, 64, 12, 2)),
+    "backward_dq padded": (90, 104, TileConfig(64, 48, 8, 2, 2)),
+    "single_pass": (150, 200, None),
+    "backward_dkdv": (150, 200, None),
+}
+
+
+class TestBiasInSharedMemory:
+    """Hopper's kernels copy rows of 16-bit biases that begin on 16 bytes, those of the next step ahead."""
+
+    @pytest.mark.sample(kernel=("forward", "backward_dkdv"), causal=(True,), shape=("bhqk",))
+    @pytest.mark.parametrize("shape", ("bhqk", "hk"))
+    @pytest.mark.parametrize("causal", (False, True))
+    @pytest.mark.parametrize("kernel", HELD_BIASES)
+    def test_against_the_reference(self, monkeypatch, kernel, causal, shape):
+        rows, keys, tile = HELD_BIASES[kernel]
+        operation = kernel.split()[0]
+        inputs = draw("sm90", (rows, keys), num_heads=4, num_heads_kv=2)
+        bias = place(
+            numbers(tuple(n if axis in shape else 1 for axis, n in zip("bhqk", (1, 4, rows, keys))), "float16")
+        )
+        options = {"bias": bias, "causal": causal}
+        with simulated_gpu(monkeypatch) as launched:
+            self.check(operation, inputs, {operation: tile} if tile else None, options)
+        (spec,) = {
+            stage.spec for stage in launched if stage.spec.operation == operation.replace("single_pass", "backward")
+        }
+        without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != "bias"))
+        assert (spec.family, spec.shared_memory_bytes > without.shared_memory_bytes) == ("sm90", True)
+
+    @staticmethod
+    def check(operation: str, inputs: tuple, config: dict | None, options: dict) -> None:
+        expected = Expectation(*inputs, **options)
+        if operation == "forward":
+            o, lse = forward(*inputs[:3], family="sm90", config=config, **options)
+            expected.check(o=o, lse=lse)
+            return
+        o, lse = reference.forward(*inputs[:3], **options)
+        o, lse = place(o.astype("float16")), place(lse.astype("float32"))
+        method = "single_pass" if operation == "single_pass" else "two_pass"
+        (*gradients,) = backward(*inputs[:3], o, lse, inputs[3], family="sm90", method=method, config=config, **options)
+        expected.check(spec=operation, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+    def test_keys_past_the_end_of_a_row_are_not_read(self, monkeypatch):
+        """Of rows that begin on 16 bytes and end elsewhere."""
+        rows, keys = 70, 85
+        inputs = draw("sm90", (rows, keys))
+        wide = place(numbers((1, 2, rows, 88), "float16"))
+        with simulated_gpu(monkeypatch):
+            self.check("forward", inputs, {"forward": TileConfig(128, 64, 12, 2)}, {"bias": wide[..., :keys]})
 
 
 class TestAlibi:
@@ -422,6 +503,18 @@ class TestPackedSequences:
         features["key_padding_mask"] = numbers((len(SHORT), keys), "float32", 3) < 0.7
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
         check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
+
+    @pytest.mark.sample(packed_family=("simt", "sm80"))
+    @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
+    def test_a_bias_of_each_sequence(self, packed_family):
+        """Its gradient is zero where a sequence has no row or no key."""
+        name = packed_family[0]
+        inputs, offsets = self.draw(name, behind=2)
+        longest = longest_of(name)
+        longest["max_seqlen_k"] = -(-longest["max_seqlen_k"] // 8) * 8  # so that rows begin on 16 bytes
+        shape = (len(SHORT), 2, *longest.values())
+        bias = place(numbers(shape, FAMILIES[name][0]))
+        check(packed_family, inputs, methods=("two_pass",), bias=bias, causal=True, **longest, **offsets)
 
     @pytest.mark.sample(packed_family=("simt", "sm80"))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)

@@ -125,6 +125,7 @@ class Mutant:
 
 
 PAIRS = (69, 98)  # whose scores have rows that all begin on even elements
+VECTORS = Problem(feature="bias", lengths=(69, 104))  # whose scores have rows that all begin on 16 bytes
 OF_ANOTHER_ROW = (
     "params_.mask_strides.offset(batch_, head_, row, column)",
     "params_.mask_strides.offset(batch_, head_, 0, column)",
@@ -138,6 +139,8 @@ WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
+HELD_BIAS = Problem(feature="bias", lengths=(70, 104), hopper_tile=ONE_GROUP)
+HELD_TRANSPOSED = Problem(feature="bias", lengths=(70, 136), hopper_tile=TileConfig(64, 128, 12, 2))
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
@@ -955,6 +958,54 @@ MUTANTS = (
         "bounds",
         Problem(feature="bias", lengths=PAIRS),
     ),
+    Mutant(
+        "bias in shared memory read before it has arrived",
+        "forward",
+        "        common::cp_async_wait_all();",
+        "",
+        "race",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory of the key tile before",
+        "forward",
+        "own.score_tile(tile, block - 1)",
+        "own.score_tile(tile, block)",
+        "numbers",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory of one half of a k-step",
+        "forward",
+        "Tile::offset(row_, 2 * s + chunk_)",
+        "Tile::offset(row_, 2 * s)",
+        "numbers",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "bias in shared memory from past the last key",
+        "forward",
+        "return max_of(0, min_of(16, 2 * (params.seqlen_k - key)));",
+        "return 16;",
+        "bounds",
+        HELD_BIAS,
+    ),
+    Mutant(
+        "transposed bias in shared memory of eight keys of sixteen",
+        "backward_dkdv",
+        "lane / 16 * 8, lane / 8 % 2)",
+        "lane / 16 * 8, 0)",
+        "numbers",
+        HELD_TRANSPOSED,
+    ),
+    Mutant(
+        "transposed bias in shared memory of rows past the last one for the next head",
+        "backward_dkdv",
+        "is_last ? own_.tiles.begin : step.tile + 1}",
+        "step.tile + 1}",
+        "numbers",
+        HELD_TRANSPOSED,
+    ),
     Mutant("mask of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask")),
     Mutant(
         "mask in pairs of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask", lengths=PAIRS)
@@ -965,7 +1016,7 @@ MUTANTS = (
         "if (8 * n + e < left) atomicAdd",
         "if (row) atomicAdd",
         "bounds",
-        Problem(feature="bias"),
+        Problem(feature="bias of heads", batch=2),
     ),
     Mutant(
         "dbias in pairs of one key",
@@ -973,6 +1024,62 @@ MUTANTS = (
         '"f"(even), "f"(odd) :',
         '"f"(even), "f"(even) :',
         "numbers",
+        Problem(feature="bias of heads", batch=2, lengths=PAIRS),
+    ),
+    Mutant(
+        "full dbias of another row of the tile",
+        "backward_dq",
+        "T* row = first + strides.offset(0, 0, Fragment::row(i, lane), 0);",
+        "T* row = first + strides.offset(0, 0, Fragment::row(0, lane), 0);",
+        "unwritten",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias of other lanes of a quad",
+        "backward_dq",
+        "is_upper ? lower : upper, step",
+        "is_upper ? upper : lower, step",
+        "numbers",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias rounded in pairs of one key",
+        "backward_dq",
+        "pack<T>(ds.value[n + w][2 * i], ds.value[n + w][2 * i + 1])",
+        "pack<T>(ds.value[n + w][2 * i], ds.value[n + w][2 * i])",
+        "numbers",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias in vectors past the last key",
+        "backward_dq",
+        "if (is_wide && key + 8 <= end) {",
+        "if (is_wide) {",
+        "bounds",
+        VECTORS,
+    ),
+    Mutant(
+        "full dbias past the last key",
+        "backward_dq",
+        "if (key + e < end)",
+        "if (key + e < 8 * kN8)",
+        "bounds",
+        Problem(feature="bias"),
+    ),
+    Mutant(
+        "full dbias without zeros in tiles that are skipped",
+        "backward_dq",
+        "clear_keys(row, strides.column, end, params.seqlen_k, first.position.lane);",
+        "",
+        "unwritten",
+        VECTORS,
+    ),
+    Mutant(
+        "zeros of a full dbias in vectors alone",
+        "backward_dq",
+        "for (int32 key = begin + lane; key < end; key += 32) row[key * stride] = {};",
+        "",
+        "unwritten",
         Problem(feature="bias", lengths=PAIRS),
     ),
     Mutant(
@@ -1291,7 +1398,7 @@ MUTANTS = (
         "atomicAdd(address + 1, odd);",
         "atomicAdd(address + 1, even);",
         "numbers",
-        Problem(feature="bias", lengths=PAIRS, device="sm_80"),
+        Problem(feature="bias of heads", batch=2, lengths=PAIRS, device="sm_80"),
     ),
     Mutant(
         "before sm_90: dQ in the order of sm_90",

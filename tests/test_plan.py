@@ -155,14 +155,14 @@ def test_without_packed_rows_nothing_is_launched():
 # --------------------------------------------------------------------------------------- what features do to the stages
 
 
-WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias_accum"), (0, 0, 500, 1))}
+WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias"), (0, 0, 500, 1))}
 
 
-def with_gradients(dtype: str, method: str) -> Plan:
+def with_gradients(dtype: str, method: str, *more: str, **settings) -> Plan:
     """A backward with a window, a sink, a bias and all that goes with them."""
-    features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"))
+    features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"), **settings)
     of_call = problem(dtype=dtype, causal=True, settings=features)
-    return plans.backward_plan(of_call, H100, WITH_SCORES, method, extras=("dlse", "dbias", "dsink"))
+    return plans.backward_plan(of_call, H100, WITH_SCORES, method, extras=("dlse", "dbias", "dsink", *more))
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,28 @@ def test_each_stage_has_the_features_that_are_its_own(dtype, method):
     ("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")]
 )
 def test_what_gradients_are_added_to_is_cleared(dtype, method):
-    wanted = {"dk", "dv", "dbias_accum"} if method == "single_pass" else {"dbias_accum"}
+    wanted = {"dk", "dv", "dbias"} if method == "single_pass" else {"dbias"}
     assert set(with_gradients(dtype, method).cleared) == wanted
+    assert set(with_gradients(dtype, method, "full_dbias").cleared) == wanted - {"dbias"}
+
+
+@pytest.mark.parametrize("wide", (False, True))
+def test_a_full_gradient_is_stored_in_the_dtype_of_the_bias(wide):
+    def kind(*more: str) -> str:
+        (stage,) = (s for s in with_gradients("float16", "two_pass", *more, wide_bias=wide).stages if is_dq(s))
+        return next(field.kind for field in stage.spec.params.fields if field.name == "dbias")
+
+    def is_dq(stage: Stage) -> bool:
+        return stage.spec.operation == "backward_dq"
+
+    assert kind() == "output_accum"
+    assert kind("full_dbias") == ("output_accum" if wide else "output")
+
+
+def test_rows_outside_packed_sequences_have_a_gradient_of_zero():
+    of_call = problem(**packed(arrays=("bias", "cu_seqlens_q", "cu_seqlens_k")))
+    plan = plans.backward_plan(of_call, H100, WITH_SCORES, "two_pass", extras=("dbias", "full_dbias"))
+    assert plan.cleared == ("dbias",)
 
 
 def test_the_gradient_of_a_sink_has_a_block_for_each_query_head():

@@ -146,7 +146,7 @@ def choose(
     options : CallOptions, optional
         Only `family`, `method`, `deterministic`, `config` and `num_splits` are read.
     extras : sequence of str, optional
-        The optional input ``"dlse"`` and the optional results ``"dbias"`` and ``"dsink"`` of a backward.
+        Of a backward, as for `fa2cupy.plan.calls.plan_backward`.
     is_launched : bool, optional
         False if the kernels are only compiled, and will not run on this machine.
 

@@ -154,11 +154,11 @@ class Family(ABC):
         """The features that the kernel must have out of those that a call uses, in the order of `FEATURES`."""
         concerned = set(operation_named(operation).features)
         if self.owns(operation) == "keys":
-            concerned.discard("dbias")  # kernels that own queries sum it
+            concerned -= {"dbias", "full_dbias"}  # kernels that own queries write it
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     def method_with_dbias(self, method: str) -> str:
-        """The method of a backward that returns dbias, which only kernels that own queries sum."""
+        """The method of a backward that returns dbias, which only kernels that own queries write."""
         return method if self.backward_owns == "queries" else "two_pass"
 
     # Resources of a tile.
@@ -170,6 +170,12 @@ class Family(ABC):
     @abstractmethod
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         """Bytes of a block's dynamic shared memory; the kernels assert the same number."""
+
+    def shared_memory_with(
+        self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
+    ) -> int:
+        """The same of a kernel with features, which may use memory that is left over but never need more."""
+        return self.shared_memory_bytes(operation, dtype, head_dim, tile)
 
     @abstractmethod
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:

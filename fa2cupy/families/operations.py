@@ -56,6 +56,8 @@ _OF_SCORES = (
     "cu_seqlens",
 )
 
+#: Those of kernels that write the gradient of the bias.
+_OF_DBIAS = ("dbias", "full_dbias")
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 
@@ -64,8 +66,8 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
-        Operation("backward", (*_OF_SCORES, "dbias")),
-        Operation("backward_dq", (*_OF_SCORES, "dbias"), owns="queries"),
+        Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
+        Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
         Operation(
             "delta",

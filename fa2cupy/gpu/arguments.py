@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNEL_NAMES", "Arguments", "arguments_of"]
 
-#: Names of arrays that differ in the kernels: ``do`` is a C++ keyword, and dbias is a sum before it is rounded.
-KERNEL_NAMES = {"do": "dout", "dbias": "dbias_accum"}
+#: Names of arrays that differ in the kernels: ``do`` is a C++ keyword.
+KERNEL_NAMES = {"do": "dout"}
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {

@@ -20,7 +20,7 @@ from ..problem.attention import ROWS_OF, AttentionProblem
 from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
 from ..problem.features import OFFSETS, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides
+from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full, score_strides
 from .arguments import KERNEL_NAMES, Arguments
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
@@ -55,25 +55,30 @@ def prepare(
     """
     arguments.check_backend(arrays)
     named = arguments.named(arrays)
-    problem, results = _check(arguments.call, named, options, dict(scalars) | feature_arrays(named))
+    features = feature_arrays(named)
+    problem, results = _check(arguments.call, named, options, dict(scalars) | features)
     ordinal, device = _device(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
     extras = tuple(
         name for name in ("dlse", "dbias", "dsink") if named.get(name) is not None or name in arguments.results
     )
-    if "dbias" in extras and options.deterministic:
-        _check_deterministic_dbias(problem, named["bias"])
+    sums_dbias = "dbias" in extras and not is_full(features["bias"].shape, problem.score_shape)
+    if sums_dbias and options.deterministic:
+        _check_deterministic_dbias(problem, features["bias"])
+    if "dbias" in extras and not sums_dbias:
+        extras += ("full_dbias",)
     family = choose_family(arguments.call, problem.dtype, device, options.family, used_features(problem, extras))
     kernels = _Kernels(arguments, named, options, device, extras)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
-    if not copied and "dbias" not in extras:
+    if not copied and not sums_dbias:
         given = [name for name in arguments.results if named[name] is not None]
         plan = kernels.plan(problem, in_place=named)
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
     padded = _padded(problem, family)
     in_place = {name: named[name] for name in arguments.inputs if name not in copied}
-    inner = KernelCall(kernels.plan(padded, in_place), ordinal, arguments, _padded_results(padded, results))
+    inner_results = _padded_results(padded, results, sums_dbias)
+    inner = KernelCall(kernels.plan(padded, in_place), ordinal, arguments, inner_results)
     return CopyingCall(inner, arguments, results, copied, padded.head_dim, check_overlap)
 
 
@@ -112,7 +117,9 @@ class _Kernels:
             layout = (problem.shape_of(kernel_name),) if array is None else (array.shape, array.strides)
             strides[kernel_name] = problem.kernel_strides(*layout)
         if "dbias" in self._extras:
-            strides[KERNEL_NAMES["dbias"]] = contiguous_score_strides(self._features["bias"].shape)
+            given = in_place.get("dbias")
+            shape = self._features["bias"].shape
+            strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
         return strides
 
 
@@ -177,13 +184,13 @@ def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
     return dataclasses.replace(problem, head_dim=padded, head_dim_v=None)
 
 
-def _padded_results(padded: AttentionProblem, results: tuple[Result, ...]) -> tuple[Result, ...]:
-    """The results that kernels of the padded problem write: dbias in the accumulators' dtype, rounded afterwards."""
+def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_dbias: bool) -> tuple[Result, ...]:
+    """The results that kernels of the padded problem write: a sum of dbias is rounded afterwards."""
 
     def of(result: Result) -> Result:
         if _is_tensor(result.name):
             return result._replace(shape=padded.shape_of(KERNEL_NAMES.get(result.name, result.name)))
-        if result.name == "dbias":
+        if result.name == "dbias" and sums_dbias:
             return result._replace(dtype=np.dtype(padded.accumulator_dtype))
         return result
 

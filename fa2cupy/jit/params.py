@@ -112,6 +112,8 @@ def param_layout(
     kinds = {name: array.kind for name, array in arrays.items()}
     if "wide_bias" in features:
         kinds["bias"] = "input_accum"
+    elif "full_dbias" in features:
+        kinds["dbias"] = "output"
     fields += [Field(name, kind) for name, kind in kinds.items()]
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters

@@ -85,7 +85,7 @@ class KernelSpec:
         if not operation_named(self.operation).is_tiled:
             return 0
         family = family_named(self.family)
-        return family.shared_memory_bytes(self.operation, self.dtype, self.head_dim, self.tile)
+        return family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
 
     @property
     def params(self) -> ParamLayout:

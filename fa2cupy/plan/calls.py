@@ -48,16 +48,18 @@ def plan_backward(
     ----------
     problem, device, choice
     strides : mapping
-        Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias_accum for ``"dbias"``.
+        Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias for ``"dbias"``.
     extras : tuple of str, optional
-        The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has.
+        The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has; and
+        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`).
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
     layout = StageLayout(problem, device, choice.family, strides, extras)
     stages: list[Stage] = []
     workspaces: list[Workspace] = []
-    cleared = ["dbias_accum"] if "dbias" in extras else []
+    # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's.
+    cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or problem.is_packed) else []
     if with_delta:
         rows = problem.batch * problem.num_heads * problem.seqlen_q
         stages.append(_delta(layout))

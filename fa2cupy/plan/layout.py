@@ -40,7 +40,7 @@ class StageLayout:
     strides : mapping
         Strides of the tensors and of the features' arrays, by the kernels' names.
     extras : tuple of str
-        The subset of ``"dlse"``, ``"dbias"`` and ``"dsink"`` that a backward has.
+        As for `fa2cupy.plan.calls.plan_backward`.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
@@ -14,7 +15,7 @@ from ..jit.spec import KernelSpec
 from ..problem.checks import problem_from_arrays
 from ..problem.features import FeatureKeywords, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides
+from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
 from .calls import plan_backward, plan_forward
 
 __all__ = ["default_specs"]
@@ -45,7 +46,7 @@ def default_specs(
         None.
     features : sequence of str, optional
         Features of the calls, all combined: names of `fa2cupy.problem.choices.CALL_KEYWORDS`. With a bias, the kernels
-        are those for both of the dtypes that it may have.
+        are those for both of the dtypes that it may have, and with its gradient those for a full and a broadcast one.
     """
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
@@ -59,19 +60,22 @@ def default_specs(
         rows = problem.kernel_strides(problem.q_shape)
         strides: dict[str, AnyStrides] = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
         strides |= feature_strides(keywords)
+        present = extras
         if "dbias" in extras:
-            strides["dbias_accum"] = contiguous_score_strides(feature_arrays(keywords)["bias"].shape)
-        choice = choose(call, problem, device, strides, options, extras=extras, is_launched=False)
+            shape = feature_arrays(keywords)["bias"].shape
+            strides["dbias"] = contiguous_score_strides(shape)
+            present += ("full_dbias",) if is_full(shape, problem.score_shape) else ()
+        choice = choose(call, problem, device, strides, options, extras=present, is_launched=False)
         if method is None:
             plan = plan_forward(problem, device, strides, choice)
         else:
-            plan = plan_backward(problem, device, strides, choice, extras=extras)
+            plan = plan_backward(problem, device, strides, choice, extras=present)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
 
 
 def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
-    """Keywords of calls with these features, for each dtype of a bias. Kernels do not depend on their values."""
+    """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
     wide = "float64" if dtype == "float64" else "float32"
     offsets = np.array([0, _ROWS], "int32")
     values: dict[str, FeatureKeywords] = {
@@ -90,8 +94,9 @@ def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
     if "bias" not in features:
         yield keywords
         return
-    for bias_dtype in dict.fromkeys((dtype, wide)):
-        yield {**keywords, "bias": _array((1, 1), bias_dtype)}
+    shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
+    for bias_dtype, shape in itertools.product(dict.fromkeys((dtype, wide)), shapes):
+        yield {**keywords, "bias": _array(shape, bias_dtype)}
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

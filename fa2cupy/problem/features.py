@@ -293,8 +293,10 @@ FEATURES = {
     "bias": Feature("kBias", _has("bias"), arrays={"bias": FeatureArray("input", check_broadcast)}, registers=2),
     # A bias in the accumulators' dtype.
     "wide_bias": Feature("kWideBias", lambda settings: settings.wide_bias, check=check_wide_bias),
-    # The gradient of the bias, which `return_dbias` requests.
-    "dbias": Feature("kDbias", _never, arrays={"dbias_accum": FeatureArray("output_accum")}),
+    # The gradient of the bias, which `return_dbias` requests, and whether the bias is a full one: then each element of
+    # dbias belongs to one score, and is stored in the bias's dtype instead of added up in the accumulators'.
+    "dbias": Feature("kDbias", _never, arrays={"dbias": FeatureArray("output_accum")}),
+    "full_dbias": Feature("kFullDbias", _never),
     "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
     "key_padding_mask": Feature(
         "kKeyPadding",

@@ -13,7 +13,15 @@ from typing import Any
 from .array_types import Array
 from .features import FEATURES, feature_arrays
 
-__all__ = ["AnyStrides", "ScoreStrides", "Strides", "contiguous_score_strides", "feature_strides", "score_strides"]
+__all__ = [
+    "AnyStrides",
+    "ScoreStrides",
+    "Strides",
+    "contiguous_score_strides",
+    "feature_strides",
+    "is_full",
+    "score_strides",
+]
 
 #: Element strides along the batch, row and head axes of a tensor.
 Strides = tuple[int, int, int]
@@ -29,6 +37,11 @@ _AXES: dict[str, dict[int, tuple[int, ...]]] = {
     "key_padding_mask": {1: (3,), 2: (0, 3)},
     "sink": {1: (1,)},
 }
+
+
+def is_full(shape: tuple[int, ...], score_shape: tuple[int, ...]) -> bool:
+    """True if an array of this shape, which can be broadcast to the scores, has an element for each score."""
+    return math.prod(shape) == math.prod(score_shape)
 
 
 def score_strides(name: str, array: Array) -> ScoreStrides:

@@ -1,6 +1,7 @@
-// The gradient of the bias: the gradient of each score is added to the element of the bias that the score was read
-// from. Along axes on which the bias is broadcast, many scores share one element; a warp then sums its own scores first
-// and adds the sum with one atomic.
+// The gradient of the bias: the gradient of each score belongs to the element of the bias that the score was read from.
+// Of a full bias (kFullDbias), which has an element for each score, it is stored, rounded to the bias's type; the block
+// that owns a query tile also stores zeros for the key tiles that it skips. Along axes on which the bias is broadcast,
+// many scores share one element; a warp then sums its own scores first and adds the sum with one atomic.
 //
 // dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap the two differ by the cap's
 // derivative. The weights (weights.cuh) leave that factor out if there is a dbias; `take_derivative` multiplies by it
@@ -8,6 +9,7 @@
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
+#include "common/tile_range.cuh"
 
 namespace fa2::common {
 
@@ -38,6 +40,127 @@ class SavedScores<Spec, Fragment, true> {
   private:
     Fragment scores_;
 };
+
+// Stores an element, rounded to the type of the array.
+__device__ __forceinline__ void store_rounded(float* address, float x) { *address = x; }
+__device__ __forceinline__ void store_rounded(double* address, double x) { *address = x; }
+template <class T>
+__device__ __forceinline__ void store_rounded(T* address, float x) {
+    *address = T{static_cast<uint16>(pack<T>(x, 0.0f))};
+}
+
+// Exchanges words among the four lanes of a quad: word w of lane t becomes word t of lane w.
+__device__ __forceinline__ void transpose_quad(uint32 (&x)[4], int32 lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; ++step) {
+        const bool is_upper = lane & step;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if (w & step) continue;
+            uint32 &lower = x[w], &upper = x[w + step];
+            const uint32 received = __shfl_xor_sync(kFullWarp, is_upper ? lower : upper, step);
+            (is_upper ? lower : upper) = received;
+        }
+    }
+}
+
+// Stores each element of a full dbias. `first`: the element of the fragment's first row and column; `queries` and
+// `keys`: the rows and columns from there on that exist.
+template <class T, class Fragment>
+__device__ __forceinline__ void store_elements(const Fragment& ds, T* first, const ScoreStrides& strides, int32 queries,
+                                               int32 keys, int32 lane) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+            if (Fragment::row(i, lane) < queries && Fragment::col(j, lane) < keys)
+                store_rounded(first + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(j, lane)), ds(i, j));
+}
+// The quad layout in float32: in pairs where rows are contiguous and start at 8-byte boundaries. The pairs of a quad are
+// a whole sector of 32 bytes.
+template <int kN8>
+__device__ __forceinline__ void store_elements(const QuadFragment<kN8>& ds, float* first, const ScoreStrides& strides,
+                                               int32 queries, int32 keys, int32 lane) {
+    using Fragment = QuadFragment<kN8>;
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i) {
+        float* row = first + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(0, lane));
+        const int32 left = (Fragment::row(i, lane) < queries ? keys : 0) - Fragment::col(0, lane);
+        const bool in_pairs = strides.column == 1 && reinterpret_cast<uint64>(row) % 8 == 0;
+#pragma unroll
+        for (int n = 0; n < kN8; ++n) {
+            const float even = ds.value[n][2 * i], odd = ds.value[n][2 * i + 1];
+            if (in_pairs && 8 * n + 1 < left) {
+                store_global(row + 8 * n, even, odd);
+            } else {
+                if (8 * n < left) row[8 * n * strides.column] = even;
+                if (8 * n + 1 < left) row[(8 * n + 1) * strides.column] = odd;
+            }
+        }
+    }
+}
+// The quad layout in 16 bits. A lane's pairs are 4 bytes at 16-byte distances; exchanged within the quad, they become 16
+// contiguous bytes per lane and 64 per row, which takes a quarter of the stores and fills sectors.
+template <int kN8, class T>
+__device__ __forceinline__ void store_elements(const QuadFragment<kN8>& ds, T* first, const ScoreStrides& strides,
+                                               int32 queries, int32 keys, int32 lane) {
+    using Fragment = QuadFragment<kN8>;
+    static_assert(sizeof(T) == 2);
+#pragma unroll
+    for (int i = 0; i < Fragment::kRows; ++i) {
+        T* row = first + strides.offset(0, 0, Fragment::row(i, lane), 0);
+        const int32 existing = Fragment::row(i, lane) < queries ? keys : 0;
+        const bool is_wide = strides.column == 1 && reinterpret_cast<uint64>(row) % 16 == 0;
+#pragma unroll
+        for (int n = 0; n < kN8; n += 4) {
+            uint32 words[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+                words[w] = n + w < kN8 ? pack<T>(ds.value[n + w][2 * i], ds.value[n + w][2 * i + 1]) : 0;
+            transpose_quad(words, lane);
+            const int32 key = 8 * (n + lane % 4), end = min_of(existing, 8 * kN8);  // kN8 may be no multiple of 4
+            if (is_wide && key + 8 <= end) {
+                store_global(row + key, words);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (key + e < end)
+                        row[(key + e) * strides.column] = T{static_cast<uint16>(words[e / 2] >> e % 2 * 16)};
+            }
+        }
+    }
+}
+
+// Stores zeros to the keys [begin, end) of a row, of which `begin` is the first of a key tile; all lanes together.
+template <class T>
+__device__ __forceinline__ void clear_keys(T* row, int64 stride, int32 begin, int32 end, int32 lane) {
+    constexpr int32 kWide = 16 / sizeof(T);
+    if (stride == 1 && reinterpret_cast<uint64>(row) % 16 == 0) {
+        const int32 whole = end / kWide * kWide;
+        for (int32 key = begin + lane * kWide; key < whole; key += 32 * kWide)
+            *reinterpret_cast<Vector<T, kWide>*>(row + key) = {};
+        begin = max_of(begin, whole);
+    }
+    for (int32 key = begin + lane; key < end; key += 32) row[key * stride] = {};
+}
+
+// Stores zeros to a full dbias where a warp's rows skip key tiles: before key `begin` and from key `end` on. Nobody else
+// writes them, except for packed sequences, whose dbias also has elements outside all blocks and is cleared beforehand.
+template <class Spec>
+inline constexpr bool kClearsSkippedDbias = Spec::kFullDbias && kRightLimit<Spec> && !Spec::kVarlen;
+template <class Spec, class Record>
+__device__ __forceinline__ void clear_skipped_dbias(const Record& params, const ScoreTile& first, int32 rows,
+                                                    int32 begin, int32 end) {
+    if constexpr (kClearsSkippedDbias<Spec>) {
+        const ScoreStrides& strides = params.dbias_strides;
+        auto* row = params.dbias + strides.offset(first.batch, first.head, first.position.first_query, 0);
+        rows = min_of(rows, params.seqlen_q - first.position.first_query);
+        for (int32 i = 0; i < rows; ++i, row += strides.row) {
+            if constexpr (kLeftLimit<Spec>) clear_keys(row, strides.column, 0, begin, first.position.lane);
+            clear_keys(row, strides.column, end, params.seqlen_k, first.position.lane);
+        }
+    }
+}
 
 // Adds each element with its own atomic.
 template <class Spec, class Fragment, class Real>
@@ -77,17 +200,14 @@ __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float*
 
 // True if the call asks for the gradient of the bias.
 template <class Spec>
-inline constexpr bool kAddsDbias = Spec::kDbias;
+inline constexpr bool kWritesDbias = Spec::kDbias;
 
-// Adds the gradient of the scores to that of the bias. Sums over a broadcast axis use the fragment layout: lanes that
-// share a row are neighbours, lanes that share a column are kLanesPerRow apart.
-template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& params, const ScoreTile& tile) {
-    using Real = typename ElementTraits<typename Spec::Element>::Accum;
-    const int32 first_query = tile.position.first_query, first_key = tile.position.first_key, lane = tile.position.lane;
-    const ScoreStrides& strides = params.dbias_accum_strides;
-    Real* sums = params.dbias_accum + strides.offset(tile.batch, tile.head, first_query, first_key);
-    const int32 queries = params.seqlen_q - first_query, keys = params.seqlen_k - first_key;
+// Adds the gradient of the scores to that of a broadcast bias, of which `sums` is the fragment's first element. Sums
+// over a broadcast axis use the fragment layout: lanes that share a row are neighbours, lanes that share a column are
+// kLanesPerRow apart.
+template <class Spec, class Fragment, class Real>
+__device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const ScoreStrides& strides, int32 queries,
+                                          int32 keys, int32 lane) {
     if (strides.row != 0 && strides.column != 0) {
         add_elements<Spec>(ds, sums, strides, queries, keys, lane);
         return;
@@ -121,10 +241,19 @@ __device__ __forceinline__ void add_dbias_of(const Fragment& ds, const Record& p
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
 }
-// Does nothing unless the call asks for the gradient of the bias.
+// Stores or adds the gradient of the scores. Does nothing unless the call asks for the gradient of the bias.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void add_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
-    if constexpr (kAddsDbias<Spec>) add_dbias_of<Spec>(ds, params, tile);
+__device__ __forceinline__ void write_dbias(const Fragment& ds, const Record& params, const ScoreTile& tile) {
+    if constexpr (kWritesDbias<Spec>) {
+        const auto [first_query, first_key, lane] = tile.position;
+        const ScoreStrides& strides = params.dbias_strides;
+        auto* first = params.dbias + strides.offset(tile.batch, tile.head, first_query, first_key);
+        const int32 queries = params.seqlen_q - first_query, keys = params.seqlen_k - first_key;
+        if constexpr (Spec::kFullDbias)
+            store_elements(ds, first, strides, queries, keys, lane);
+        else
+            add_dbias<Spec>(ds, first, strides, queries, keys, lane);
+    }
 }
 
 }  // namespace fa2::common

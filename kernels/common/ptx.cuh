@@ -1,5 +1,5 @@
-// Instructions that several families use: shared memory accesses by address, named barriers, atomic additions to global
-// memory.
+// Instructions that several families use: shared memory accesses by address, asynchronous copies, ldmatrix, named
+// barriers, stores and atomic additions to global memory.
 #pragma once
 #include "common/fragment.cuh"
 
@@ -67,6 +67,31 @@ __device__ __forceinline__ void store_shared(uint32 address, const OperandA& x) 
                  : "memory");
 }
 
+// Loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
+template <bool kTranspose>
+__device__ __forceinline__ OperandA ldmatrix_x4(uint32 address) {
+    OperandA x;
+    if constexpr (kTranspose)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
+                     : "r"(address)
+                     : "memory");
+    return x;
+}
+
+// Starts a copy of 16 bytes from global to shared memory that bypasses registers and L1. The first `existing` are read;
+// the others become zeros.
+__device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, int32 existing) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(existing) : "memory");
+}
+// Waits for all of this thread's copies.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ----------------------------------------------------------------------------------------------------- named barriers
 
 // A named barrier synchronises some warps of the block; `threads` counts those that arrive and those that wait.
@@ -76,6 +101,17 @@ __device__ __forceinline__ void barrier_sync(int32 id, int32 threads) {
 }
 __device__ __forceinline__ void barrier_arrive(int32 id, int32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------- stores to global memory
+
+// Stores of aligned vectors. The compiler divides stores of structs into their members where these come from selections.
+__device__ __forceinline__ void store_global(float* address, float x, float y) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_global(void* address, const uint32 (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 // ---------------------------------------------------------------------------------------- additions to global memory

@@ -10,17 +10,23 @@
 
 namespace fa2::common {
 
-template <class Spec>
-inline constexpr bool kReadsArrays = Spec::kBias || Spec::kMask || Spec::kKeyPadding;
-
 template <class Real>
 struct ArrayTerm {
     Real bias = 0;
     bool visible = true;
 };
 
-template <class Spec, class Record>
+// Where the bias of a fragment of scores is: in global memory, where ScoreArrays reads it, or (kIsStaged) in shared
+// memory, from where a class of the family reads it in the layout of the fragment.
+struct BiasInMemory {
+    static constexpr bool kIsStaged = false;
+};
+
+// kReadsBias: whether the bias is read here.
+template <class Spec, class Record, bool kReadsBias = Spec::kBias>
 class ScoreArrays {
+    static constexpr bool kReads = kReadsBias || Spec::kMask || Spec::kKeyPadding;
+
   public:
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
 
@@ -30,11 +36,11 @@ class ScoreArrays {
     // Rows and keys past the end are clamped to the last one; the results there are not used.
     __device__ __forceinline__ Term at(int32 query, int32 key) const {
         Term term;
-        if constexpr (kReadsArrays<Spec>) {
+        if constexpr (kReads) {
             // A packed sequence may have no key.
             const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
             const int32 row = existing(query), column = min_of(key, last_key);
-            if constexpr (Spec::kBias) term.bias = to_accum(*bias(row, column));
+            if constexpr (kReadsBias) term.bias = to_accum(*bias(row, column));
             if constexpr (Spec::kMask) term.visible = *mask(row, column);
             if constexpr (Spec::kKeyPadding) term.visible = term.visible && *padding(column);
         }
@@ -47,10 +53,10 @@ class ScoreArrays {
     // the same row.
     template <int kLastKey>
     __device__ __forceinline__ bool is_regular(int32 query, int32 key) const {
-        if constexpr (!kReadsArrays<Spec>) return false;
+        if constexpr (!kReads) return false;
         bool yes = key + kLastKey < params_.seqlen_k;
         const int32 row = existing(query);
-        if constexpr (Spec::kBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
+        if constexpr (kReadsBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
         if constexpr (Spec::kMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));
         if constexpr (Spec::kKeyPadding)
             yes = yes && params_.key_padding_mask_strides.column == 1 && is_even(padding(key));
@@ -66,7 +72,7 @@ class ScoreArrays {
         } else {
             terms[0] = terms[1] = {};  // NVRTC 12.9 omits the member initialisers in arrays of arrays
             const int32 row = existing(query);
-            if constexpr (Spec::kBias) {
+            if constexpr (kReadsBias) {
                 const auto two = read_two(bias(row, key) + keys);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) terms[e].bias = to_accum(two.item[e]);

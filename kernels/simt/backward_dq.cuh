@@ -74,6 +74,8 @@ struct BackwardDq {
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
+        common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row, 0, lane}, Warp::kRows,
+                                          tiles.begin * kBc, tiles.end * kBc);
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
             __syncthreads();
             Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
@@ -92,7 +94,7 @@ struct BackwardDq {
             common::differentiate_softmax<false, Spec>(
                 p, ds, mask, outside, params, score_tile, [&](int, int) { return lse_log2; },
                 [&](int, int) { return delta; });
-            common::add_dbias<Spec>(ds, params, score_tile);
+            common::write_dbias<Spec>(ds, params, score_tile);
             saved.take_derivative(ds, params);
 
             if constexpr (kWithDkdv) {

@@ -83,6 +83,8 @@ struct BackwardDq {
                                                        params.seqlen_q, thread);
         cp_async_commit();
         ring.start();
+        common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row + warp_row, 0, lane}, kWarpRows,
+                                          tiles.begin * kBc, tiles.end * kBc);
 
         // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
         const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
@@ -159,8 +161,8 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                common::add_dbias<Spec>(ds[m], params,
-                                        {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
+                common::write_dbias<Spec>(ds[m], params,
+                                          {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
                 saved[m].take_derivative(ds[m], params);
                 packed[m].set(ds[m]);
             }

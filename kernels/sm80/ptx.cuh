@@ -1,10 +1,10 @@
-// Instructions that only this family uses: cp.async, ldmatrix, mma.sync, barriers with a vote.
+// Instructions that only this family uses: cp.async in groups, mma.sync, barriers with a vote.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace fa2::sm80 {
 
-using common::barrier_arrive, common::barrier_sync;
+using common::barrier_arrive, common::barrier_sync, common::ldmatrix_x4;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 
@@ -18,23 +18,6 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
-template <bool kTranspose>
-__device__ __forceinline__ OperandA ldmatrix_x4(uint32 address) {
-    OperandA x;
-    if constexpr (kTranspose)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
-                     : "r"(address)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.reg[0]), "=r"(x.reg[1]), "=r"(x.reg[2]), "=r"(x.reg[3])
-                     : "r"(address)
-                     : "memory");
-    return x;
 }
 
 // d += a b on a 16 x 8 x 16 tile.

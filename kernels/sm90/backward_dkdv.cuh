@@ -49,7 +49,7 @@ struct BackwardDkdv {
 
     static constexpr bool kFindsSequences = true;
 
-    __device__ static void run(const Params& launch, char* dynamic_smem) {
+    __device__ __forceinline__ static void run(const Params& launch, char* dynamic_smem) {
         const auto where = common::scheduled_tile<Spec, true>(launch, blockIdx.x);
         const auto& params = common::record_of_sequence<Spec>(launch, where.batch);
         // Unused tile indices have no work; clear_backward.cu zeroes dK and dV of a sequence without queries.

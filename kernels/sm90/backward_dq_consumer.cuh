@@ -51,12 +51,13 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Shape = BackwardDqShape<Spec>;
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
-        Base::score_tile;
+    using Base::first_row, Base::load_bias, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
+        Base::output_box, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
+    friend Base;
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
     // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
     // first one, which waits for it, has not released.
@@ -81,7 +82,10 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         }
         while (true) {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
+            load_bias(tile, keys.end - 1);
             load_rows(tile);
+            if constexpr (common::kClearsSkippedDbias<Spec>)
+                common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
             skip(keys);
             int32 block = keys.end - 1;
             first_step(tile, keys, block,
@@ -124,7 +128,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
         issue_dp();
-        exponentiate(tile, block, masked);
+        exponentiate(tile, keys, block, masked);
         finish_ds(tile, keys, block);
     }
 
@@ -145,19 +149,17 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         }
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         issue_dp();
-        exponentiate(tile, block, kMasked);
+        exponentiate(tile, keys, block, kMasked);
         if constexpr (Shape::kScoresFirst) wait_for_dq<1>();
         finish_ds(tile, keys, block);
     }
 
     // Replaces S by P, or by the factor of dP - delta (common/weights.cuh).
-    __device__ __forceinline__ void exponentiate(const TileInSlot& tile, int32 block, bool masked) {
+    __device__ __forceinline__ void exponentiate(const TileInSlot& tile, const GroupKeys& keys, int32 block,
+                                                 bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
-            common::Unused unused;
-            common::take_weights<false, Spec>(
-                scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
-                [&](int i, int) { return -minus_lse_[i]; }, static_cast<const Terms&>(*this));
+            Base::with_bias(*this, tile, block, masked, block == (kLeftLimit ? keys.begin : 0));
             return;
         }
         if (masked) mask(scores_, tile, block);
@@ -169,18 +171,26 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                     common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
     }
 
+    template <class Bias>
+    __device__ __forceinline__ void use_bias(const Bias& bias, const TileInSlot& tile, int32 block, bool masked) {
+        common::Unused unused;
+        common::take_weights_with<false, Spec>(
+            bias, scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
+            [&](int i, int) { return -minus_lse_[i]; }, static_cast<const Terms&>(*this));
+    }
+
     __device__ __forceinline__ void finish_ds(const TileInSlot& tile, const GroupKeys& keys, int32 block) {
         wgmma_wait<0>();
         pin(dp_);
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
             mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (common::kAddsDbias<Spec>) {
+        if constexpr (common::kWritesDbias<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::add_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
+            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
             this->take_derivative(scores_, params_);
             ds_.set(scores_);
             return;

@@ -34,12 +34,13 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
-        Base::score_tile;
+    using Base::first_row, Base::load_bias, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
+        Base::output_box, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
+    friend Base;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
     // for its turn or for a V whose stage it has not released.
@@ -141,7 +142,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
         issue_both(present);
-        if constexpr (!common::kCapsLate<Spec>) modify(tile, block);
+        if constexpr (!common::kCapsLate<Spec>) modify(tile, block, is_last);
         if (is_last) release_query();
         float rescale[2];
         if constexpr (!kTwoP) wait_for_output();
@@ -160,7 +161,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
                                                 Probabilities& p) {
         issue_both(p);
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
-        modify(tile, block);
+        modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
         mask(scores_, tile, block);
         float rescale[2];
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
@@ -199,7 +200,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         const int32 block = keys.end - 1;
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
-        modify(tile, block);
+        modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
         if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
             mask(scores_, tile, block);
         float rescale[2];
@@ -215,10 +216,13 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (kPinExponentials) store_shared(memory_.scratch(threadIdx.x), softmax.sum[0] + softmax.sum[1]);
     }
 
-    __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block) {
-        if constexpr (common::kModifiesScores<Spec>)
-            common::modify_scores<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                        static_cast<const Terms&>(*this));
+    __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
+        if constexpr (common::kModifiesScores<Spec>) Base::with_bias(*this, tile, block, false, is_last);
+    }
+    template <class Bias>
+    __device__ __forceinline__ void use_bias(const Bias& bias, const TileInSlot& tile, int32 block, bool) {
+        common::modify_scores_with<Spec>(bias, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+                                         static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
@@ -226,11 +230,13 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Also loads the terms of the tile's head: its scores are computed next.
+    // Also loads the terms of the tile's head, and its first bias: its scores are computed next.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
-        return keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
+        const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
+        load_bias(tile, keys.end - 1);
+        return keys;
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {
         if constexpr (kRightLimit && kMaxSkipped > 0) {

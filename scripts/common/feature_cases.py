@@ -17,7 +17,7 @@ from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
-from fa2cupy.problem.strides import contiguous_score_strides, feature_strides
+from fa2cupy.problem.strides import contiguous_score_strides, feature_strides, is_full
 from fa2cupy.testing import make_inputs
 
 __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
@@ -238,9 +238,11 @@ class Case:
         attention = problem_from_arrays(*small.inputs(np)[:3], **options)
         rows = attention.kernel_strides(attention.q_shape)
         strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(options)
-        if "dbias" in self.gradients and operation != "forward":
-            strides["dbias_accum"] = contiguous_score_strides(options["bias"].shape)
         extras = () if operation == "forward" else tuple(self.gradients)
+        if "dbias" in extras:
+            shape = options["bias"].shape
+            strides["dbias"] = contiguous_score_strides(shape)
+            extras += ("full_dbias",) if is_full(shape, attention.score_shape) else ()
         call, large = (attention, device, strides), (self._as_large(attention), device, strides)
         asked = CallOptions(family=family)
         if operation == "forward":

@@ -84,8 +84,8 @@ class Launch:
         if name in ("lse", "delta", "dlse"):
             return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        if name in (*ARRAY_KEYWORDS, "dbias_accum"):
-            dtype = {"input": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
+        if name in (*ARRAY_KEYWORDS, "dbias"):
+            dtype = {"input": dtype, "output": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
             strides = tuple(stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
             sizes = (self.batch, heads, rows, self.values.get("seqlen_k"))
             if self.packed:

@@ -1,0 +1,123 @@
+// A warp's tile of a bias of 16 bits in shared memory.
+//
+// A load in the layout of the accumulators takes 16 bytes from each of eight rows, half of a sector; its latency is
+// exposed, and elements of S^T are not even pairs. Instead, a warp copies whole rows of its tile by cp.async one step
+// ahead, so that the latency overlaps with a step. ldmatrix then reads the tile in the layout of the accumulators, of S
+// or of S^T. A warp reads only what it has copied, so that it waits for no other.
+//
+// Biases whose rows are not contiguous or do not begin at 16-byte boundaries are read in global memory
+// (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsBias).
+//
+// Rows of the tile are queries, in chunks of 8 keys (16 bytes). Chunks are permuted, or rows padded, so that the eight
+// rows of a matrix that ldmatrix reads lie in different banks.
+#pragma once
+#include "common/ptx.cuh"
+#include "common/score_arrays.cuh"
+
+namespace fa2::common {
+
+// True if a kernel copies the bias to shared memory where that has room for it. With other features that change or hide
+// scores, registers do not suffice for both ways to read a bias, and more of them would spill.
+template <class Spec>
+inline constexpr bool kMayHoldBias = Spec::kBias && !Spec::kWideBias && !Spec::kWindow && !Spec::kSoftcap &&
+                                     !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding && !Spec::kDropout;
+
+template <int kQueries, int kKeys>
+struct BiasTile {
+    static_assert(kQueries % 16 == 0 && kKeys % 16 == 0);
+    static constexpr int kChunks = kKeys / 8;
+    static constexpr bool kTwoChunks = kChunks == 2, kSwizzled = kChunks % 8 == 0;
+    static constexpr int kRowBytes = 2 * kKeys + (kTwoChunks || kSwizzled ? 0 : 16);
+    static constexpr int kBytes = kQueries * kRowBytes;
+
+    __device__ __forceinline__ static uint32 offset(int32 query, int32 chunk) {
+        const int32 permuted = kTwoChunks ? chunk ^ (query / 4 % 2) : kSwizzled ? chunk ^ (query % 8) : chunk;
+        return query * kRowBytes + permuted * 16;
+    }
+
+    // True if all rows of the bias are contiguous and begin at 16-byte boundaries, so that chunks can be copied.
+    template <class Record>
+    __device__ __forceinline__ static bool takes(const Record& params) {
+        const ScoreStrides& strides = params.bias_strides;
+        const uint64 bytes = reinterpret_cast<uint64>(params.bias) | 2 * (strides.batch | strides.head | strides.row);
+        return strides.column == 1 && bytes % 16 == 0;
+    }
+
+    // Starts to copy the tile at `first` into `smem`. All lanes must have finished reading what is there. Keys past the
+    // end become zeros, and rows past the end are clamped to the last one; the results there are not used. The loop is
+    // not unrolled because it runs while registers hold accumulators.
+    template <class Record>
+    __device__ __forceinline__ static void load(uint32 smem, const Record& params, const ScoreTile& first) {
+        const auto [first_query, first_key, lane] = first.position;
+        const int32 last_row = params.seqlen_q - 1;
+        if constexpr (32 % kChunks == 0) {
+            const int32 chunk = lane % kChunks, existing = existing_bytes(params, first_key + 8 * chunk);
+            const auto* column = params.bias + params.bias_strides.offset(first.batch, first.head, 0,
+                                                                          existing ? first_key + 8 * chunk : 0);
+#pragma unroll 1
+            for (int32 row = lane / kChunks; row < kQueries; row += 32 / kChunks)
+                cp_async_16(smem + offset(row, chunk),
+                            column + min_of(first_query + row, last_row) * params.bias_strides.row, existing);
+        } else {
+            const auto* rows = params.bias + params.bias_strides.offset(first.batch, first.head, 0, 0);
+#pragma unroll 1
+            for (int32 index = lane; index < kQueries * kChunks; index += 32) {
+                const int32 row = index / kChunks, chunk = index % kChunks, key = first_key + 8 * chunk;
+                const int32 existing = existing_bytes(params, key);
+                cp_async_16(smem + offset(row, chunk),
+                            rows + min_of(first_query + row, last_row) * params.bias_strides.row + (existing ? key : 0),
+                            existing);
+            }
+        }
+    }
+    // Waits until the tile has arrived.
+    __device__ __forceinline__ static void wait() {
+        cp_async_wait_all();
+        __syncwarp();
+    }
+
+  private:
+    // Bytes of a chunk before the end of the keys.
+    template <class Record>
+    __device__ __forceinline__ static int32 existing_bytes(const Record& params, int32 key) {
+        return max_of(0, min_of(16, 2 * (params.seqlen_k - key)));
+    }
+};
+
+// Reads a tile in the layout of the accumulators of S, 16 queries by kKeys keys.
+template <class Element_, int kKeys>
+class BiasOfQueries {
+  public:
+    using Element = Element_;
+    using Tile = BiasTile<16, kKeys>;
+    static constexpr bool kIsStaged = true;
+    __device__ __forceinline__ BiasOfQueries(uint32 smem, int32 lane)
+        : smem_(smem), row_(lane % 16), chunk_(lane / 16) {}
+    // The elements of accumulators 2 s and 2 s + 1.
+    __device__ __forceinline__ OperandA k16(int s) const {
+        return ldmatrix_x4<false>(smem_ + Tile::offset(row_, 2 * s + chunk_));
+    }
+
+  private:
+    const uint32 smem_;
+    const int32 row_, chunk_;
+};
+
+// Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries.
+template <class Element_, int kQueries>
+class BiasOfKeys {
+  public:
+    using Element = Element_;
+    using Tile = BiasTile<kQueries, 16>;
+    static constexpr bool kIsStaged = true;
+    __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane)
+        : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2)) {}
+    __device__ __forceinline__ OperandA k16(int s) const {
+        return ldmatrix_x4<true>(first_ + 16 * s * Tile::kRowBytes);
+    }
+
+  private:
+    const uint32 first_;
+};
+
+}  // namespace fa2::common
