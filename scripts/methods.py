@@ -4,6 +4,7 @@
     python scripts/methods.py --operations backward --head-dims 128 --heads 8/1 16/2
     python scripts/methods.py --batches 1 --seqlens 2048 8192 --masks causal
     python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
+    python scripts/methods.py --judge scripts/results/h100-80gb-hbm3/methods.csv
 
 A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The method of a backward:
 `single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven
@@ -18,12 +19,16 @@ turns, on inputs larger than twice the L2 cache. The fastest choice of several i
 default is compared to it on new measurements: ``loss`` is the median over rounds of the default's time over that of the
 best choice, less 1. Below 0.03 everywhere and 0.01 on average is wanted. Writes methods.csv, a row for each choice and
 one, with the loss, for the default; methods.png shows the losses.
+
+After a change to the estimates, ``--judge`` rewrites the rows of the default in the files of an earlier run: what the
+present default takes, and what it loses by the times of that run, to the fastest time of all. It needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -53,12 +58,13 @@ from common.measure import (
     visible_pairs,
     write_csv,
 )
-from common.peers import default_method
+from common.peers import default_choice
 from common.plots import can_plot, line_panels
 
 import fa2cupy
 from fa2cupy.cli import run_command
 from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS
 
 COLUMNS = (
@@ -194,10 +200,39 @@ def measure(
         again = time_in_rounds(gpu, [default, candidates[best]], ROUNDS_OF_TWO, BUDGET_MS, rng)
         pairs = zip(again[str(Choice())], again[str(best)], strict=True)
         rows[-1].update(best=str(best), loss=statistics.median(mine / theirs for mine, theirs in pairs) - 1)
-    if cell.operation == "backward":
-        features = {name: value for name, value in cell.options.items() if name != "causal"}
-        rows[-1]["taken"] = default_method(gpu, problem, **features)
+    rows[-1]["taken"] = str(default_of(gpu.info, cell))
     return rows
+
+
+def default_of(device: DeviceInfo, cell: Cell) -> Choice:
+    """What the package chooses."""
+    features = {name: value for name, value in cell.options.items() if name != "causal"}
+    chosen = default_choice(device, cell.problem, cell.operation, **features)
+    return Choice(chosen.method, max(chosen.num_splits.values(), default=1))
+
+
+def judge(device: DeviceInfo, rows: Sequence[dict[str, str]]) -> list[dict[str, object]]:
+    """The rows with those of the default rewritten: the time of what it takes now, or of the next number of splits."""
+    judged: list[dict[str, object]] = []
+    for cell, group in itertools.groupby(rows, _cell_of):
+        *measured, default = group
+        times = {Choice(r["method"] or None, int(r["num_splits"])): float(r["ms_median"]) for r in measured}
+        taken = default_of(device, cell)
+        alike = [choice for choice in times if choice.method == taken.method]
+        nearest = min(alike, key=lambda choice: abs(math.log(choice.num_splits / taken.num_splits)))
+        best = min(times, key=times.__getitem__)
+        row = measured[list(times).index(nearest)]
+        new = {**row, "method": DEFAULT, "num_splits": "", "taken": str(taken)}
+        if len(times) > 1:
+            new |= {"best": str(best), "loss": times[nearest] / times[best] - 1}
+        judged += [*measured, {**default, **new}]
+    return judged
+
+
+def _cell_of(row: Mapping[str, str]) -> Cell:
+    sizes = {name: int(row[name]) for name in ("head_dim", "seqlen", "batch", "num_heads", "num_heads_kv")}
+    problem = Problem(row["dtype"], **sizes, causal=row["causal"] == "1")
+    return Cell(row["operation"], problem, int(row["window"]) if row["window"] else None)
 
 
 def _inputs(cell: Cell, sets: Sequence[Tensors]) -> Iterator[tuple]:
@@ -281,6 +316,13 @@ def show(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     print(*summary(rows), sep="\n")
 
 
+def rewrite(rows: Sequence[dict[str, str]], path: Path, arch: str) -> None:
+    """What ``--judge`` does."""
+    judged = judge(DeviceInfo.named(arch), rows)
+    write_csv(path, COLUMNS, judged)
+    show(judged, path.with_suffix(".png"))
+
+
 def group_of_heads(text: str) -> tuple[int, int]:
     """``16/2`` of the command line."""
     numbers = text.split("/")
@@ -306,6 +348,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         add(f"--{name}", nargs="+", type=positive_int, default=sizes, metavar="N", help=default)
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add("--plot-only", metavar="CSV", help="show the losses of an earlier run; needs no GPU")
+    add("--judge", metavar="CSV", help="what the present default loses by the times of an earlier run; needs no GPU")
+    add("--arch", default="sm_90", metavar="NAME", help="of the GPU of that run; default: %(default)s")
     return parser.parse_args(arguments)
 
 
@@ -344,6 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot_only:
         path = Path(options.plot_only)
         return show_earlier(options.plot_only, lambda rows: show(rows, path.with_suffix(".png")))
+    if options.judge:
+        return show_earlier(options.judge, lambda rows: rewrite(rows, Path(options.judge), options.arch), "--judge")
     gpu = find_gpu()
     if gpu is None:
         return 2

@@ -383,7 +383,7 @@ def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
     ]
     assert {row["loss"] for row in defaults} == {"0.5"} and {row["ms_median"] for row in defaults} == {"3"}
     assert {row["best"] for row in defaults} == {"2 splits", "single_pass, 2 splits"}
-    assert {row["taken"] for row in defaults if row["operation"] == "backward"} == {"two_pass"}  # sequences are short
+    assert {row["taken"] for row in defaults if row["operation"] == "backward"} == {"two_pass, 1 splits"}  # short ones
     longer = [row for row in rows if (row["operation"], row["seqlen"], row["window"]) == ("backward", "64", "")]
     choices = {(row["method"], row["num_splits"]) for row in longer}
     assert choices == {("default", ""), ("two_pass", "1"), *(("single_pass", splits) for splits in "124")}
@@ -396,6 +396,28 @@ def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
         (tmp_path / "methods.png").unlink()
         assert methods.main(["--plot-only", str(tmp_path / "methods.csv")]) == 0 and (tmp_path / "methods.png").exists()
         assert "loses at most  50.0 %, on average  50.0 %" in capsys.readouterr().out
+
+
+def test_methods_judge_the_present_default_by_earlier_times(splitting, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "methods.csv"
+    assert methods.main(f"{SWEEP} --out {tmp_path}".split()) == 0
+    before = measure.read_csv(path)
+    for taken, loss in ((methods.Choice("single_pass", 2), "0"), (methods.Choice("single_pass", 3), "1")):
+        monkeypatch.setattr(
+            methods, "default_of", lambda device, cell, taken=taken: (
+                taken if cell.operation == "backward" else methods.Choice(None, 2)
+            )
+        )  # fmt: skip
+        assert methods.main(["--judge", str(path)]) == 0
+        judged = measure.read_csv(path)
+        own, others = ([r for r in judged if (r["method"] == "default") == is_own] for is_own in (True, False))
+        assert others == [row for row in before if row["method"] != "default"]
+        assert {row["loss"] for row in own if row["operation"] == "forward"} == {"0"}
+        assert {row["loss"] for row in own if row["operation"] == "backward"} == {loss}  # 3 splits: the times of 4
+        assert {row["taken"] for row in own if row["operation"] == "backward"} == {str(taken)}
+    assert "loses at most 100.0 %" in capsys.readouterr().out
+    assert methods.main(["--judge", str(tmp_path / "absent.csv")]) == 2
+    assert capsys.readouterr().err.startswith("--judge: ")
 
 
 def test_splits_leave_each_a_tile_and_do_not_fill_a_full_gpu_still_more():
@@ -613,7 +635,7 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
         if operation not in case.operations:
             continue
         # A call of the real length, of few heads and without its work.
-        case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=1, num_heads=1))
+        case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=2, num_heads=2))
         if case.feature == "packed":
             case = case.shrunk()
         with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:

@@ -17,7 +17,7 @@ from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
-from fa2cupy.problem.strides import contiguous_score_strides, feature_strides, is_full
+from fa2cupy.problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
 from fa2cupy.testing import make_inputs
 
 __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
@@ -28,7 +28,7 @@ SEQLENS = (2048, 16384)
 #: Longest sequences with arrays as large as the scores, and the most bytes of one that no axis is broadcast in.
 LONGEST_SCORES, MOST_SCORE_BYTES = 2048, 2**30
 #: Rows and heads of what is held against float64.
-SMALL_TOKENS, SMALL_HEADS = 512, 2
+SMALL_TOKENS, SMALL_HEADS, SMALL_BATCH = 512, 2, 2
 #: Lengths of packed sequences, for 16384 tokens.
 PACKED = (2557, 131, 1801, 503, 1031, 249, 2297, 647, 1543, 377, 761, 1287, 199, 1913, 313, 775)
 
@@ -214,7 +214,7 @@ class Case:
 
     def shrunk(self) -> Case:
         """The same on few tokens and heads, for float64. Its kernels are the same if it is given the method."""
-        batch = self.problem.batch if self.feature == "packed" else 1
+        batch = self.problem.batch if self.feature == "packed" else SMALL_BATCH
         sizes = {"batch": batch, "seqlen": max(1, SMALL_TOKENS // batch), "num_heads": SMALL_HEADS}
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes), small=True)
 
@@ -236,21 +236,18 @@ class Case:
         small = self.shrunk()
         options = small.options(np, 0)
         attention = problem_from_arrays(*small.inputs(np)[:3], **options)
-        rows = attention.kernel_strides(attention.q_shape)
-        strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows) | feature_strides(options)
+        strides, large = _strides(attention) | feature_strides(options), self._as_large(attention)
         extras = () if operation == "forward" else tuple(self.gradients)
         if "dbias" in extras:
             shape = options["bias"].shape
             strides["dbias"] = contiguous_score_strides(shape)
             extras += ("full_dbias",) if is_full(shape, attention.score_shape) else ()
-        call, large = (attention, device, strides), (self._as_large(attention), device, strides)
-        asked = CallOptions(family=family)
+        asked = (large, device, strides | _strides(large), CallOptions(family=family))
+        choice = choose(operation, *asked, extras=extras, is_launched=False)
         if operation == "forward":
-            choice = choose("forward", *large, asked, is_launched=False)
-            plan = plan_forward(*call, choice)
+            plan = plan_forward(attention, device, strides, choice)
         else:
-            choice = choose("backward", *large, asked, extras=extras, is_launched=False)
-            plan = plan_backward(*call, choice, extras=extras)
+            plan = plan_backward(attention, device, strides, choice, extras=extras)
         specs = tuple(stage.spec for stage in plan.stages)
         return Kernels(choice.method or "", max(choice.num_splits.values(), default=1), choice.family.name, specs)
 
@@ -270,6 +267,12 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.feature} {self.problem}"
+
+
+def _strides(attention: AttentionProblem) -> dict[str, AnyStrides]:
+    """Those of tensors in C order."""
+    rows = attention.kernel_strides(attention.q_shape)
+    return dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
 
 
 def all_cases(features: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int]) -> Iterator[Case]:

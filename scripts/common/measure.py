@@ -431,8 +431,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object]) -> int:
-    """What ``--plot-only`` does: shows the rows of a CSV that an earlier run has written. Returns the exit status."""
+def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object], option: str = "--plot-only") -> int:
+    """What such an option does: shows the rows of a CSV that an earlier run has written. Returns the exit status."""
     try:
         rows = read_csv(Path(source))
         if not rows:
@@ -440,7 +440,7 @@ def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object]) ->
         show(rows)
     except (OSError, csv.Error, KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        print(f"--plot-only: {source} cannot be shown as the CSV of an earlier run ({reason})", file=sys.stderr)
+        print(f"{option}: {source} cannot be shown as the CSV of an earlier run ({reason})", file=sys.stderr)
         return 2
     return 0
 

@@ -23,13 +23,14 @@ from common.measure import (
 )
 
 import fa2cupy
-from fa2cupy.families.choice import choose
+from fa2cupy.families.choice import Choice, choose
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
 
-__all__ = ["DEFAULT_OPERATIONS", "OPERATIONS", "PEERS", "Fa2cupy", "TorchPeer", "available_peers", "default_method"]
+__all__ = ["DEFAULT_OPERATIONS", "OPERATIONS", "PEERS", "Fa2cupy", "TorchPeer", "available_peers", "default_choice"]
 
 #: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode, if it
 #: has one, as is its ``deterministic``.
@@ -41,15 +42,16 @@ DEFAULT_OPERATIONS = ("forward", DEFAULT, DETERMINISTIC)
 _HALF = ("float16", "bfloat16")
 
 
-def default_method(gpu: Gpu, problem: Problem, operation: str = DEFAULT, **features) -> str:
-    """The method of a backward, which the operation may name or not; `features` are keywords of the call."""
+def default_choice(device: DeviceInfo, problem: Problem, operation: str = DEFAULT, **features) -> Choice:
+    """What a call takes whose operation leaves it open; `features` are keywords of the call."""
     scalar = np.zeros((), problem.numpy_dtype)
     q, k = np.broadcast_to(scalar, problem.shape), np.broadcast_to(scalar, problem.shape_kv)
     attention = problem_from_arrays(q, k, k, causal=problem.causal, **features)
     rows = dict.fromkeys(("q", "o", "dout", "dq"), attention.kernel_strides(attention.q_shape))
     rows |= dict.fromkeys(("k", "v", "dk", "dv"), attention.kernel_strides(attention.k_shape))
-    options = CallOptions(causal=problem.causal, **backward_options(operation))
-    return choose("backward", attention, gpu.info, rows, options, is_launched=False).method
+    call = "forward" if operation == "forward" else "backward"
+    options = CallOptions(causal=problem.causal, **({} if call == "forward" else backward_options(operation)))
+    return choose(call, attention, device, rows, options, is_launched=False)
 
 
 class Fa2cupy:
@@ -88,7 +90,7 @@ class Fa2cupy:
         """The tiles that a call takes, in words; before them the method, where the operation does not name it."""
         if operation == TRAINING:
             return ""
-        method = None if operation == "forward" else default_method(self.gpu, problem, operation)
+        method = None if operation == "forward" else default_choice(self.gpu.info, problem, operation).method
         specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
         tiles = {spec.operation: spec.tile for spec in specs if spec.operation in TILED}
         text = "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
