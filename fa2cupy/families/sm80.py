@@ -22,7 +22,7 @@ class Sm80(Family):
     row_alignment = 16
     head_dim_step = 8
     backward_owns = "keys"
-    split_operations = ("backward", "backward_dkdv")
+    split_operations = ("forward", "backward", "backward_dkdv")
     tiles = {
         "forward": (
             TileRow(32, TileConfig(128, 64, 4, 2, 3), _H100),

@@ -72,7 +72,7 @@ class Sm90(Family):
     arch_suffix = "a"
     needs_positive_scale = True
     backward_owns = "keys"
-    split_operations = ("backward", "backward_dkdv")
+    split_operations = ("forward", "backward", "backward_dkdv")
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))
     # Kernels that own queries have 64 rows for each consumer warp group, and four more warps that load.

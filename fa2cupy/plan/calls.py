@@ -23,7 +23,12 @@ def plan_forward(
 ) -> Plan:
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
     layout = StageLayout(problem, device, choice.family, strides)
-    return _plan([*_clear_unused(layout, "clear_forward"), layout.tiled("forward", choice.tiles["forward"])])
+    tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
+    stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]
+    if num_splits == 1:
+        return _plan(stages)
+    stage, workspace = _merge_forward(layout, tile, num_splits)
+    return _plan([*stages, stage], [workspace])
 
 
 def plan_delta(
@@ -103,6 +108,17 @@ def _convert_dq(layout: StageLayout, tile: TileConfig) -> tuple[Stage, Workspace
     columns = layout.family.padded_head_dim(problem.head_dim)
     stage = layout.stage("convert_dq", _tile_of("convert_dq", tile.b_r, tile.b_c), blocks, num_tiles=num_tiles)
     return stage, Workspace("dq_accum", blocks * tile.b_r * columns * itemsize("float32"))
+
+
+def _merge_forward(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[Stage, Workspace]:
+    """The stage that merges the shares of O and lse, and their workspace. A block merges 16 rows."""
+    problem = layout.problem
+    num_tiles = layout.num_tiles("queries", tile.b_r)
+    tiles = problem.batch * problem.num_heads * num_tiles
+    columns = -(-problem.head_dim // 16) * 16
+    merged = _tile_of("merge_forward", b_r=tile.b_r)
+    stage = layout.stage("merge_forward", merged, tiles * tile.b_r // 16, num_tiles=num_tiles, num_splits=num_splits)
+    return stage, Workspace(SHARES, num_splits * tiles * tile.b_r * (columns + 1) * itemsize("float32"))
 
 
 def _sum_dkdv(layout: StageLayout, tile: TileConfig, num_copies: int) -> tuple[Stage, Workspace]:

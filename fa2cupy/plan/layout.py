@@ -73,8 +73,9 @@ class StageLayout:
         else:
             heads, rows = problem.num_heads_kv, tile.b_c
             columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
-        section = groups_per_section(problem, self.device, columns)
-        section *= num_splits if side == "keys" else problem.heads_per_group
+        section = groups_per_section(problem, self.device, columns) * num_splits
+        if side == "queries":
+            section *= problem.heads_per_group
         heads *= num_splits
         num_tiles = self.num_tiles(side, rows)
         is_split = num_splits > 1

@@ -10,7 +10,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
+    using Base::kHasBegin, Base::memory_, Base::params_, Base::queries_;
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
     using typename Base::Tile;
 
@@ -32,12 +32,12 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // the atomic's latency overlaps with this tile
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block > (kLeftLimit ? tile.first_key_tile : 0); --block) {
+            for (int32 block = tile.key_tiles - 1; block > (kHasBegin ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block - 1);
                 load_value(tile, block);
             }
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
-            load_value(tile, kLeftLimit ? tile.first_key_tile : 0);
+            load_value(tile, kHasBegin ? tile.first_key_tile : 0);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
             tile = next;

@@ -11,6 +11,7 @@ template <class Spec, class Shape, class Memory>
 class QueryTileConsumer {
   protected:
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
+    static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
     // Named barriers, one per group for each use: first those of the derived class, then those for the output.
     static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;

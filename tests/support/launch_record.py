@@ -51,6 +51,8 @@ class Launch:
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
         if self.spec.operation == "sum_dkdv":  # blocks of 16 rows of each of both gradients
             per_batch = per_batch // self.values["heads_per_group"] * (self.spec.tile.b_c // 16 * 2)
+        if self.spec.operation == "merge_forward":  # blocks of 16 rows
+            per_batch *= self.spec.tile.b_r // 16
         self.packed = "cu_seqlens" in self.spec.features
         self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes
