@@ -2,8 +2,8 @@
 //
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
-//   block   owns kBr query rows of one head, or a share of them; loops over the key tiles of B_c = kBc keys that these
-//           rows see, or over those of its share (common/output_shares.cuh)
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see, or over a
+//           share of them (common/output_shares.cuh)
 //   warp    owns kBr / kWarps of these rows, 16 or 32; keeps their O in registers. With 32 rows, every right operand
 //           loaded by ldmatrix feeds four mma instructions, so that shared memory bandwidth is not the limit
 //
@@ -19,6 +19,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
+#include "common/output_shares.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
@@ -141,17 +142,41 @@ struct ForwardRows {
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
+        store(params, where, share, softmax, output, smem, first_row, warp_row, lane);
+    }
+
+  private:
+    // Stores O and lse in the results, or in the block's share of the workspace. Record is a template parameter because
+    // no record has both.
+    template <class Record>
+    __device__ __forceinline__ static void store(const Record& params, const common::TileCoordinates& where,
+                                                 int32 share, const Softmax (&softmax)[kM16], Output (&output)[kM16],
+                                                 uint32 smem, int32 first_row, int32 warp_row, int32 lane) {
+        float row_lse[2];
+        if constexpr (Spec::kSplit) {
+            using Shares = common::OutputShares<Spec>;
+            float* own = Shares::of_tile(params, where, share);
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            float inverse_sum[2], row_lse[2];
-            common::finish_rows<Spec>(softmax[m], params, where.head, share, inverse_sum, row_lse);
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share);
+                Shares::put_lse(own, row_lse, warp_row / 16 + m, lane);
+                Shares::put(own, output[m], warp_row / 16 + m, 0, lane);
+            }
+        } else {
+            Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
+            float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
-            store_lse<Spec>(params, where, share, row_lse, warp_row + 16 * m, lane);
+                for (int i = 0; i < 2; ++i) {
+                    const int32 row = first_row + warp_row + 16 * m + Output::row(i, lane);
+                    if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+                }
+            }
+            store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row, first_row + warp_row,
+                                              params.seqlen_q, lane);
         }
-        store_output<Spec, QTile>(params, where, share, output, smem, warp_row, 0, lane);
     }
 };
 

@@ -23,6 +23,7 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
+#include "common/output_shares.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
@@ -221,29 +222,46 @@ struct ForwardSplit {
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
-        store(params, where, share, softmax, output, pair_row);
+        store(params, where, share, softmax, output, first_row + pair_row, pair_row);
     }
 
-    __device__ void store(const Params& params, const common::TileCoordinates& where, int32 share,
-                          const Softmax (&softmax)[kM16], Output (&output)[kM16], int32 pair_row) const {
-        float total[kM16][2];
+    // Record: as in forward_rows.cuh.
+    template <class Record>
+    __device__ void store(const Record& params, const common::TileCoordinates& where, int32 share,
+                          const Softmax (&softmax)[kM16], Output (&output)[kM16], int32 first_row,
+                          int32 pair_row) const {
+        constexpr int kHalfChunks = kHalfCols / 8;
+        float total[kM16][2], row_lse[2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
         exchange(total, [](float a, float b) { return a + b; });
 
+        if constexpr (Spec::kSplit) {
+            using Shares = common::OutputShares<Spec>;
+            float* own = Shares::of_tile(params, where, share);
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            float inverse_sum[2], row_lse[2];
-            common::finish_rows<Spec>(softmax[m], params, where.head, share, inverse_sum, row_lse, total[m]);
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
+                if (half == 0) Shares::put_lse(own, row_lse, pair_row / 16 + m, lane);
+                Shares::put(own, output[m], pair_row / 16 + m, half * kHalfChunks, lane);
+            }
+        } else {
+            float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
 #pragma unroll
-            for (int n = 0; n < kHalfCols / 8; ++n)
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
-            if (half == 0) store_lse<Spec>(params, where, share, row_lse, pair_row + 16 * m, lane);
+                for (int i = 0; i < 2; ++i) {
+                    const int32 row = first_row + 16 * m + Output::row(i, lane);
+                    if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+                }
+            }
+            store_rows<QTile, kM16, kHeadDim>(smem, pair_row, half * kHalfChunks, output,
+                                              params.o + params.o_strides.offset(where.batch, 0, where.head),
+                                              params.o_strides.row, first_row, params.seqlen_q, lane);
         }
-        store_output<Spec, QTile>(params, where, share, output, smem, pair_row, half * (kHalfCols / 8), lane);
     }
 };
 

@@ -9,7 +9,7 @@ template <class Spec>
 class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryTileMemory<BackwardDqShape<Spec>>> {
     using Memory = QueryTileMemory<BackwardDqShape<Spec>>;
     using Base = QueryTileProducer<Spec, BackwardDqShape<Spec>, Memory>;
-    using Base::kHasBegin, Base::memory_, Base::params_, Base::queries_;
+    using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
     using typename Base::Tile;
 
@@ -32,7 +32,7 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 2; block >= (kHasBegin ? tile.first_key_tile : 0); --block) {
+            for (int32 block = tile.key_tiles - 2; block >= (kLeftLimit ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block);
                 load_value(tile, block);
             }

@@ -37,7 +37,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Base::first_row, Base::make_positions_uniform, Base::mask, Base::multiply_keys, Base::output_box,
         Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
-    using Base::kBc, Base::kBr, Base::kD, Base::kHasBegin, Base::kLeftLimit, Base::kRightLimit;
+    using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
@@ -76,23 +76,23 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             }
             if constexpr (kTwoP) {
 #pragma unroll 1
-                for (; block > (kHasBegin ? keys.full_begin : 0); block -= 2) {
+                for (; block > (kLeftLimit ? keys.full_begin : 0); block -= 2) {
                     step(tile, block, p, other_p, false);
-                    step(tile, block - 1, other_p, p, block - 1 == (kHasBegin ? keys.begin : 0));
+                    step(tile, block - 1, other_p, p, block - 1 == (kLeftLimit ? keys.begin : 0));
                 }
-                if (block == (kHasBegin ? keys.full_begin : 0)) {
-                    step(tile, block, p, other_p, block == (kHasBegin ? keys.begin : 0));
+                if (block == (kLeftLimit ? keys.full_begin : 0)) {
+                    step(tile, block, p, other_p, block == (kLeftLimit ? keys.begin : 0));
                     p = other_p;
                     --block;
                 }
             } else {
 #pragma unroll 1
-                for (; block >= (kHasBegin ? keys.full_begin : 0); --block)
-                    step(tile, block, p, p, block == (kHasBegin ? keys.begin : 0));
+                for (; block >= (kLeftLimit ? keys.full_begin : 0); --block)
+                    step(tile, block, p, p, block == (kLeftLimit ? keys.begin : 0));
             }
             if constexpr (kLeftLimit) {
 #pragma unroll 1
-                for (; block >= (kHasBegin ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
+                for (; block >= (kLeftLimit ? keys.begin : 0); --block) masked_step(tile, keys, block, p);
             }
 
             const uint32 buffer = queries_.slot();
@@ -159,7 +159,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                 Probabilities& p) {
         issue_both(p);
-        if (block == (kHasBegin ? keys.begin : 0)) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block);
         mask(scores_, tile, block);
         float rescale[2];
@@ -198,9 +198,9 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void begin_rows(const TileInSlot& tile, const GroupKeys& keys, Softmax& softmax) {
         const int32 block = keys.end - 1;
-        if (block == (kHasBegin ? keys.begin : 0)) release_query();
+        if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block);
-        if (block >= keys.full_end || (kLeftLimit && block < (kHasBegin ? keys.full_begin : 0)))
+        if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
             mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();

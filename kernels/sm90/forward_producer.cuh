@@ -10,9 +10,10 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using Base::kHasBegin, Base::memory_, Base::params_, Base::queries_;
     using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using Base::memory_, Base::params_, Base::queries_;
     using typename Base::Tile;
+    static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
 
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : Base(params, memory) {}

@@ -19,7 +19,7 @@ struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share;
 };
 
-// True if the key tiles of a query tile need not begin with the first.
+// True if the key tiles of a query tile need not begin with the sequence's first.
 template <class Spec>
 inline constexpr bool kHasBegin = common::kLeftLimit<Spec> || Spec::kSplit;
 
@@ -96,20 +96,11 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
 }
 
 // The key tiles of a warp group: it processes [begin, end), of which [full_begin, full_end) need no mask, after it has
-// skipped `skipped` tiles from `end` on.
+// skipped `skipped` tiles from `end` on. Those of a share are counted from its first, so that loops end at the constant
+// 0, which takes no register.
 struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;
 };
-
-// Moves the limits of unmasked tiles into a share, which may begin after them.
-template <class Spec>
-__device__ __forceinline__ GroupKeys keys_of_share(GroupKeys keys) {
-    if constexpr (Spec::kSplit) {
-        keys.full_end = max_of(keys.full_end, keys.begin);
-        keys.full_begin = max_of(keys.full_begin, keys.begin);
-    }
-    return keys;
-}
 
 // Under a right limit the last key tiles may be visible only to the lower groups (those with the later rows); the
 // others skip up to `most_skipped` of them. Under a left limit all groups end with the same key tile, and the lower
@@ -117,19 +108,18 @@ __device__ __forceinline__ GroupKeys keys_of_share(GroupKeys keys) {
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
-    int32 begin = 0;
-    if constexpr (kHasBegin<Spec>) begin = tile.first_key_tile();
-    if constexpr (!common::kRightLimit<Spec>)
-        return keys_of_share<Spec>({0, tile.key_tiles(), tile.full_key_tiles(), 0, begin});
+    const int32 first = Spec::kSplit ? tile.first_key_tile() : 0, all = tile.key_tiles() - first;
+    const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
+    if constexpr (!common::kRightLimit<Spec>) return {0, all, from_first(tile.full_key_tiles()), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);
     const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
         group_tile, record.seqlen_q, record.seqlen_k, common::window_of<Spec>(params));
-    // A share may begin and end before the group's own last key tile.
-    const int32 all = tile.key_tiles(),
-                own_end = Spec::kSplit ? min_of(max_of(own.end, begin + 1), all) : max_of(own.end, 1);
-    const int32 skipped = min_of(all - own_end, most_skipped);
-    return keys_of_share<Spec>({skipped, all - skipped, own.full_end, own.full_begin, begin});
+    int32 skipped = min_of(all - max_of(from_first(own.end), 1), most_skipped);
+    if constexpr (Spec::kSplit) skipped = max_of(skipped, 0);  // the group's keys may go on behind the share
+    int32 begin = 0;
+    if constexpr (common::kLeftLimit<Spec> && !Spec::kSplit) begin = tile.first_key_tile();
+    return {skipped, all - skipped, from_first(own.full_end), from_first(own.full_begin), begin};
 }
 
 // Called once per block, after its last draw. The last block resets the counter for the next launch.

@@ -11,7 +11,6 @@ template <class Spec, class Shape, class Memory>
 class QueryTileConsumer {
   protected:
     static constexpr bool kLeftLimit = common::kLeftLimit<Spec>, kRightLimit = common::kRightLimit<Spec>;
-    static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD;
     // Named barriers, one per group for each use: first those of the derived class, then those for the output.
     static constexpr int kOwnBarrier = 1, kOutputBarrier = kOwnBarrier + Shape::kGroups;
@@ -24,15 +23,20 @@ class QueryTileConsumer {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
+    // The first key of key tile `block` of GroupKeys.
+    __device__ __forceinline__ int32 first_key(const TileInSlot& tile, int32 block) const {
+        return (Spec::kSplit ? tile.first_key_tile() + block : block) * kBc;
+    }
+
     // This warp's scores of key tile `block`.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
-        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
+        return {tile.batch(), tile.head(), first_row(tile), first_key(tile, block), lane_};
     }
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
         common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
-                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
+                            {first_row(tile), first_key(tile, block), lane_}, -common::infinity<float>());
     }
 
     __device__ __forceinline__ void release_key() {

@@ -10,7 +10,7 @@ template <class Spec, class Shape, class Memory>
 class QueryTileProducer {
   protected:
     using Tile = LoadedTile<Spec>;
-    static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
+    static constexpr bool kLeftLimit = common::kLeftLimit<Spec>;
 
     __device__ QueryTileProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
 
