@@ -10,7 +10,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using Base::load_key, Base::load_rows, Base::load_value, Base::publish, Base::published;
     using Base::memory_, Base::params_, Base::queries_;
     using typename Base::Tile;
     static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
@@ -28,7 +28,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
         start(tile);
         index = next_index(params_, index);
         while (true) {
-            const Tile next = query_tile<Spec>(params_, index);
+            Tile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // the atomic's latency overlaps with this tile
@@ -37,6 +37,8 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
                 load_key(tile, block - 1);
                 load_value(tile, block);
             }
+            // With the begin of a share, the producer's registers do not hold two tiles.
+            if constexpr (Spec::kSplit) next = published();
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
             load_value(tile, kHasBegin ? tile.first_key_tile : 0);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
