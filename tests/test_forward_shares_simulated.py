@@ -1,4 +1,4 @@
-"""The forward with several blocks for each query tile, executed without a GPU: partial results in a workspace, merged."""
+"""The forward with several blocks for each query tile, executed without a GPU: partial results, then merged."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fa2cupy.testing import Expectation
 pytestmark = pytest.mark.simulated
 
 SMALL = TileConfig(32, 32, 2, 2)
-#: (family, head_dim) and the tile: warps with rows of their own and pairs of warps; one and two warp groups, which load Q
-#: ahead or not, and store O through a buffer of its own or not.
+#: (family, head_dim) and the tile: warps with rows of their own, and pairs of warps; one to three warp groups, which
+#: load Q ahead or not, and have a buffer for O or not.
 KERNELS = {
     ("sm80", 64): SMALL,
     ("sm80", 136): SMALL,
@@ -34,7 +34,7 @@ KERNELS = {
     ("sm90", 128): TileConfig(128, 64, 12, 2),
     ("sm90", 256): TileConfig(128, 80, 12, 2),
 }
-#: Of each way to store O.
+#: Those of the sample.
 SOME = (("sm80", 64), ("sm80", 160), ("sm90", 64))
 
 
@@ -86,8 +86,9 @@ def test_any_number_of_shares(launched, kernel, causal):
 @pytest.mark.parametrize(
     "names",
     [
-        ("window left",), ("window", "sink", "dropout"), ("window right", "sink"), ("causal", "sink"), ("sink", "padding"),
-        ("dropout",), ("causal", "bias"), ("bias of keys", "mask"), ("causal", "mask of rows"), ("softcap", "alibi"),
+        ("window left",), ("window", "sink", "dropout"), ("window right", "sink"), ("causal", "sink"),
+        ("sink", "padding"), ("dropout",), ("causal", "bias"), ("bias of keys", "mask"), ("causal", "mask of rows"),
+        ("softcap", "alibi"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -86,7 +86,7 @@ def simulated_gpu(
 def _execute(
     launch: Launch, module: ptxsim.Module, seed: int | None, with_counter: bool, partly_written: dict[int, np.ndarray]
 ) -> None:
-    """`partly_written`: by address, what clearing kernels have written of outputs, and split kernels of their shares."""
+    """`partly_written`: by address, what clearing kernels wrote of outputs, and split kernels of their shares."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
