@@ -128,9 +128,9 @@ def forward(
     -----
     The algorithm is FlashAttention-2 (Dao 2023), Algorithm 1: for each query tile of B_r rows an online softmax runs
     over key tiles of B_c rows, so that memory beyond inputs and results is O(1). Scores, statistics and sums are
-    float32 (float64 for float64 data). Only where several blocks share a query tile (`num_splits`) is there a workspace:
-    for each share ``head_dim + 1`` float32 numbers for each row of q and head, with head_dim rounded up to a multiple of
-    16, and rows to whole query tiles.
+    float32 (float64 for float64 data). Where several blocks share a query tile (`num_splits`), there is a workspace: for
+    each share, head and row of q ``head_dim + 1`` float32 numbers, with head_dim rounded up to a multiple of 16, and rows
+    to whole query tiles.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

@@ -43,11 +43,10 @@ SCALES = ("scale_log2", "softmax_scale")
 
 def split_record(record: Record) -> Record:
     """The record of the kernel when several blocks share the work on a tile: shares take the place of results."""
-    replaced, kept = [], []
-    for pointer in record.pointers.split():
-        name, _, kind = pointer.partition(":")
-        is_replaced = name in _SHARED_RESULTS and kind.startswith("output")  # lse is an input of the backward
-        (replaced if is_replaced else kept).append(name if is_replaced else pointer)
+    kinds = dict(pointer.split(":") for pointer in record.pointers.split())
+    # lse is a result of the forward, but an input of the backward.
+    replaced = [name for name in _SHARED_RESULTS if kinds.get(name, "").startswith("output")]
+    kept = [f"{name}:{kind}" for name, kind in kinds.items() if name not in replaced]
     strides = tuple(name for name in record.strides if name not in replaced)
     pointers = " ".join((*kept, f"{SHARES}:output_accum"))
     return Record(pointers, strides, record.reals, (*record.ints, "num_splits"))

@@ -28,7 +28,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
         start(tile);
         index = next_index(params_, index);
         while (true) {
-            Tile next = query_tile<Spec>(params_, index);
+            const Tile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // the atomic's latency overlaps with this tile
@@ -37,19 +37,29 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
                 load_key(tile, block - 1);
                 load_value(tile, block);
             }
-            // With the begin of a share, the producer's registers do not hold two tiles.
-            if constexpr (Spec::kSplit) next = published();
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
             load_value(tile, kHasBegin ? tile.first_key_tile : 0);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
-            tile = next;
+            if constexpr (Spec::kSplit)
+                tile = published();
+            else
+                tile = next;
         }
         leave_counter(params_);
     }
 
   private:
-    __device__ void start(const Tile& tile) {
+    // With the begin of a share, the producer's registers do not hold a second tile while it loads the first, so that
+    // the second is read back from its slot.
+    __device__ void start(const Tile& next) {
+        if constexpr (Spec::kSplit)
+            start_loads(published());
+        else
+            start_loads(next);
+    }
+
+    __device__ void start_loads(const Tile& tile) {
         load_query(tile);
         load_key(tile, tile.key_tiles - 1);
     }

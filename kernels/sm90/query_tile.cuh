@@ -108,13 +108,15 @@ struct GroupKeys {
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
-    const int32 first = Spec::kSplit ? tile.first_key_tile() : 0, all = tile.key_tiles() - first;
+    const int32 first = Spec::kSplit ? tile.first_key_tile() : 0;
     const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
-    if constexpr (!common::kRightLimit<Spec>) return {0, all, from_first(tile.full_key_tiles()), 0, 0};
+    if constexpr (!common::kRightLimit<Spec>)
+        return {0, tile.key_tiles() - first, from_first(tile.full_key_tiles()), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);
     const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
         group_tile, record.seqlen_q, record.seqlen_k, common::window_of<Spec>(params));
+    const int32 all = tile.key_tiles() - first;
     int32 skipped = min_of(all - max_of(from_first(own.end), 1), most_skipped);
     if constexpr (Spec::kSplit) skipped = max_of(skipped, 0);  // the group's keys may go on behind the share
     int32 begin = 0;

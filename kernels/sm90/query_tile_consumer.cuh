@@ -23,20 +23,17 @@ class QueryTileConsumer {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
-    // The first key of key tile `block` of GroupKeys.
-    __device__ __forceinline__ int32 first_key(const TileInSlot& tile, int32 block) const {
-        return (Spec::kSplit ? tile.first_key_tile() + block : block) * kBc;
-    }
-
-    // This warp's scores of key tile `block`.
+    // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
-        return {tile.batch(), tile.head(), first_row(tile), first_key(tile, block), lane_};
+        if constexpr (Spec::kSplit) block += tile.first_key_tile();
+        return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
+        if constexpr (Spec::kSplit) block += tile.first_key_tile();
         common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
-                            {first_row(tile), first_key(tile, block), lane_}, -common::infinity<float>());
+                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
     }
 
     __device__ __forceinline__ void release_key() {

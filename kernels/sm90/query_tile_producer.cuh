@@ -22,7 +22,7 @@ class QueryTileProducer {
         tiles_.advance();
     }
 
-    // The tile that was published last, with what its loads need, read back from its slot.
+    // The tile that was published last, with what its loads need.
     __device__ Tile published() const {
         const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
         const int32 batch = slot.batch();
