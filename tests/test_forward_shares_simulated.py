@@ -77,8 +77,7 @@ def test_short_queries_against_long_keys(launched, kernel, causal):
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_any_number_of_shares(launched, kernel, causal):
-    lengths = itertools.product((1, 5, 70), (30, 100, 333))
-    for (rows, keys), num_splits in itertools.product(lengths, (2, 3, 8, 16)):
+    for rows, keys, num_splits in itertools.product((1, 5, 70), (30, 333), (2, 3, 16)):
         check(launched, kernel, draw("bfloat16", (rows, keys), kernel[1]), num_splits, causal=causal)
 
 

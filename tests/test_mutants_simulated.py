@@ -153,9 +153,9 @@ SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
 SHARES = Problem(lengths=(37, 230), num_splits=3)
-SHARES_AHEAD = Problem(lengths=(109, 139), rows_ahead=70, num_splits=3)
 MANY_SHARES = Problem(lengths=(70, 130), num_splits=8)
 HOPPER_SHARES = Problem(lengths=(37, 330), num_splits=3, hopper_tile=ONE_GROUP)
+HOPPER_SHARES_AHEAD = Problem(lengths=(109, 139), rows_ahead=70, num_splits=3, hopper_tile=ONE_GROUP)
 HOPPER_MANY_SHARES = Problem(lengths=(170, 200), num_splits=8, hopper_tile=ONE_GROUP)
 HOPPER_SHARES_OF_GROUPS = Problem(lengths=(300, 330), num_splits=6, hopper_tile=TileConfig(192, 64, 16, 3))
 #: A number, rounded to a bit less than the dtype has.
@@ -1220,17 +1220,31 @@ MUTANTS = (
         Problem(lengths=(37, 230), num_splits=3, feature="sink"),
     ),
     *(
-        Mutant(f"{name}: {what}", "forward", old, new, caught_by, problem)
-        for name, problem in (("sm80", SHARES), ("sm90", HOPPER_SHARES))
-        for what, old, new, caught_by in (
-            ("every share begins with the first key tile", "tiles.begin += steps.begin;", "", "numbers"),
-            (
-                "shares one over the other",
-                "head * params.num_splits + share",
-                "head * params.num_splits",
-                "uninitialised",
-            ),
+        Mutant(
+            f"{name}: every share begins with the first key tile",
+            "forward",
+            "tiles.begin += steps.begin;",
+            "",
+            "numbers",
+            problem,
         )
+        for name, problem in (("sm80", SHARES), ("sm90", HOPPER_SHARES))
+    ),
+    Mutant(
+        "sm80: shares one over the other",
+        "forward",
+        "(head * params.num_tiles + where.tile) * kTileElements",
+        "where.tile * kTileElements",
+        "uninitialised",
+        SHARES,
+    ),
+    Mutant(
+        "sm90: shares one over the other",
+        "forward",
+        "head * params.num_splits + share",
+        "head * params.num_splits",
+        "uninitialised",
+        HOPPER_SHARES,
     ),
     Mutant(
         "shares of a sequence where those of another are",
@@ -1238,7 +1252,7 @@ MUTANTS = (
         "tile += packed_axis<false>(params).template first_tile<Spec::kBr>(where.batch);",
         ";",
         "uninitialised",
-        SHARES_AHEAD,
+        HOPPER_SHARES_AHEAD,
     ),
     Mutant(
         "sm80: columns of a pair's second warp over those of its first",
@@ -1267,8 +1281,8 @@ MUTANTS = (
     Mutant(
         "sm90: masked by the positions of another share",
         "forward",
-        "(Spec::kSplit ? tile.first_key_tile() + block : block) * kBc",
-        "block * kBc",
+        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n        common::mask_scores",
+        "common::mask_scores",
         "numbers",
         HOPPER_SHARES,
     ),
@@ -1291,8 +1305,8 @@ MUTANTS = (
     Mutant(
         "sm90: a share of the tile before the next",
         "forward",
-        "if constexpr (Spec::kSplit) next = published();",
-        "if constexpr (Spec::kSplit) next = tile;",
+        "tile = published();",
+        ";",
         "numbers",
         HOPPER_MANY_SHARES,
     ),

@@ -41,6 +41,15 @@ struct OutputShares {
         return params.shares + ((head * params.num_splits + share) * params.num_tiles + tile) * kTileElements;
     }
 
+    // The same for the one share of a block. It takes the share's position from the block's index, so that no registers
+    // hold it throughout the kernel.
+    template <class Record>
+    __device__ __forceinline__ static float* of_block(const Record& params) {
+        const auto where = tile_of_block<Spec::kCausal>(params.schedule(), blockIdx.x);
+        const int64 head = static_cast<int64>(where.batch) * params.scheduled_heads + where.head;
+        return params.shares + (head * params.num_tiles + where.tile) * kTileElements;
+    }
+
     // Writes 16 rows of O, which a warp holds, from column 8 * first_column8 on. Columns beyond the padded head_dim are
     // left out.
     template <int kN8>

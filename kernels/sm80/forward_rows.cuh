@@ -155,7 +155,7 @@ struct ForwardRows {
         float row_lse[2];
         if constexpr (Spec::kSplit) {
             using Shares = common::OutputShares<Spec>;
-            float* own = Shares::of_tile(params, where, share);
+            float* own = Shares::of_block(params);
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share);

@@ -169,7 +169,8 @@ struct ForwardSplit {
             Packed p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
-            if (!masked && tile != tiles.end - 1) {
+            // The attempt fails in the first tile; shares make it nevertheless, so that no register holds `end`.
+            if (!masked && (Spec::kSplit || tile != tiles.end - 1)) {
                 float share[kM16][2];
                 bool fits = true;
 #pragma unroll
@@ -240,7 +241,7 @@ struct ForwardSplit {
 
         if constexpr (Spec::kSplit) {
             using Shares = common::OutputShares<Spec>;
-            float* own = Shares::of_tile(params, where, share);
+            float* own = Shares::of_block(params);
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
