@@ -128,7 +128,9 @@ def forward(
     -----
     The algorithm is FlashAttention-2 (Dao 2023), Algorithm 1: for each query tile of B_r rows an online softmax runs
     over key tiles of B_c rows, so that memory beyond inputs and results is O(1). Scores, statistics and sums are
-    float32 (float64 for float64 data).
+    float32 (float64 for float64 data). Where several blocks share a query tile (`num_splits`), there is a workspace
+    for their partial results: ``head_dim + 1`` float32 numbers for each share, head and row of q, with head_dim rounded
+    up to a multiple of 16, and rows to whole tiles.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
@@ -140,10 +142,10 @@ def forward(
     synchronisation; the first call of a kind compiles its kernel. Offsets are clamped to the arrays on the GPU;
     decreasing offsets raise no error there and give undefined results.
 
-    Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies, and workspaces
-    of `backward`, are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for
-    graphs holds it between launches, up to the largest amount that one call of the graph needs. Results are allocated
-    as in other calls: keep them, like the inputs, as long as the graph is launched, or pass `out`.
+    Calls can be captured into a CUDA graph after a call of the same kind has loaded its kernels. Copies and workspaces
+    are then memory of the graph: nodes of the graph allocate and free it, and CUDA's memory pool for graphs holds it
+    between launches, up to the largest amount that one call of the graph needs. Results are allocated as in other
+    calls: keep them, like the inputs, as long as the graph is launched, or pass `out`.
 
     Examples
     --------

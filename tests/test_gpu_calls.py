@@ -52,6 +52,21 @@ def test_any_strides_and_head_dims_reach_the_kernels_right(launched, dtype, head
             expected.check(dq=dq, dk=dk, dv=dv)
 
 
+@pytest.mark.parametrize("view", (place, packed, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize(("family", "head_dim"), (("sm90", 64), ("sm80", 64), ("sm80", 59)))
+def test_shares_of_a_split_forward_go_through_a_workspace(launched, family, head_dim, view):
+    q, k, v, _ = (view(x) for x in inputs_of(head_dim=head_dim))
+    o, lse = forward(q, k, v, causal=True, family=family, num_splits=3)
+    Expectation(q, k, v, causal=True).check(o=o, lse=lse)
+    assert [(stage.spec.operation, stage.spec.is_split) for stage in launched] == [
+        ("forward", True),
+        ("merge_forward", False),
+    ]
+    again, _ = forward(q, k, v, causal=True, family=family, num_splits=1)
+    assert [stage.spec.operation for stage in launched[2:]] == ["forward"] and not launched[2].spec.is_split
+    Expectation(q, k, v, causal=True).check(o=again)
+
+
 @pytest.mark.parametrize(
     ("view", "head_dim", "dtype", "copied"),
     (

@@ -84,7 +84,7 @@ class Problem:
     scores: Callable = tuple  # from inputs to those with other scores
     rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
     device: str = ""  # instead of the one of the tests of Hopper's kernels
-    num_splits: int = 1
+    num_splits: int | None = 1  # blocks that share a tile
 
     @property
     def features(self) -> dict:
@@ -156,6 +156,12 @@ SIMT = Problem("float32", 59, (21, 27))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
+SHARES = Problem(lengths=(37, 230), num_splits=3)
+MANY_SHARES = Problem(lengths=(70, 130), num_splits=8)
+HOPPER_SHARES = Problem(lengths=(37, 330), num_splits=3, hopper_tile=ONE_GROUP)
+HOPPER_SHARES_AHEAD = Problem(lengths=(109, 139), rows_ahead=70, num_splits=3, hopper_tile=ONE_GROUP)
+HOPPER_MANY_SHARES = Problem(lengths=(170, 200), num_splits=8, hopper_tile=ONE_GROUP)
+HOPPER_SHARES_OF_GROUPS = Problem(lengths=(300, 330), num_splits=6, hopper_tile=TileConfig(192, 64, 16, 3))
 #: A number, rounded to a bit less than the dtype has.
 SPLIT = Problem(heads=(6, 2), num_splits=2)  # the second share begins in the middle of a head
 HOPPER_SPLIT = Problem(heads=(3, 1), lengths=(390, 260), hopper_tile=TileConfig(128, 128, 12, 2), num_splits=2)
@@ -221,7 +227,7 @@ MUTANTS = (
     Mutant(
         "the last V never comes",
         "forward",
-        "load_value(tile, kLeftLimit ? tile.first_key_tile : 0);\n            if",
+        "load_value(tile, kHasBegin ? tile.first_key_tile : 0);\n            if",
         "if",
         "deadlock",
         HOPPER_TILES,
@@ -320,8 +326,8 @@ MUTANTS = (
     Mutant(
         "a group passes over its own keys",
         "forward",
-        "min_of(all - max_of(own.end, 1), most_skipped)",
-        "min_of(all - max_of(own.end - 1, 1), most_skipped)",
+        "max_of(from_first(own.end), 1)",
+        "max_of(from_first(own.end) - 1, 1)",
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
     ),
@@ -681,8 +687,8 @@ MUTANTS = (
     Mutant(
         "no wait where no key tile was",
         "forward",
-        "cp_async_wait<0>();\n        __syncthreads();\n        Element* o =",
-        "Element* o =",
+        "cp_async_wait<0>();\n        __syncthreads();\n        store(params, where, share, softmax, output, smem",
+        "store(params, where, share, softmax, output, smem",
         "race",
         MASKED_ROWS,
     ),
@@ -1545,6 +1551,130 @@ MUTANTS = (
         "numbers",
         SPLIT,
     ),
+    # Several blocks for a query tile
+    Mutant(
+        "all shares weigh the same",
+        "merge_forward",
+        "weight[i] = exp2_approx((share_lse[8 * i] - shift[i]) * static_cast<float>(kLog2e));",
+        "weight[i] = 1.0f;",
+        "numbers",
+        SHARES,
+    ),
+    Mutant(
+        "lse of the largest share alone",
+        "merge_forward",
+        "shift[i] + log(total[i])",
+        "shift[i]",
+        "numbers",
+        SHARES,
+    ),
+    Mutant(
+        "a row that no share sees a key of",
+        "merge_forward",
+        "shift[i] = shift[i] == -infinity<float>() ? 0.0f : shift[i];",
+        ";",
+        "numbers",
+        Problem(lengths=(94, 37), num_splits=2),
+    ),
+    Mutant(
+        "a sink in every share",
+        "forward",
+        "if (Spec::kSplit && share > 0) return -infinity<Real>();",
+        "",
+        "numbers",
+        Problem(lengths=(37, 230), num_splits=3, feature="sink"),
+    ),
+    *(
+        Mutant(
+            f"{name}: every share begins with the first key tile",
+            "forward",
+            "tiles.begin += steps.begin;",
+            "",
+            "numbers",
+            problem,
+        )
+        for name, problem in (("sm80", SHARES), ("sm90", HOPPER_SHARES))
+    ),
+    Mutant(
+        "sm80: shares one over the other",
+        "forward",
+        "(head * params.num_tiles + where.tile) * kTileElements",
+        "where.tile * kTileElements",
+        "uninitialised",
+        SHARES,
+    ),
+    Mutant(
+        "sm90: shares one over the other",
+        "forward",
+        "head * params.num_splits + share",
+        "head * params.num_splits",
+        "uninitialised",
+        HOPPER_SHARES,
+    ),
+    Mutant(
+        "shares of a sequence where those of another are",
+        "forward",
+        "tile += packed_axis<false>(params).template first_tile<Spec::kBr>(where.batch);",
+        ";",
+        "uninitialised",
+        HOPPER_SHARES_AHEAD,
+    ),
+    Mutant(
+        "sm80: columns of a pair's second warp over those of its first",
+        "forward",
+        "Shares::put(own, output[m], pair_row / 16 + m, half * kHalfChunks, lane);",
+        "Shares::put(own, output[m], pair_row / 16 + m, 0, lane);",
+        "uninitialised",
+        Problem(head_dim=160, lengths=(37, 130), num_splits=3),
+    ),
+    Mutant(
+        "sm90: an empty share has no key tile",
+        "forward",
+        "max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1)",
+        "max_of(keys.end, 1)",
+        "deadlock",
+        HOPPER_MANY_SHARES,
+    ),
+    Mutant(
+        "sm90: masked key tiles before the share",
+        "forward",
+        "max_of(key_tile - first, 0)",
+        "key_tile - first",
+        "race",
+        HOPPER_MANY_SHARES,
+    ),
+    Mutant(
+        "sm90: masked by the positions of another share",
+        "forward",
+        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n        common::mask_scores",
+        "common::mask_scores",
+        "numbers",
+        HOPPER_SHARES,
+    ),
+    Mutant(
+        "sm90: a group goes on behind the share",
+        "forward",
+        "if constexpr (Spec::kSplit) skipped = max_of(skipped, 0);",
+        "",
+        "deadlock",
+        HOPPER_SHARES_OF_GROUPS,
+    ),
+    Mutant(
+        "sm90: a share's slot is never handed back",
+        "forward",
+        "__syncwarp();\n        if (lane_ == 0) mbarrier_arrive(tile.empty);",
+        "",
+        "deadlock",
+        HOPPER_MANY_SHARES,
+    ),
+    Mutant(
+        "sm90: a share of the tile before the next",
+        "forward",
+        "tile = published();",
+        ";",
+        "numbers",
+        HOPPER_MANY_SHARES,
+    ),
     *(
         Mutant(
             f"{name}: operands with a bit less",
@@ -1586,16 +1716,20 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }
+    of_forward = operation in ("forward", "merge_forward")
     if problem.hopper_tile:  # the family need not have the other kernel of a method
         tiled = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv"}.get(operation, operation)
         options["config"] = {tiled: problem.hopper_tile}
         options["family"] = "sm90" if operation == "forward" else None
+        tiled = {"convert_dq": "backward", "merge_forward": "forward"}.get(operation, operation)
+        options["config"] = {tiled: problem.hopper_tile}
+        options["family"] = "sm90" if of_forward else None
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
         if operation == "backward_dq" and problem.hopper_tile:
             dq_on_hopper(monkeypatch)
             check_dq((q, k, v, do), causal=problem.causal, config=problem.hopper_tile)
             return
-        if operation == "forward":
+        if of_forward:
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
             expected.check(o=o, lse=lse)
             return

@@ -17,7 +17,6 @@ from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
-from fa2cupy.jit.params import param_layout
 from fa2cupy.jit.source import KernelSource, render_kernel
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
@@ -49,9 +48,13 @@ def problem(**changes) -> AttentionProblem:
 
 
 def forward_plan(
-    device: DeviceInfo = H100, config: TileConfig | None = None, family: str | None = None, **changes
+    device: DeviceInfo = H100,
+    config: TileConfig | None = None,
+    family: str | None = None,
+    num_splits: int | None = None,
+    **changes,
 ) -> Plan:
-    return plans.forward_plan(problem(**changes), device, STRIDES, config, family)
+    return plans.forward_plan(problem(**changes), device, STRIDES, config, family, num_splits)
 
 
 def backward_plan(method: str, device: DeviceInfo = H100, with_delta: bool = True, **changes) -> Plan:
@@ -107,6 +110,34 @@ def test_tensor_maps_say_where_the_rows_lie_and_how_many_are_copied_at_a_time():
     # An axis of length 1 may have any stride.
     alone = plans.forward_plan(problem(batch=1, num_heads_kv=1), H100, {**STRIDES, "k": (0, 64, 0)}).stages[0].maps[1]
     assert alone.sizes == (64, 500, 1, 1) and alone.strides == (128, 16, 16)
+
+
+@pytest.mark.parametrize("num_splits", (2, 16))
+@pytest.mark.parametrize(("head_dim", "columns"), ((64, 64), (72, 80)))
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_a_split_forward_has_a_block_for_each_share_and_merges_them(family, head_dim, columns, num_splits):
+    plan = forward_plan(family=family, num_splits=num_splits, head_dim=head_dim)
+    forward, merge = plan.stages
+    rows = forward.spec.tile.b_r
+    tiles = -(-300 // rows) * 8 * 3
+    assert (forward.spec.operation, forward.spec.family, forward.spec.is_split) == ("forward", family, True)
+    values = record(forward)
+    assert (values["num_heads"], values["scheduled_heads"], values["num_splits"]) == (8, 8 * num_splits, num_splits)
+    most = H100.multiprocessors * forward.spec.tile.blocks_per_sm if family == "sm90" else math.inf
+    assert forward.blocks == min(tiles * num_splits, most)
+    assert {"o", "lse"}.isdisjoint(forward.spec.params.pointers) and "o_strides" not in values
+
+    assert (merge.spec.operation, merge.spec.family, merge.spec.is_split) == ("merge_forward", "common", False)
+    assert merge.blocks == tiles * rows // 16 and merge.spec.tile.b_r == rows
+    assert record(merge)["num_splits"] == num_splits
+    (workspace,) = plan.workspaces
+    assert (workspace.name, workspace.nbytes) == ("shares", num_splits * tiles * (rows * columns + rows) * 4)
+    assert plan.cleared == ()
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_one_share_is_the_forward_without_a_workspace(family):
+    assert forward_plan(family=family, num_splits=1) == forward_plan(family=family)
 
 
 def packed(**changes) -> dict[str, object]:
@@ -573,6 +604,7 @@ def test_every_tile_of_every_head_is_taken_once_whatever_the_sections(causal, mu
     device = dataclasses.replace(H100, multiprocessors=multiprocessors)
     for plan in (
         forward_plan(device, causal=causal),
+        forward_plan(device, causal=causal, num_splits=3),
         backward_plan("two_pass", device, causal=causal),
         backward_plan("single_pass", device, causal=causal),
     ):
@@ -589,6 +621,13 @@ def test_without_a_mask_one_head_follows_the_other():
     assert record(stage)["heads_per_section"] == BASE.heads_per_group
     order = [(batch, head // BASE.heads_per_group) for _, head, batch in blocks_of(stage)]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("causal", (False, True))
+def test_the_shares_of_a_head_are_in_the_section_of_the_head(family, causal):
+    whole, split = (record(forward_plan(family=family, causal=causal, num_splits=n).stages[0]) for n in (1, 5))
+    assert split["heads_per_section"] == 5 * whole["heads_per_section"]
 
 
 def test_under_a_mask_a_section_has_whole_groups_by_the_columns_of_their_heads():
@@ -657,17 +696,18 @@ def every_layout() -> list:
     for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
         for spec in default_specs(H100, dtype, 32, False, method):
             found.setdefault((spec.operation, spec.family, "float64" if dtype == "float64" else "float32"), spec)
-    return list(found.values())
+    split = [stage.spec for family in ("sm80", "sm90") for stage in forward_plan(family=family, num_splits=2).stages]
+    return list(found.values()) + list(dict.fromkeys(split))
 
 
 def layout_id(spec) -> str:
-    return f"{spec.operation}-{spec.family}-{spec.dtype}"
+    return f"{spec.operation}-{spec.family}-{spec.dtype}{'-split' if spec.is_split else ''}"
 
 
 @pytest.mark.parametrize("spec", every_layout(), ids=layout_id)
 def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
     pytest.importorskip("cupy", exc_type=ImportError)
-    layout = param_layout(spec.operation, spec.family, spec.dtype)
+    layout = spec.params
     constants = layout.fields[len(layout.pointers) :]
     real = struct.unpack("=d" if spec.dtype == "float64" else "=f", b"\x01" * (8 if spec.dtype == "float64" else 4))[0]
     marked = {"strides": (0x0101010101010101,) * 3, "real": real, "int": 0x01010101}
@@ -744,6 +784,20 @@ def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, fami
     )
     kernel = f'extern "C" __global__ void {main.spec.symbol}() {{}}\n'
     compile_source(KernelSource(main.spec, head + check + kernel))
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+@pytest.mark.parametrize("head_dim", (40, 64, 136, 256))
+def test_the_kernels_have_the_workspace_of_shares_in_the_planned_size(head_dim, family):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    plan = forward_plan(family=family, num_splits=3, head_dim=head_dim)
+    for stage in plan.stages:
+        tiles = record(stage)["num_tiles"] * BASE.num_heads * BASE.batch
+        check = f"static_assert(fa2::common::OutputShares<fa2::Spec>::kTileElements * {3 * tiles * 4}ll == "
+        check += f"{plan.workspaces[0].nbytes});\n"
+        head, _, _ = render_kernel(stage.spec).text.partition('extern "C" __global__')
+        kernel = f'extern "C" __global__ void {stage.spec.symbol}() {{}}\n'
+        compile_source(KernelSource(stage.spec, head + check + kernel))
 
 
 def test_two_launches_differ_in_nothing_but_what_the_caller_changed():

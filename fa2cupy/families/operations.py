@@ -97,6 +97,19 @@ OPERATIONS = {
                 "dq_accum:input_accum dq:output", ("dq",), ("softmax_scale",), ("num_heads", "seqlen_q", "num_tiles")
             ),
         ),
+        # O and lse, merged from the shares of a split forward.
+        Operation(
+            "merge_forward",
+            ("cu_seqlens",),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                f"{SHARES}:input_accum o:output lse:output_accum",
+                ("o",),
+                (),
+                ("num_heads", "seqlen_q", "num_tiles", "num_splits"),
+            ),
+        ),
         # dK and dV, summed over the shares of a split kernel, of which the workspace has one or several copies.
         Operation(
             "sum_dkdv",

@@ -32,7 +32,7 @@ class Record(NamedTuple):
 #: The workspace of a split kernel, in which every block leaves its share of a tile's results.
 SHARES = "shares"
 #: The results that shares replace.
-_SHARED_RESULTS = ("dk", "dv")
+_SHARED_RESULTS = ("o", "lse", "dk", "dv")
 
 #: Integer members of all tiled kernels: sizes of the problem, and the schedule of the grid.
 LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
@@ -43,8 +43,11 @@ SCALES = ("scale_log2", "softmax_scale")
 
 def split_record(record: Record) -> Record:
     """The record of the kernel when several blocks share the work on a tile: shares take the place of results."""
-    kept = [pointer for pointer in record.pointers.split() if pointer.partition(":")[0] not in _SHARED_RESULTS]
-    strides = tuple(name for name in record.strides if name not in _SHARED_RESULTS)
+    kinds = dict(pointer.split(":") for pointer in record.pointers.split())
+    # lse is a result of the forward, but an input of the backward.
+    replaced = [name for name in _SHARED_RESULTS if kinds.get(name, "").startswith("output")]
+    kept = [f"{name}:{kind}" for name, kind in kinds.items() if name not in replaced]
+    strides = tuple(name for name in record.strides if name not in replaced)
     pointers = " ".join((*kept, f"{SHARES}:output_accum"))
     return Record(pointers, strides, record.reals, (*record.ints, "num_splits"))
 

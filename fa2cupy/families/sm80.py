@@ -41,7 +41,7 @@ class Sm80(Family):
     head_dim_step = 8
     backward_owns = "keys"
     default_methods = ("single_pass",)
-    split_operations = ("backward", "backward_dkdv")
+    split_operations = ("forward", "backward", "backward_dkdv")
     costs = _COSTS
     tiles = {
         "forward": (

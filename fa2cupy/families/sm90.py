@@ -88,7 +88,7 @@ class Sm90(Family):
     needs_positive_scale = True
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")
-    split_operations = ("backward", "backward_dkdv")
+    split_operations = ("forward", "backward", "backward_dkdv")
     costs = _COSTS
     query_rows = tuple(range(16, 257, 16))
     key_rows = tuple(range(48, 257, 16))

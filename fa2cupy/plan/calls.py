@@ -23,7 +23,12 @@ def plan_forward(
 ) -> Plan:
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
     layout = StageLayout(problem, device, choice.family, strides)
-    return _plan([*_clear_unused(layout, "clear_forward"), layout.tiled("forward", choice.tiles["forward"])])
+    tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
+    stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]
+    if num_splits == 1:
+        return _plan(stages)
+    stage, workspace = _merge_forward(layout, tile, num_splits)
+    return _plan([*stages, stage], [workspace])
 
 
 def plan_delta(
@@ -136,6 +141,17 @@ class _Sums:
             values |= {"num_key_tiles": self._num_key_tiles, "num_copies": self._num_copies}
         tile = _tile_of(operation, self._tile.b_r if self._with_dq else 1, self._tile.b_c)
         return self._layout.stage(operation, tile, blocks, (), is_split=False, **values)
+
+
+def _merge_forward(layout: StageLayout, tile: TileConfig, num_splits: int) -> tuple[Stage, Workspace]:
+    """The stage that merges the shares of O and lse, and their workspace. A block merges 16 rows."""
+    problem = layout.problem
+    num_tiles = layout.num_tiles("queries", tile.b_r)
+    tiles = problem.batch * problem.num_heads * num_tiles
+    columns = -(-problem.head_dim // 16) * 16
+    merged = _tile_of("merge_forward", b_r=tile.b_r)
+    stage = layout.stage("merge_forward", merged, tiles * tile.b_r // 16, num_tiles=num_tiles, num_splits=num_splits)
+    return stage, Workspace(SHARES, num_splits * tiles * tile.b_r * (columns + 1) * itemsize("float32"))
 
 
 def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:

@@ -82,7 +82,7 @@ class StageLayout:
         num_tiles = self.num_tiles(side, rows)
         section = groups_per_section(problem, self.device, columns)
         if side == "queries":
-            section *= problem.heads_per_group
+            section *= problem.heads_per_group * num_splits
         else:
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits)
         heads *= num_splits

@@ -140,13 +140,20 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
 template <class Spec>
 inline constexpr bool kFinishReadsHead = Spec::kSink;
 
-// Finishes rows after their last key tile: computes the factor of O and lse. `total`: the row sums, if a row is shared
-// by several warps.
+// The head's sink in base 2. The first share has it; in the others it would be counted again.
+template <class Real, class Spec, class Record>
+__device__ __forceinline__ Real sink_of(const Record& params, int32 head, int32 share) {
+    if (Spec::kSplit && share > 0) return -infinity<Real>();
+    return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e);
+}
+
+// Finishes rows after their last key tile: computes the factor of O and lse. `share`: the block's share of the key
+// tiles, 0 without a split. `total`: the row sums, if a row is shared by several warps.
 template <class Spec, class Record, class Softmax, class Real, int kRows, class... Total>
-__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head,
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, const Record& params, int32 head, int32 share,
                                             Real (&inverse)[kRows], Real (&lse)[kRows], const Total&... total) {
     if constexpr (Spec::kSink)
-        softmax.finish(total..., params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e), inverse, lse);
+        softmax.finish(total..., sink_of<Real, Spec>(params, head, share), inverse, lse);
     else
         softmax.finish(total..., inverse, lse);
     if constexpr (Spec::kDropout)

@@ -1,6 +1,7 @@
-// Shares: several blocks work on one key tile, where key tiles are too few to fill the GPU. The steps of a key tile, its
-// query tiles in all heads of the group, are divided into consecutive ranges of equal length. The schedule counts the
-// shares of a tile as tiles of further heads: share s of head h is the scheduled head h * num_splits + s.
+// Shares of the backward (those of the forward are in output_shares.cuh): several blocks work on one key tile, where key
+// tiles are too few to fill the GPU. The steps of a key tile, its query tiles in all heads of the group, are divided into
+// consecutive ranges of equal length. The schedule counts the shares of a tile as tiles of further heads: share s of head
+// h is the scheduled head h * num_splits + s.
 //
 // The gradients of a share go to a workspace, from which sum_dkdv.cu makes dK and dV. Its order is
 //

@@ -82,7 +82,7 @@ struct Forward {
         }
 
         Real inverse_sum[1], lse[1];
-        common::finish_rows<Spec>(softmax, params, where.head, inverse_sum, lse);
+        common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, lse);
         Warp::scale_rows(o_rows, inverse_sum[0]);
         Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
         Warp::store_rows(o_rows, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);

@@ -2,7 +2,8 @@
 //
 //   S = scale Q K^T        P = exp(S - row_shift)        O = P V / rowsum(P)        lse = row_shift + log(rowsum(P))
 //
-//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see
+//   block   owns kBr query rows of one head; loops over the key tiles of B_c = kBc keys that these rows see, or over a
+//           share of them (common/output_shares.cuh)
 //   warp    owns kBr / kWarps of these rows, 16 or 32; keeps their O in registers. With 32 rows, every right operand
 //           loaded by ldmatrix feeds four mma instructions, so that shared memory bandwidth is not the limit
 //
@@ -18,12 +19,14 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
+#include "common/output_shares.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
 #include "common/tile_range.cuh"
+#include "sm80/forward_output.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 
@@ -53,15 +56,17 @@ struct ForwardRows {
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
         const int32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        const int32 share = common::take_share<Spec>(where, params);
         const int32 first_row = where.tile * kBr;
         const int32 head_kv = where.head / params.heads_per_group;
         const Element* q = params.q + params.q_strides.offset(where.batch, 0, where.head);
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                         common::window_of<Spec>(params));
+        auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                   common::window_of<Spec>(params));
+        common::limit_to_share<Spec>(tiles, params, share);
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
 
@@ -137,24 +142,41 @@ struct ForwardRows {
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
-        Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
-        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+        store(params, where, share, softmax, output, smem, first_row, warp_row, lane);
+    }
+
+  private:
+    // Stores O and lse in the results, or in the block's share of the workspace. Record is a template parameter because
+    // no record has both.
+    template <class Record>
+    __device__ __forceinline__ static void store(const Record& params, const common::TileCoordinates& where,
+                                                 int32 share, const Softmax (&softmax)[kM16], Output (&output)[kM16],
+                                                 uint32 smem, int32 first_row, int32 warp_row, int32 lane) {
+        float row_lse[2];
+        if constexpr (Spec::kSplit) {
+            using Shares = common::OutputShares<Spec>;
+            float* own = Shares::of_block(params);
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            float inverse_sum[2], row_lse[2];
-            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse);
-#pragma unroll
-            for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int32 row = first_row + warp_row + 16 * m + Output::row(i, lane);
-                if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share);
+                Shares::put_lse(own, row_lse, warp_row / 16 + m, lane);
+                Shares::put(own, output[m], warp_row / 16 + m, 0, lane);
             }
+        } else {
+            Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);
+            float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int32 row = first_row + warp_row + 16 * m + Output::row(i, lane);
+                    if (lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+                }
+            }
+            store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row, first_row + warp_row,
+                                              params.seqlen_q, lane);
         }
-        store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row, first_row + warp_row,
-                                          params.seqlen_q, lane);
     }
 };
 

@@ -23,12 +23,14 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/online_softmax.cuh"
+#include "common/output_shares.cuh"
 #include "common/params.cuh.j2"
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
 #include "common/tile_range.cuh"
+#include "sm80/forward_output.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
 
@@ -116,11 +118,13 @@ struct ForwardSplit {
 
     __device__ void forward(const Params& params) const {
         const int32 thread = threadIdx.x;
-        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        const int32 share = common::take_share<Spec>(where, params);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                         common::window_of<Spec>(params));
+        auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                   common::window_of<Spec>(params));
+        common::limit_to_share<Spec>(tiles, params, share);
         const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys,
@@ -165,7 +169,8 @@ struct ForwardSplit {
             Packed p[kM16];
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             bool kept = false;
-            if (!masked && tile != tiles.end - 1) {
+            // The attempt fails in the first tile; shares make it nevertheless, so that no register holds `end`.
+            if (!masked && (Spec::kSplit || tile != tiles.end - 1)) {
                 float share[kM16][2];
                 bool fits = true;
 #pragma unroll
@@ -218,36 +223,46 @@ struct ForwardSplit {
         // If there was no key tile, the copy of Q is still in flight, and O is about to overwrite it.
         cp_async_wait<0>();
         __syncthreads();
-        store(params, where, softmax, output, first_row + pair_row, pair_row);
+        store(params, where, share, softmax, output, first_row + pair_row, pair_row);
     }
 
-    __device__ void store(const Params& params, const common::TileCoordinates& where, const Softmax (&softmax)[kM16],
-                          Output (&output)[kM16], int32 first_row, int32 pair_row) const {
-        float total[kM16][2];
+    // Record: as in forward_rows.cuh.
+    template <class Record>
+    __device__ void store(const Record& params, const common::TileCoordinates& where, int32 share,
+                          const Softmax (&softmax)[kM16], Output (&output)[kM16], int32 first_row,
+                          int32 pair_row) const {
+        constexpr int kHalfChunks = kHalfCols / 8;
+        float total[kM16][2], row_lse[2];
 #pragma unroll
         for (int m = 0; m < kM16; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) total[m][i] = common::row_sum<4>(softmax[m].sum[i]);
         exchange(total, [](float a, float b) { return a + b; });
 
-        float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+        if constexpr (Spec::kSplit) {
+            using Shares = common::OutputShares<Spec>;
+            float* own = Shares::of_block(params);
 #pragma unroll
-        for (int m = 0; m < kM16; ++m) {
-            float inverse_sum[2], row_lse[2];
-            common::finish_rows<Spec>(softmax[m], params, where.head, inverse_sum, row_lse, total[m]);
-#pragma unroll
-            for (int n = 0; n < kHalfCols / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) output[m].value[n][e] *= inverse_sum[e / 2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int32 row = first_row + 16 * m + Output::row(i, lane);
-                if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
+                if (half == 0) Shares::put_lse(own, row_lse, pair_row / 16 + m, lane);
+                Shares::put(own, output[m], pair_row / 16 + m, half * kHalfChunks, lane);
             }
+        } else {
+            float* lse = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+#pragma unroll
+            for (int m = 0; m < kM16; ++m) {
+                finish_output<Spec>(softmax[m], output[m], row_lse, params, where.head, share, total[m]);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int32 row = first_row + 16 * m + Output::row(i, lane);
+                    if (half == 0 && lane % 4 == 0 && row < params.seqlen_q) lse[row] = row_lse[i];
+                }
+            }
+            store_rows<QTile, kM16, kHeadDim>(smem, pair_row, half * kHalfChunks, output,
+                                              params.o + params.o_strides.offset(where.batch, 0, where.head),
+                                              params.o_strides.row, first_row, params.seqlen_q, lane);
         }
-        store_rows<QTile, kM16, kHeadDim>(smem, pair_row, half * (kHalfCols / 8), output,
-                                          params.o + params.o_strides.offset(where.batch, 0, where.head),
-                                          params.o_strides.row, first_row, params.seqlen_q, lane);
     }
 };
 

@@ -322,12 +322,32 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (Shape::kOwnOutput && lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
 
-    // Stores O and lse of this warp's 16 rows. Each warp stores its own boxes by TMA, asynchronously and independently
-    // of the other warps. It does not read the tile's slot afterwards, and releases it.
+    // Stores O and lse of this warp's 16 rows. The warp does not read the tile's slot afterwards, and releases it.
     __device__ __forceinline__ void store(const TileInSlot& tile, uint32 buffer) {
         float inverse_sum[2], row_lse[2];
-        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0, inverse_sum,
-                                  row_lse);
+        common::finish_rows<Spec>(softmax_, params_, common::kFinishReadsHead<Spec> ? tile.head() : 0,
+                                  Spec::kSplit ? tile.share() : 0, inverse_sum, row_lse);
+        if constexpr (Spec::kSplit)
+            store_share(tile, inverse_sum, row_lse);
+        else
+            store_result(tile, buffer, inverse_sum, row_lse);
+    }
+
+    __device__ __forceinline__ void store_share(const TileInSlot& tile, const float (&inverse_sum)[2],
+                                                const float (&row_lse)[2]) {
+        using Shares = common::OutputShares<Spec>;
+        float* own = Shares::of_tile(params_, {tile.first_row() / kBr, tile.head(), tile.batch()}, tile.share());
+        const int32 row16 = group_ * (kGroupRows / 16) + warp_;
+        Shares::put_lse(own, row_lse, row16, lane_);
+        multiply_output(inverse_sum);
+        Shares::put(own, output_, row16, 0, lane_);
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(tile.empty);
+    }
+
+    // Each warp stores its own boxes by TMA, asynchronously and independently of the other warps.
+    __device__ __forceinline__ void store_result(const TileInSlot& tile, uint32 buffer, const float (&inverse_sum)[2],
+                                                 const float (&row_lse)[2]) {
         const int32 row = first_row(tile), head = tile.head(), batch = tile.batch();
         const auto& own = record_of<Spec>(params_, tile);
         const auto rows = query_tma_rows<Spec>(params_, batch);

@@ -10,9 +10,10 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using Base::kLeftLimit, Base::memory_, Base::params_, Base::queries_;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
+    using Base::load_key, Base::load_rows, Base::load_value, Base::publish, Base::published;
+    using Base::memory_, Base::params_, Base::queries_;
     using typename Base::Tile;
+    static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
 
   public:
     __device__ ForwardProducer(const Params& params, const Memory& memory) : Base(params, memory) {}
@@ -32,21 +33,33 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
             const bool is_last = next.key_tiles == 0;
             index = next_index(params_, index);  // the atomic's latency overlaps with this tile
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block > (kLeftLimit ? tile.first_key_tile : 0); --block) {
+            for (int32 block = tile.key_tiles - 1; block > (kHasBegin ? tile.first_key_tile : 0); --block) {
                 load_key(tile, block - 1);
                 load_value(tile, block);
             }
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
-            load_value(tile, kLeftLimit ? tile.first_key_tile : 0);
+            load_value(tile, kHasBegin ? tile.first_key_tile : 0);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
-            tile = next;
+            if constexpr (Spec::kSplit)
+                tile = published();
+            else
+                tile = next;
         }
         leave_counter(params_);
     }
 
   private:
-    __device__ void start(const Tile& tile) {
+    // With the begin of a share, the producer's registers do not hold a second tile while it loads the first, so that
+    // the second is read back from its slot.
+    __device__ void start(const Tile& next) {
+        if constexpr (Spec::kSplit)
+            start_loads(published());
+        else
+            start_loads(next);
+    }
+
+    __device__ void start_loads(const Tile& tile) {
         load_query(tile);
         load_key(tile, tile.key_tiles - 1);
     }

@@ -1,6 +1,7 @@
 // Query tiles of the kernels whose blocks own them: their records in shared memory, the scheduler that hands them to
 // blocks, and the key tiles that a warp group sees.
 #pragma once
+#include "common/output_shares.cuh"
 #include "common/tile_range.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
@@ -11,11 +12,16 @@ inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory. Consumers read each field when they need it, so
 // that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
-// without a left limit); those from `full_key_tiles` on need the mask. A query tile that sees no key still gets one key
-// tile, fully masked, so that its row sums become zero. key_tiles = 0 marks the end of the work.
+// unless kHasBegin); those from `full_key_tiles` on need the mask. A query tile that sees no key still gets one key tile,
+// fully masked, so that its row sums become zero, and so does an empty share: the key tile after the last that is seen.
+// key_tiles = 0 marks the end of the work.
 struct alignas(32) QueryTile {
-    int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile;
+    int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share;
 };
+
+// True if the key tiles of a query tile need not begin with the sequence's first.
+template <class Spec>
+inline constexpr bool kHasBegin = common::kLeftLimit<Spec> || Spec::kSplit;
 
 // Block b starts with tile b and then draws indices from the shared counter; -1: none left. Without a counter the
 // stride is gridDim.x, so that the order is fixed.
@@ -35,15 +41,18 @@ struct LoadedTile : QueryTile {
 template <class Spec>
 __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int32& index) {
     while (index >= 0) {
-        const auto where = common::scheduled_tile<Spec, false>(params, index);
+        auto where = common::scheduled_tile<Spec, false>(params, index);
+        const int32 share = common::take_share<Spec>(where, params);
         const auto& own = common::record_of_sequence<Spec>(params, where.batch);
         if (Spec::kVarlen && !common::has_tile(where.tile, Spec::kBr, own.seqlen_q)) {
             index = next_index(params, index);
             continue;
         }
-        const auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
-            where.tile, own.seqlen_q, own.seqlen_k, common::window_of<Spec>(params));
-        return {{max_of(keys.end, 1), keys.full_end, where.tile * Spec::kBr, where.head, where.batch, keys.begin},
+        auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, own.seqlen_q, own.seqlen_k,
+                                                                              common::window_of<Spec>(params));
+        common::limit_to_share<Spec>(keys, params, share);
+        return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr, where.head,
+                 where.batch, keys.begin, share},
                 query_tma_rows<Spec>(params, where.batch),
                 key_tma_rows<Spec>(params, where.batch)};
     }
@@ -60,6 +69,7 @@ struct TileInSlot {
     __device__ int32 head() const { return load_shared<int32>(address + 12); }
     __device__ int32 batch() const { return load_shared<int32>(address + 16); }
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
+    __device__ int32 share() const { return load_shared<int32>(address + 24); }
 };
 
 // Waits until the producer has written the next slot of the ring, and returns its tile.
@@ -81,11 +91,13 @@ template <class Spec>
 __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile) {
     store_shared(address, tile.key_tiles, tile.full_key_tiles, tile.first_row, tile.head);
     store_shared(address + 16, tile.batch);
-    if constexpr (common::kLeftLimit<Spec>) store_shared(address + 20, tile.first_key_tile);
+    if constexpr (kHasBegin<Spec>) store_shared(address + 20, tile.first_key_tile);
+    if constexpr (Spec::kSplit) store_shared(address + 24, tile.share);
 }
 
 // The key tiles of a warp group: it processes [begin, end), of which [full_begin, full_end) need no mask, after it has
-// skipped `skipped` tiles from `end` on.
+// skipped `skipped` tiles from `end` on. Those of a share are counted from its first, so that loops end at the constant
+// 0, which takes no register.
 struct GroupKeys {
     int32 skipped, end, full_end, full_begin, begin;
 };
@@ -96,15 +108,20 @@ struct GroupKeys {
 template <class Spec>
 __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const TileInSlot& tile, int32 group,
                                                    int32 most_skipped) {
-    if constexpr (!common::kRightLimit<Spec>) return {0, tile.key_tiles(), tile.full_key_tiles(), 0, 0};
+    const int32 first = Spec::kSplit ? tile.first_key_tile() : 0;
+    const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
+    if constexpr (!common::kRightLimit<Spec>)
+        return {0, tile.key_tiles() - first, from_first(tile.full_key_tiles()), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);
     const auto own = common::key_tiles_of<Spec::kCausal, kGroupRows, Spec::kBc>(
         group_tile, record.seqlen_q, record.seqlen_k, common::window_of<Spec>(params));
-    const int32 all = tile.key_tiles(), skipped = min_of(all - max_of(own.end, 1), most_skipped);
+    const int32 all = tile.key_tiles() - first;
+    int32 skipped = min_of(all - max_of(from_first(own.end), 1), most_skipped);
+    if constexpr (Spec::kSplit) skipped = max_of(skipped, 0);  // the group's keys may go on behind the share
     int32 begin = 0;
-    if constexpr (common::kLeftLimit<Spec>) begin = tile.first_key_tile();
-    return {skipped, all - skipped, own.full_end, own.full_begin, begin};
+    if constexpr (common::kLeftLimit<Spec> && !Spec::kSplit) begin = tile.first_key_tile();
+    return {skipped, all - skipped, from_first(own.full_end), from_first(own.full_begin), begin};
 }
 
 // Called once per block, after its last draw. The last block resets the counter for the next launch; its plain stores

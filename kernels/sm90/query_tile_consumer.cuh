@@ -23,8 +23,9 @@ class QueryTileConsumer {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
-    // This warp's scores of key tile `block`.
+    // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
+        if constexpr (Spec::kSplit) block += tile.first_key_tile();
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
@@ -59,6 +60,7 @@ class QueryTileConsumer {
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
+        if constexpr (Spec::kSplit) block += tile.first_key_tile();
         common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
                             {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
     }

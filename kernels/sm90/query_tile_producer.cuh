@@ -22,6 +22,15 @@ class QueryTileProducer {
         tiles_.advance();
     }
 
+    // The tile that was published last, with what its loads need.
+    __device__ Tile published() const {
+        const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
+        const int32 batch = slot.batch();
+        return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                query_tma_rows<Spec>(params_, batch),
+                key_tma_rows<Spec>(params_, batch)};
+    }
+
     // Loads the query tile's rows of Q or dO.
     __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);

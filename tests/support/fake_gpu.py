@@ -20,9 +20,23 @@ from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import CallOptions, hashable_config
 
 
-def forward(q, k, v, *, causal=False, scale=None, layout="bshd", out=None, config=None, family=None, **features):
+def forward(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    layout="bshd",
+    out=None,
+    config=None,
+    family=None,
+    num_splits=None,
+    **features,
+):
     """`fa2cupy.gpu.calls.forward` by keyword."""
-    return calls.forward(q, k, v, out, CallOptions(causal, scale, layout, hashable_config(config), family), features)
+    options = CallOptions(causal, scale, layout, hashable_config(config), family, num_splits=num_splits)
+    return calls.forward(q, k, v, out, options, features)
 
 
 def delta(o, do, *, layout="bshd", out=None):

@@ -6,6 +6,7 @@ import numpy as np
 from support.launch_record import Launch
 
 from fa2cupy import reference
+from fa2cupy.families.records import SHARES
 
 
 def run_formulas(launch: Launch) -> None:
@@ -26,8 +27,13 @@ class _Formulas:
         q, k, v = self.launch.array("q"), self.launch.array("k"), self.launch.array("v")
         scale = self.values["scale_log2"] / np.log2(np.e)
         o, lse = reference.forward(q, k, v, causal=self.spec.causal, softmax_scale=scale)
-        self.launch.array("o")[...] = o
-        self.launch.array("lse")[...] = lse
+        o_of_kernel, lse_of_kernel = (
+            self._output_shares() if self.spec.is_split else map(self.launch.array, ("o", "lse"))
+        )
+        o_of_kernel[...], lse_of_kernel[...] = o, lse
+
+    def _merge_forward(self) -> None:
+        self.launch.array("o")[...], self.launch.array("lse")[...] = self._output_shares()
 
     def _delta(self) -> None:
         self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
@@ -87,6 +93,14 @@ class _Formulas:
         heads = self.values["num_heads"] // self.values["heads_per_group"]
         shape = (copies, 2, self.launch.batch, self.values["seqlen_k"], heads, self.spec.head_dim)
         return self.launch.array("shares")[: np.prod(shape)].reshape(shape)
+
+    def _output_shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """O and lse of all shares together, in plain order, at the start of their workspace."""
+        shares, batch = self.launch.array(SHARES), self.launch.batch
+        rows, heads = self.values["seqlen_q"], self.values["num_heads"]
+        end = batch * rows * heads * self.spec.head_dim
+        o, lse = shares[:end], shares[end : end + batch * heads * rows]
+        return o.reshape(batch, rows, heads, self.spec.head_dim), lse.reshape(batch, heads, rows)
 
     def _workspace(self) -> np.ndarray:
         """dq_accum in plain order: the kernels' order is their own affair."""

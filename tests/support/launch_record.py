@@ -49,6 +49,8 @@ class Launch:
             row, head, batch = (stride // 2 for stride in tensor.strides[:3])
             self.values[f"{name}_strides"] = (batch, row, head)
         per_batch = self.values.get("num_tiles", 1) * self.values.get("scheduled_heads", self.values["num_heads"])
+        if self.spec.operation == "merge_forward":  # blocks of 16 rows
+            per_batch *= self.spec.tile.b_r // 16
         self.packed = "cu_seqlens" in self.spec.features
         self.batch = 1 if self.packed else self.values.get("batch", stage.blocks // per_batch)
         assert len(self.record(addresses)) == layout.nbytes

@@ -10,9 +10,9 @@ from fa2cupy.problem.options import CallOptions
 __all__ = ["backward_plan", "delta_plan", "forward_plan"]
 
 
-def forward_plan(problem, device, strides, config=None, family=None) -> Plan:
-    """The plan of a forward with tiles and a family of the test's own, if any."""
-    options = CallOptions(config=config, family=family)
+def forward_plan(problem, device, strides, config=None, family=None, num_splits=None) -> Plan:
+    """The plan of a forward with tiles, a family and a number of splits of the test's own, if any."""
+    options = CallOptions(config=config, family=family, num_splits=num_splits)
     return plan_forward(
         problem, device, strides, choose("forward", problem, device, strides, options, is_launched=False)
     )

@@ -122,7 +122,7 @@ def _execute(
         written = buffer.finish(spec)
         if spec.operation.startswith("clear_") or (name == SHARES and buffer.is_output):
             partly_written[launch.pointers[name]] = written
-        elif name != SHARES:  # unused tiles of packed sequences have none
+        elif buffer.is_output:
             buffer.check_complete(spec, written)
     assert not memory.read(counter).any(), f"{spec}: the tile counter is left at {memory.read(counter)}"
 
