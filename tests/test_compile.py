@@ -375,6 +375,8 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
         KernelSpec(operation, "common", "sm_80", "float16", 64, False, TileConfig(1, 1, 8), (feature,))
         for operation, feature in with_settings
     ]
+    for method in (None, *METHODS):
+        others += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(

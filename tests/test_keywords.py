@@ -87,7 +87,10 @@ def test_what_may_have_been_meant(options, hint, arguments):
     text = told("fa2cupy.forward", arguments, **options)
     start = f"unexpected keyword argument {name!r}"
     assert text.startswith((f"{start}; {hint}", f"{start}: {hint}"))
-    assert "The keywords of fa2cupy.forward are causal, softmax_scale, layout, out, config, family, window, " in text
+    assert (
+        "The keywords of fa2cupy.forward are causal, softmax_scale, layout, out, config, family, num_splits, window, "
+        in text
+    )
 
 
 def test_a_name_that_is_like_nothing_gets_the_list_alone(arguments):

@@ -23,7 +23,7 @@ __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candi
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of dK and dV are made only
 #: where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
-_LEAST_STEPS = 8  # of a share of a forward: fewer take no longer than the launch that merges shares
+_LEAST_KEYS = 1024  # of a share of a forward: fewer take no longer than the launch that merges shares
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
 
@@ -88,7 +88,7 @@ def forward_splits(problem: AttentionProblem, device: DeviceInfo, tile: TileConf
     if not tiles:
         return 1
     slots = device.multiprocessors * tile.blocks_per_sm
-    return max(1, min(most, slots // tiles, max(steps) // _LEAST_STEPS))
+    return max(1, min(most, slots // tiles, max(steps) * tile.b_c // _LEAST_KEYS))
 
 
 def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig, most: int) -> list[int]:
@@ -149,7 +149,9 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     """The factor by which blocks that drift apart slow down each other's steps."""
     heads = problem.heads_per_group / splits
     touched = 8 * problem.batch * problem.num_heads * problem.seqlen_q * problem.head_dim  # Q, dO and float32 dQ
-    if not problem.causal or heads <= 2 or touched <= device.l2_bytes:
+    left, right = problem.band
+    has_equal_blocks = right is None or left is not None  # but for the first and the last of a window
+    if has_equal_blocks or heads <= 2 or touched <= device.l2_bytes:
         return 1.0
     return 1 + costs.drift * math.log2(heads / 2)
 

@@ -60,19 +60,19 @@ _MAPPED = {
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-22.
 _COSTS = Costs(
     blocks={
-        "backward": {64: BlockCost(2.0, 7.5), 128: BlockCost(1.74, 10.9), 256: BlockCost(2.86, 14.4)},
-        "backward_dq": {64: BlockCost(1.5, 3.6), 128: BlockCost(1.05, 2.6), 256: BlockCost(0.74, 7.2)},
-        "backward_dkdv": {64: BlockCost(1.5, 4.5), 128: BlockCost(1.21, 9.8), 256: BlockCost(1.64, 8.2)},
+        "backward": {64: BlockCost(1.843, 7.36), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.61, 12.69)},
+        "backward_dq": {64: BlockCost(2.105, 2.34), 128: BlockCost(1.161, 1.49), 256: BlockCost(0.642, 5.0)},
+        "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 7.33), 256: BlockCost(1.688, 13.21)},
     },
-    call=9.2,
-    call_rows=0.17,
-    convert=5.8,
-    convert_rows=3.1,
-    add=8.8,
-    add_rows=6.8,
-    copy=8.6,
-    copy_rows=3.6,
-    drift=0.18,
+    call=0.47,
+    call_rows=0.0565,
+    convert=0.935,
+    convert_rows=5.138,
+    add=5.134,
+    add_rows=8.87,
+    copy=10.32,
+    copy_rows=2.989,
+    drift=0.27,
 )
 
 
