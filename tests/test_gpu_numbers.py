@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -66,25 +67,29 @@ def families_of(operation: str, dtype: str) -> list[str | None]:
 
 
 def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **options) -> Expectation:
-    """Runs forward, delta and the backward by each method into NaN-filled arrays, and checks all results."""
+    """Runs forward, delta and the backward by each method into NaN-filled arrays, and checks all results.
+
+    Each is run with one block for a tile, and with three that share it where the family can.
+    """
     q, k, v, do = inputs
     shared = {"layout": layout, **options}
     expected = Expectation(q, k, v, do, **shared)
-    for family in reversed(families_of("forward", q.dtype.name)):
+    splits = (3, 1) if q.dtype.name in HALF else (1,)
+    for family, num_splits in itertools.product(reversed(families_of("forward", q.dtype.name)), splits):
         out = expected.unwritten("o", "lse")
-        o, lse = fa2cupy.forward(q, k, v, **shared, out=out, family=family)
+        o, lse = fa2cupy.forward(q, k, v, **shared, out=out, family=family, num_splits=num_splits)
         assert o is out[0] and lse is out[1]
-        expected.check(spec=family, o=o, lse=lse)
+        expected.check(spec=(family, num_splits), o=o, lse=lse)
     delta = fa2cupy.delta(o, do, layout=layout)
     check_delta(o, do, delta, layout=layout)
     for method in methods:
         given = delta if method == "two_pass" else None
-        for family in families_of("backward" if method == "single_pass" else "backward_dkdv", q.dtype.name):
+        families = families_of("backward" if method == "single_pass" else "backward_dkdv", q.dtype.name)
+        for family, num_splits in itertools.product(families, splits):
             out = expected.unwritten("dq", "dk", "dv")
-            dq, dk, dv = fa2cupy.backward(
-                q, k, v, o, lse, do, method=method, delta=given, out=out, family=family, **shared
-            )
-            expected.check(spec=(method, family), dq=dq, dk=dk, dv=dv)
+            how = {"method": method, "family": family, "num_splits": num_splits}
+            dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, delta=given, out=out, **how, **shared)
+            expected.check(spec=how, dq=dq, dk=dk, dv=dv)
     return expected
 
 
@@ -169,6 +174,21 @@ def check_tiles(dtype: str, operation: str, family: str | None) -> None:
                 q, k, v, o, lse, do, causal=True, method=method, config={operation: tile}, out=out, family=family
             )
             expected.check(spec=tile, **dict(zip(("dq", "dk", "dv"), out, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_the_default_shares_tiles_and_can_be_repeated(dtype, head_dim):
+    """Few heads, and few queries: the sums of shares have the same bits in each run, without atomics."""
+    for lengths, heads in (((1100, 1100), (8, 1)), ((5, 5000), (4, 2))):
+        q, k, v, do = inputs = draw(dtype, lengths, heads, head_dim, batch=1)
+        o, lse = fa2cupy.forward(q, k, v, causal=True)
+        first = (o, lse, *fa2cupy.backward(q, k, v, o, lse, do, causal=True, deterministic=True))
+        Expectation(*inputs, causal=True).check(**dict(zip(("o", "lse", "dq", "dk", "dv"), first, strict=True)))
+        for _ in range(3):
+            again = fa2cupy.forward(q, k, v, causal=True)
+            again += fa2cupy.backward(q, k, v, o, lse, do, causal=True, deterministic=True)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", (*HALF, *WIDE))

@@ -53,12 +53,17 @@ def plain() -> None:
                 "head_dim": head_dim,
             }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
-            fa2cupy.forward(q, k, v, causal=causal)
+            fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
             # The results of kernels that store by TMA count as never written, so that nobody is to read them.
             half = dtype in ("float16", "bfloat16")
-            o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None)
-            for method, family in itertools.product(("single_pass", "two_pass"), (None, "sm80")[: 1 + half]):
-                fa2cupy.backward(q, k, v, o, lse, do, causal=causal, method=method, family=family)
+            o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None, num_splits=1)
+            splits = (1, 3) if causal and (dtype, head_dim) in FEATURE_KINDS and half else (1,)
+            for family, num_splits in itertools.product((None, "sm80")[: 1 + half], splits):
+                how = {"causal": causal, "family": family, "num_splits": num_splits}
+                if num_splits > 1:
+                    fa2cupy.forward(q, k, v, **how)
+                for method in ("single_pass", "two_pass"):
+                    fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
 
 
 def with_settings() -> None:
