@@ -75,13 +75,13 @@ def test_short_queries_against_long_keys(launched, kernel, causal):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_any_number_of_shares(launched, kernel, causal):
-    for rows, keys, num_splits in itertools.product((1, 5, 70), (30, 333), (2, 3, 16)):
+    for rows, keys, num_splits in itertools.product((1, 70), (30, 333), (2, 3, 16)):
         check(launched, kernel, draw("bfloat16", (rows, keys), kernel[1]), num_splits, causal=causal)
 
 
-@pytest.mark.sample(kernel=(("sm80", 64), ("sm90", 64)), names=(("window", "sink", "dropout"),))
+@pytest.mark.sample(names=(("window", "sink", "dropout"),))
 @pytest.mark.parametrize(
     "names",
     [
@@ -91,15 +91,15 @@ def test_any_number_of_shares(launched, kernel, causal):
     ],
     ids=" ".join,
 )  # fmt: skip
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", (("sm80", 64), ("sm90", 64)), ids=str)
 def test_features(launched, kernel, names):
     for lengths, num_splits in (((70, 290), 3), ((5, 90), 8), ((70, 50), 2)):
         check(launched, kernel, draw("float16", lengths, kernel[1]), num_splits, **features(names, lengths))
 
 
 @pytest.mark.sample(kernel=(("sm80", 64), ("sm90", 64)), names=(("causal",),))
-@pytest.mark.parametrize("names", (("causal",), ("window", "sink"), ("dropout",)), ids=" ".join)
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("names", (("causal",), ("window", "sink")), ids=" ".join)
+@pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_packed_sequences(launched, kernel, names):
     """One without queries, one without keys, and rows ahead of all and behind."""
     lengths = ((5, 200), (0, 70), (70, 0), (40, 130), (1, 3))
