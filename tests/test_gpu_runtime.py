@@ -36,7 +36,7 @@ def bits(array):
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
-    # What single_pass adds up atomically is not promised: dq of 16-bit data, also dk and dv where blocks share tiles, and
+    # What single_pass adds up atomically is not promised: dq of 16-bit data (dk and dv, too, where blocks share tiles),
     # dk and dv of the others.
     once = {"causal": True, "method": "single_pass", "num_splits": 1}
     both = {
