@@ -375,7 +375,7 @@ def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, s
 
 
 def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):
-    arrays = tuple(inputs_of(seqlen_q=512, seqlen_k=512, num_heads=16, num_heads_kv=16))
+    arrays = tuple(inputs_of(seqlen_q=128, seqlen_k=128, num_heads_kv=4))
     on_hopper = [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
     assert kernels_of_backward(launched, arrays) == on_hopper  # which are faster so for short sequences
     before = [("sm80", "backward")]
@@ -395,7 +395,7 @@ def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_ba
 
 @pytest.mark.parametrize("view", (shifted, gapped), ids=lambda view: view.__name__)
 def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
-    arrays = tuple(view(x) for x in inputs_of(seqlen_q=512, seqlen_k=512, num_heads=16, num_heads_kv=16))
+    arrays = tuple(view(x) for x in inputs_of(seqlen_q=128, seqlen_k=128, num_heads_kv=4))
     assert kernels_of_backward(launched, arrays, scale=-0.2) == [("sm80", "backward")]
     assert kernels_of_backward(launched, arrays) == [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
 
