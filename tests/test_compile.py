@@ -196,8 +196,7 @@ def test_no_exemption_outlives_its_spills(exemption):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 256))
+@pytest.mark.parametrize(("head_dim", "causal"), ((64, False), (64, True), (128, True), (256, True)))
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_a_share_of_the_forward_spills_no_more_than_the_whole(family, head_dim, causal):
     (whole,) = default_specs(DeviceInfo.named("sm_90"), "bfloat16", head_dim, causal, family=family)

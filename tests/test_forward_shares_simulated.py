@@ -77,7 +77,7 @@ def test_short_queries_against_long_keys(launched, kernel, causal):
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_any_number_of_shares(launched, kernel, causal):
-    for rows, keys, num_splits in itertools.product((1, 70), (30, 333), (2, 3, 16)):
+    for rows, keys, num_splits in ((1, 30, 2), (1, 333, 16), (70, 333, 3), (70, 30, 16)):
         check(launched, kernel, draw("bfloat16", (rows, keys), kernel[1]), num_splits, causal=causal)
 
 
@@ -110,8 +110,8 @@ def test_packed_sequences(launched, kernel, names):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("heads", ((4, 2), (3, 1)), ids=("gqa", "mqa"))
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("heads", ((4, 2),), ids=("gqa",))
+@pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_head_groups_and_strided_results(launched, kernel, heads):
     inputs = draw("float16", (70, 200), kernel[1], heads, batch=2)
     o = packed(np.full_like(inputs[0], np.nan))
@@ -122,7 +122,7 @@ def test_head_groups_and_strided_results(launched, kernel, heads):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_shares_of_very_different_weight(launched, kernel):
     for rows, num_splits in itertools.product((slice(0, 1), slice(None)), (2, 8)):
         check(launched, kernel, growing(draw("float16", (35, 330), kernel[1]), rows), num_splits, causal=True)
@@ -138,7 +138,7 @@ def test_heads_in_several_sections(monkeypatch, kernel):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_the_bits_are_the_same_whichever_warp_runs_first(monkeypatch, kernel):
     inputs = draw("float16", (5, 220), kernel[1])
     found = []

@@ -57,9 +57,20 @@ def launched(monkeypatch):
 
 
 @pytest.mark.sample(kernels=(SM80, HOPPER), num_splits=(3,))
-@pytest.mark.parametrize(("num_splits", "causal"), ((3, True), (16, False)))
+@pytest.mark.parametrize(
+    ("kernels", "num_splits", "causal"),
+    (
+        (SM80, 3, True),
+        (SM80, 16, False),
+        (SM80_WIDE, 3, True),
+        (HOPPER, 3, True),
+        (HOPPER, 16, False),
+        (HOPPER_TRANSPOSED, 3, True),
+        (HOPPER_DIVIDED, 3, False),
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kernels", (SM80, SM80_WIDE, HOPPER, HOPPER_TRANSPOSED, HOPPER_DIVIDED), ids=str)
 def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
     """16 shares are more than the steps of the last key tiles."""
     check(kernels, method, num_splits, causal=causal)
