@@ -126,3 +126,13 @@ def test_two_pass_is_reproducible_whatever_the_order_of_warps(monkeypatch, kerne
             found.append(check(kernels, "two_pass", 3, causal=True))
     for first, second in zip(*found, strict=True):
         assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.sample(kernels=(SM80,))
+@pytest.mark.parametrize("kernels", (SM80, HOPPER, HOPPER_TRANSPOSED), ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_shares_with_a_bias(launched, kernels, method):
+    """Rows on 16 bytes: Hopper's kernels copy those of the next step ahead, from the first step of a share on."""
+    lengths = (kernels[2][0], kernels[2][1] // 8 * 8)
+    bias = np.random.default_rng(3).standard_normal((1, 3, *lengths)).astype("float16")
+    check((*kernels[:2], lengths), method, 2, heads=(3, 1), bias=place(bias))

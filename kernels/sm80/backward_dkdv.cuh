@@ -99,16 +99,16 @@ struct BackwardDkdv {
     uint32 smem;
     common::TileCoordinates where;
     common::QueryTiles<Spec> tiles;
-    int32 share, thread, lane, warp, pair;
+    int32 thread, lane, warp, pair;
 
     __device__ static void run(const Params& params, char* smem) {
         auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        const int32 share = common::take_share<Spec>(where, params);
+        common::take_share<Spec>(where, params);
         const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                            common::window_of<Spec>(params));
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
-        BackwardDkdv block{params, shared_address(smem), where, tiles, share, thread, thread % 32, warp, pair};
+        BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
         block.load_key_tile();
         if (kInterleaved ? warp % 2 == 0 : warp < kPairs)
             block.template loop<true>();
@@ -370,10 +370,12 @@ struct BackwardDkdv {
 
     // The steps of the block among all steps of its key tile: all of them, or its share.
     __device__ common::StepRange steps_of_block(int32 steps) const {
-        if constexpr (Spec::kSplit)
-            return common::steps_of_share(steps, params.num_splits, share);
-        else
+        if constexpr (Spec::kSplit) {
+            auto own = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+            return common::steps_of_share(steps, params.num_splits, common::take_share<Spec>(own, params));
+        } else {
             return {0, steps};
+        }
     }
 
     template <bool kProbability>

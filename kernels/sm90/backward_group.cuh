@@ -166,8 +166,7 @@ class BackwardGroup {
     __device__ __forceinline__ void load_first_bias(int32 first_key) const {
         if constexpr (Shape::kHoldsBias)
             if (Bias::Tile::takes(params_))
-                Bias::Tile::load(bias_address(first_key), params_,
-                                 score_tile({own_.first_query_head, own_.tiles.begin}, first_key));
+                Bias::Tile::load(bias_address(first_key), params_, score_tile(own_.first_step(), first_key));
     }
     // The same for the step after `step`, at the end of this one. Earlier, with products in flight, registers would not
     // suffice.
@@ -175,7 +174,7 @@ class BackwardGroup {
         if constexpr (Shape::kHoldsBias) {
             const bool is_last = step.tile + 1 == own_.tiles.end;
             const QueryStep next = {step.head + is_last, is_last ? own_.tiles.begin : step.tile + 1};
-            if (next.head < own_.first_query_head + params_.heads_per_group && Bias::Tile::takes(params_)) {
+            if (own_.has(next, params_) && Bias::Tile::takes(params_)) {
                 __syncwarp();  // all lanes have read this step's
                 Bias::Tile::load(bias_address(first_key), params_, score_tile(next, first_key));
             }
