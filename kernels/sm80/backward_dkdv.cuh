@@ -307,8 +307,11 @@ struct BackwardDkdv {
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
         const int32 tiles_per_head = tiles.end - tiles.begin;
-        const auto range = steps_of_block(tiles_per_head * params.heads_per_group);
-        const int32 steps = range.end - range.begin;
+        int32 first_step = 0, steps = tiles_per_head * params.heads_per_group;
+        if constexpr (Spec::kSplit) {
+            const auto range = steps_of_block(steps);
+            first_step = range.begin, steps = range.end - range.begin;
+        }
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
@@ -316,8 +319,8 @@ struct BackwardDkdv {
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
         if (Spec::kSplit && steps > 0) {
-            step.head += range.begin / tiles_per_head;
-            step.tile = tiles.begin + (start - tiles.begin + range.begin) % tiles_per_head;
+            step.head += first_step / tiles_per_head;
+            step.tile = tiles.begin + (start - tiles.begin + first_step) % tiles_per_head;
         }
         const auto next = [&](Step s) {
             const int32 tile = s.tile + 1 < tiles.end ? s.tile + 1 : tiles.begin;
@@ -368,14 +371,10 @@ struct BackwardDkdv {
             store_gradient<kProbability>(gradient);
     }
 
-    // The steps of the block among all steps of its key tile: all of them, or its share.
+    // The block's share of the steps of its key tile.
     __device__ common::StepRange steps_of_block(int32 steps) const {
-        if constexpr (Spec::kSplit) {
-            auto own = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-            return common::steps_of_share(steps, params.num_splits, common::take_share<Spec>(own, params));
-        } else {
-            return {0, steps};
-        }
+        auto own = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        return common::steps_of_share(steps, params.num_splits, common::take_share<Spec>(own, params));
     }
 
     template <bool kProbability>
