@@ -967,7 +967,7 @@ MUTANTS = (
     Mutant(
         "bias in shared memory read before it has arrived",
         "forward",
-        "        common::cp_async_wait_all();",
+        "        cp_async_wait_all();",
         "",
         "race",
         HELD_BIAS,
