@@ -164,3 +164,11 @@ def test_nothing_that_the_query_tile_does_not_see_reaches_it(launched, kernel):
     np.testing.assert_array_equal(poisoned[:, : tile.b_r], o[:, : tile.b_r])
     np.testing.assert_array_equal(poisoned_lse[:, :, : tile.b_r], lse[:, :, : tile.b_r])
     assert np.isnan(np.asarray(poisoned[:, tile.b_r :], np.float32)).any()
+
+
+@pytest.mark.parametrize("kernel", (("sm90", 64),), ids=str)
+def test_a_bias_that_is_copied_to_shared_memory(launched, kernel):
+    """Rows of keys on 16 bytes; the first copy of a share is of its own last key tile."""
+    lengths = (70, 288)
+    bias = place(np.random.default_rng(5).standard_normal((1, 2, *lengths)).astype("float16"))
+    check(launched, kernel, draw("float16", lengths, kernel[1]), 3, bias=bias)
