@@ -1600,7 +1600,7 @@ MUTANTS = (
         "forward",
         "(head * params.num_tiles + where.tile) * kTileElements",
         "where.tile * kTileElements",
-        "uninitialised",
+        "blocks",
         SHARES,
     ),
     Mutant(
@@ -1608,7 +1608,7 @@ MUTANTS = (
         "forward",
         "head * params.num_splits + share",
         "head * params.num_splits",
-        "uninitialised",
+        "blocks",
         HOPPER_SHARES,
     ),
     Mutant(
