@@ -15,7 +15,7 @@ pytest.importorskip("cupy")
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.fake_gpu import delta as run_delta
-from support.feature_cases import accumulator, numbers, options_of
+from support.feature_cases import accumulator, booleans, numbers, options_of
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, reversed_columns, shifted
 
@@ -345,42 +345,42 @@ class TestDbias:
         assert "full_dbias" in stage.spec.features
 
 
-#: By Hopper's kernel: rows, keys, and a tile whose rows of a bias are permuted or padded in shared memory.
-HELD_BIASES = {
-    "forward": (150, 200, TileConfig(128, 64, 12, 2)),
-    "forward padded": (150, 200, TileConfig(128, 48, 12, 2)),
-    "backward_dq": (150, 200, TileConfig(128, 64, 12, 2)),
-    "backward_dq padded": (90, 104, TileConfig(64, 48, 8, 2, 2)),
-    "single_pass": (150, 200, None),
-    "backward_dkdv": (150, 200, None),
+#: By Hopper's kernel: rows, and a tile whose rows of a bias are permuted or padded in shared memory.
+HELD_BY = {
+    "forward": (150, TileConfig(128, 64, 12, 2)),
+    "forward padded": (150, TileConfig(128, 48, 12, 2)),
+    "backward_dq": (150, TileConfig(128, 64, 12, 2)),
+    "backward_dq padded": (90, TileConfig(64, 48, 8, 2, 2)),
+    "single_pass": (150, None),
+    "backward_dkdv": (150, None),
 }
 
 
-class TestBiasInSharedMemory:
-    """Hopper's kernels copy rows of 16-bit biases that begin on 16 bytes, those of the next step ahead."""
+class TestArraysInSharedMemory:
+    """Hopper's kernels copy rows of 16-bit biases and of masks that begin on 16 bytes, those of the next step ahead."""
 
-    @pytest.mark.sample(kernel=("forward",), causal=(True,))
+    @pytest.mark.sample(array=("bias", "mask"), kernel=("forward",), causal=(True,))
     @pytest.mark.parametrize(("causal", "shape"), ((True, "bhqk"), (False, "hk")))
-    @pytest.mark.parametrize("kernel", HELD_BIASES)
-    def test_against_the_reference(self, monkeypatch, kernel, causal, shape):
-        rows, keys, tile = HELD_BIASES[kernel]
+    @pytest.mark.parametrize("kernel", HELD_BY)
+    @pytest.mark.parametrize("array", ("bias", "mask"))
+    def test_against_the_reference(self, monkeypatch, array, kernel, causal, shape):
+        rows, tile = HELD_BY[kernel]
+        keys = 176  # of which rows begin on 16 bytes
         operation = kernel.split()[0]
         inputs = draw("sm90", (rows, keys), num_heads=4, num_heads_kv=2)
-        bias = place(
-            numbers(tuple(n if axis in shape else 1 for axis, n in zip("bhqk", (1, 4, rows, keys))), "float16")
-        )
-        options = {"bias": bias, "causal": causal}
+        shape = tuple(n if axis in shape else 1 for axis, n in zip("bhqk", (1, 4, rows, keys), strict=True))
+        options = {array: place(numbers(shape, "float16") if array == "bias" else booleans(shape)), "causal": causal}
         with simulated_gpu(monkeypatch) as launched:
             self.check(operation, inputs, {operation: tile} if tile else None, options)
         (spec,) = {
             stage.spec for stage in launched if stage.spec.operation == operation.replace("single_pass", "backward")
         }
-        without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != "bias"))
+        without = dataclasses.replace(spec, features=tuple(name for name in spec.features if name != array))
         assert (spec.family, spec.shared_memory_bytes > without.shared_memory_bytes) == ("sm90", True)
 
     @staticmethod
-    def check(operation: str, inputs: tuple, config: dict | None, options: dict) -> None:
-        expected = Expectation(*inputs, **options)
+    def check(operation: str, inputs: tuple, config: dict | None, options: dict, expected=None) -> None:
+        expected = expected or Expectation(*inputs, **options)
         if operation == "forward":
             o, lse = forward(*inputs[:3], family="sm90", config=config, **options)
             expected.check(o=o, lse=lse)
@@ -391,13 +391,24 @@ class TestBiasInSharedMemory:
         (*gradients,) = backward(*inputs[:3], o, lse, inputs[3], family="sm90", method=method, config=config, **options)
         expected.check(spec=operation, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
-    def test_keys_past_the_end_of_a_row_are_not_read(self, monkeypatch):
+    @pytest.mark.parametrize("array", ("bias", "mask"))
+    def test_keys_past_the_end_of_a_row_are_not_read(self, monkeypatch, array):
         """Of rows that begin on 16 bytes and end elsewhere."""
-        rows, keys = 70, 85
+        rows, keys, shape = 70, 85, (1, 2, 70, 96)
         inputs = draw("sm90", (rows, keys))
-        wide = place(numbers((1, 2, rows, 88), "float16"))
+        wide = place(numbers(shape, "float16") if array == "bias" else booleans(shape))
         with simulated_gpu(monkeypatch):
-            self.check("forward", inputs, {"forward": TileConfig(128, 64, 12, 2)}, {"bias": wide[..., :keys]})
+            self.check("forward", inputs, {"forward": TileConfig(128, 64, 12, 2)}, {array: wide[..., :keys]})
+
+    @pytest.mark.parametrize("operation", ("forward", "backward_dkdv"))
+    def test_any_byte_of_a_mask_but_zero_is_true(self, monkeypatch, operation):
+        """As in views of other types as booleans."""
+        rows, keys = 40, 64
+        inputs = draw("sm90", (rows, keys))
+        given = np.random.default_rng(0).choice(np.uint8([0, 1, 2, 127, 128, 255]), (1, 2, rows, keys))
+        expected = Expectation(*inputs, mask=given != 0)
+        with simulated_gpu(monkeypatch):
+            self.check(operation, inputs, None, {"mask": place(given.view(bool))}, expected)
 
 
 class TestAlibi:

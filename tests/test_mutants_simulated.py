@@ -141,6 +141,8 @@ ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HELD_BIAS = Problem(feature="bias", lengths=(70, 104), hopper_tile=ONE_GROUP)
 HELD_TRANSPOSED = Problem(feature="bias", lengths=(70, 136), hopper_tile=TileConfig(64, 128, 12, 2))
+HELD_MASK = Problem(feature="mask", lengths=(70, 112), hopper_tile=ONE_GROUP)
+HELD_TRANSPOSED_MASK = Problem(feature="mask", lengths=(70, 144), hopper_tile=TileConfig(64, 128, 12, 2))
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
@@ -967,8 +969,8 @@ MUTANTS = (
     Mutant(
         "bias in shared memory read before it has arrived",
         "forward",
-        "        cp_async_wait_all();",
-        "",
+        "cp_async_wait_all();\n        __syncwarp();",
+        "__syncwarp();",
         "race",
         HELD_BIAS,
     ),
@@ -1011,6 +1013,54 @@ MUTANTS = (
         "step.tile + 1}",
         "numbers",
         HELD_TRANSPOSED,
+    ),
+    Mutant(
+        "mask in shared memory read before it has arrived",
+        "forward",
+        "cp_async_wait_all();\n#pragma",
+        "#pragma",
+        "race",
+        HELD_MASK,
+    ),
+    Mutant(
+        "mask in shared memory from past the last key",
+        "forward",
+        "max_of(0, min_of(16, params.seqlen_k - key))",
+        "16",
+        "bounds",
+        HELD_MASK,
+    ),
+    Mutant(
+        "mask in shared memory of rows past the last one",
+        "forward",
+        "min_of(first_query + index / kChunks, last_row)",
+        "first_query + index / kChunks",
+        "bounds",
+        HELD_MASK,
+    ),
+    Mutant(
+        "mask in shared memory of one of a lane's two rows",
+        "forward",
+        "load_shared<uint16>(address + 8 * kRowBytes)",
+        "load_shared<uint16>(address)",
+        "numbers",
+        HELD_MASK,
+    ),
+    Mutant(
+        "mask in shared memory of half of the bytes",
+        "forward",
+        "* 0x00204081, bits, 4)",
+        "* 0x00200081, bits, 4)",
+        "numbers",
+        HELD_MASK,
+    ),
+    Mutant(
+        "transposed mask in shared memory of eight keys of sixteen",
+        "backward_dkdv",
+        "(16 * e + r % 2 * 8)",
+        "(16 * e)",
+        "numbers",
+        HELD_TRANSPOSED_MASK,
     ),
     Mutant("mask of another row", "forward", *OF_ANOTHER_ROW, "numbers", Problem(feature="mask")),
     Mutant(

@@ -22,8 +22,9 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
 
-#: The features of kernels that copy a bias to shared memory, where that has room for it.
+#: The features of kernels that copy a bias, or a mask, to shared memory, where that has room for it.
 _BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "sink", "cu_seqlens"))
+_BESIDES_HELD_MASK = frozenset(("mask", "sink", "cu_seqlens"))
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
@@ -153,13 +154,12 @@ class Sm90(Family):
     def shared_memory_with(
         self, features: tuple[str, ...], operation: str, dtype: str, head_dim: int, tile: TileConfig
     ) -> int:
-        # The same as kMayHoldBias in kernels/common/bias_tile.cuh.
-        bias = "bias" in features and _BESIDES_HELD_BIAS.issuperset(features)
+        array = _held_array(features)
         if operation == "forward":
-            return _forward_bytes(head_dim, tile, bias)
+            return _forward_bytes(head_dim, tile, array)
         if operation == "backward_dq":
-            return _dq_bytes(head_dim, tile, bias)
-        return _backward_bytes(head_dim, tile, bias, with_dq={"backward": True, "backward_dkdv": False}[operation])
+            return _dq_bytes(head_dim, tile, array)
+        return _backward_bytes(head_dim, tile, array, with_dq={"backward": True, "backward_dkdv": False}[operation])
 
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
         if operation == "forward":
@@ -197,28 +197,42 @@ def _why_not_mappable(sizes: Sequence[int], strides: Sequence[int], itemsize: in
     return None
 
 
-# Kernels that own queries.
+def _held_array(features: Sequence[str]) -> str | None:
+    """The array over scores that warps copy to shared memory where that has room for it, or None."""
+    # The same as in kernels/common/held_array.cuh.
+    for array, besides in (("bias", _BESIDES_HELD_BIAS), ("mask", _BESIDES_HELD_MASK)):
+        if array in features and besides.issuperset(features):
+            return array
+    return None
 
 
-def _bias_bytes(queries: int, keys: int) -> int:
-    """Shared memory of the tiles of a bias that the warps of a block hold, each with this many keys in a row."""
-    # The same as in kernels/common/bias_tile.cuh: rows are padded unless their chunks of 16 bytes can be permuted.
+def _held_bytes(array: str | None, queries: int, keys: int) -> int:
+    """Shared memory of the tiles of an array that the warps of a block hold, each with this many keys in a row."""
+    if array is None:
+        return 0
+    if array == "mask":
+        return queries * keys * 9 // 8  # kernels/common/mask_tile.cuh: bytes, and bits
+    # kernels/common/bias_tile.cuh: rows are padded unless their chunks of 16 bytes can be permuted.
     return queries * (2 * keys + (0 if keys == 16 or keys % 64 == 0 else 16))
 
 
-def _forward_bytes(head_dim: int, tile: TileConfig, bias: bool) -> int:
+# Kernels that own queries.
+
+
+def _forward_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
     # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer if one fits, Q a second.
     row = -(-head_dim // 64) * 128
     queries = tile.b_r * row
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
     fixed = 1024 + 2 * tile.num_stages * tile.b_c * row + barriers
-    if bias and fixed + queries + _bias_bytes(tile.b_r, tile.b_c) <= _SHARED_BYTES:
-        fixed += _bias_bytes(tile.b_r, tile.b_c)
+    held = _held_bytes(array, tile.b_r, tile.b_c)
+    if fixed + queries + held <= _SHARED_BYTES:
+        fixed += held
     return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SHARED_BYTES), fixed + queries)
 
 
-def _dq_bytes(head_dim: int, tile: TileConfig, bias: bool) -> int:
+def _dq_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the dQ kernel."""
     # The same as in kernels/sm90/backward_dq_shape.cuh: dQ has a buffer, and Q and dO a second one, if they fit.
     row = -(-head_dim // 64) * 128
@@ -227,8 +241,9 @@ def _dq_bytes(head_dim: int, tile: TileConfig, bias: bool) -> int:
     most = (_SHARED_BYTES + 1024) // tile.blocks_per_sm - 1024
     two_and_two = tile.num_stages == 2 and fixed + 4 * keys + 2 * queries <= most
     ring = fixed + (4 if two_and_two else 2 * tile.num_stages - 1) * keys
-    if bias and ring + 2 * queries + _bias_bytes(tile.b_r, tile.b_c) <= most:
-        ring += _bias_bytes(tile.b_r, tile.b_c)
+    held = _held_bytes(array, tile.b_r, tile.b_c)
+    if ring + 2 * queries + held <= most:
+        ring += held
     return next((n for n in (ring + 5 * queries, ring + 3 * queries) if n <= most), ring + 2 * queries)
 
 
@@ -271,7 +286,7 @@ def _why_no_query_rows(tile: TileConfig, head_dim: int, accumulators: int, opera
 # Kernels that own keys.
 
 
-def _backward_bytes(head_dim: int, tile: TileConfig, bias: bool, *, with_dq: bool) -> int:
+def _backward_bytes(head_dim: int, tile: TileConfig, array: str | None, *, with_dq: bool) -> int:
     """Dynamic shared memory of the kernels that own keys."""
     # The same as in kernels/sm90/backward_shape.cuh. Two groups that compute dV and dK exchange P.
     row, scores = -(-head_dim // 64) * 128, 2 * 2 * tile.b_r * tile.b_c
@@ -279,7 +294,7 @@ def _backward_bytes(head_dim: int, tile: TileConfig, bias: bool, *, with_dq: boo
     queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (head_dim > _WIDE)
     needed = 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 10)
-    held = tile.b_c // 16 * _bias_bytes(tile.b_r, 16) if bias else 0  # a warp's tile has 16 keys
+    held = tile.b_c // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
     return needed + held if needed + held <= _SHARED_BYTES else needed
 
 

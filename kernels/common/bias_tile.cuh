@@ -6,13 +6,13 @@
 // or of S^T. A warp reads only what it has copied, so that it waits for no other.
 //
 // Biases whose rows are not contiguous or do not begin at 16-byte boundaries are read in global memory
-// (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsBias).
+// (score_arrays.cuh), and so are those for which a block's shared memory has no room (kHoldsArray).
 //
 // Rows of the tile are queries, in chunks of 8 keys (16 bytes). Chunks are permuted, or rows padded, so that the eight
 // rows of a matrix that ldmatrix reads lie in different banks.
 #pragma once
 #include "common/ptx.cuh"
-#include "common/score_arrays.cuh"
+#include "common/score_tile.cuh"
 
 namespace fa2::common {
 
@@ -71,7 +71,7 @@ struct BiasTile {
         }
     }
     // Waits until the tile has arrived.
-    __device__ __forceinline__ static void wait() {
+    __device__ __forceinline__ static void wait(uint32, int32) {
         cp_async_wait_all();
         __syncwarp();
     }
@@ -84,13 +84,22 @@ struct BiasTile {
     }
 };
 
+// The elements of a k-step, as ldmatrix loads them.
+template <class Element>
+struct BiasPart {
+    static constexpr bool kInMemory = false;
+    using Part = OperandA;
+    template <class Term>
+    __device__ __forceinline__ static void set(Term& term, const Part& part, int r, int e) {
+        term.bias = e == 0 ? unpack_lo<Element>(part.reg[r]) : unpack_hi<Element>(part.reg[r]);
+    }
+};
+
 // Reads a tile in the layout of the accumulators of S, 16 queries by kKeys keys.
-template <class Element_, int kKeys>
-class BiasOfQueries {
+template <class Element, int kKeys>
+class BiasOfQueries : public BiasPart<Element> {
   public:
-    using Element = Element_;
     using Tile = BiasTile<16, kKeys>;
-    static constexpr bool kIsStaged = true;
     __device__ __forceinline__ BiasOfQueries(uint32 smem, int32 lane)
         : smem_(smem), row_(lane % 16), chunk_(lane / 16) {}
     // The elements of accumulators 2 s and 2 s + 1.
@@ -104,12 +113,10 @@ class BiasOfQueries {
 };
 
 // Reads a tile in the layout of the accumulators of S^T, 16 keys by kQueries queries.
-template <class Element_, int kQueries>
-class BiasOfKeys {
+template <class Element, int kQueries>
+class BiasOfKeys : public BiasPart<Element> {
   public:
-    using Element = Element_;
     using Tile = BiasTile<kQueries, 16>;
-    static constexpr bool kIsStaged = true;
     __device__ __forceinline__ BiasOfKeys(uint32 smem, int32 lane)
         : first_(smem + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2)) {}
     __device__ __forceinline__ OperandA k16(int s) const {

@@ -20,6 +20,18 @@ __device__ __forceinline__ int32 load_shared<int32>(uint32 address) {
     return x;
 }
 template <>
+__device__ __forceinline__ uint32 load_shared<uint32>(uint32 address) {
+    uint32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+template <>
+__device__ __forceinline__ uint16 load_shared<uint16>(uint32 address) {
+    uint16 x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+    return x;
+}
+template <>
 __device__ __forceinline__ float load_shared<float>(uint32 address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
@@ -40,6 +52,9 @@ __device__ __forceinline__ void store_shared(uint32 address, int32 x) {
 }
 __device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32 address, uint16 x) {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32 address, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");

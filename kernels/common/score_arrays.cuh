@@ -16,16 +16,13 @@ struct ArrayTerm {
     bool visible = true;
 };
 
-// Where the bias of a fragment of scores is: in global memory, where ScoreArrays reads it, or (kIsStaged) in shared
-// memory, from where a class of the family reads it in the layout of the fragment.
-struct BiasInMemory {
-    static constexpr bool kIsStaged = false;
-};
-
-// kReadsBias: whether the bias is read here.
-template <class Spec, class Record, bool kReadsBias = Spec::kBias>
+// kInMemory: whether the arrays are read here, in global memory. Otherwise the warp holds them in shared memory
+// (held_array.cuh).
+template <class Spec, class Record, bool kInMemory = true>
 class ScoreArrays {
-    static constexpr bool kReads = kReadsBias || Spec::kMask || Spec::kKeyPadding;
+    static constexpr bool kReadsBias = kInMemory && Spec::kBias, kReadsMask = kInMemory && Spec::kMask;
+    static constexpr bool kReadsPadding = kInMemory && Spec::kKeyPadding;
+    static constexpr bool kReads = kReadsBias || kReadsMask || kReadsPadding;
 
   public:
     using Term = ArrayTerm<typename ElementTraits<typename Spec::Element>::Accum>;
@@ -41,8 +38,8 @@ class ScoreArrays {
             const int32 last_key = Spec::kVarlen ? max_of(params_.seqlen_k - 1, 0) : params_.seqlen_k - 1;
             const int32 row = existing(query), column = min_of(key, last_key);
             if constexpr (kReadsBias) term.bias = to_accum(*bias(row, column));
-            if constexpr (Spec::kMask) term.visible = *mask(row, column);
-            if constexpr (Spec::kKeyPadding) term.visible = term.visible && *padding(column);
+            if constexpr (kReadsMask) term.visible = *mask(row, column);
+            if constexpr (kReadsPadding) term.visible = term.visible && *padding(column);
         }
         return term;
     }
@@ -57,9 +54,8 @@ class ScoreArrays {
         bool yes = key + kLastKey < params_.seqlen_k;
         const int32 row = existing(query);
         if constexpr (kReadsBias) yes = yes && params_.bias_strides.column == 1 && is_even(bias(row, key));
-        if constexpr (Spec::kMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));
-        if constexpr (Spec::kKeyPadding)
-            yes = yes && params_.key_padding_mask_strides.column == 1 && is_even(padding(key));
+        if constexpr (kReadsMask) yes = yes && params_.mask_strides.column == 1 && is_even(mask(row, key));
+        if constexpr (kReadsPadding) yes = yes && params_.key_padding_mask_strides.column == 1 && is_even(padding(key));
         return __all_sync(kFullWarp, yes);
     }
 
@@ -77,8 +73,8 @@ class ScoreArrays {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) terms[e].bias = to_accum(two.item[e]);
             }
-            if constexpr (Spec::kMask) hide(terms, read_two(mask(row, key) + keys));
-            if constexpr (Spec::kKeyPadding) hide(terms, read_two(padding(key) + keys));
+            if constexpr (kReadsMask) hide(terms, read_two(mask(row, key) + keys));
+            if constexpr (kReadsPadding) hide(terms, read_two(padding(key) + keys));
         }
     }
 

@@ -88,9 +88,9 @@ __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int3
     }
 }
 
-template <class Spec, class Record, bool kReadsBias>
-class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, kReadsBias> {
-    using Arrays = ScoreArrays<Spec, Record, kReadsBias>;
+template <class Spec, class Record, bool kInMemory>
+class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, kInMemory> {
+    using Arrays = ScoreArrays<Spec, Record, kInMemory>;
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
     static constexpr Real kBase2 = kLog2e;
@@ -157,13 +157,13 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     const HeadTerms<Spec> terms_;
 };
 
-template <class Spec, bool kReadsBias = Spec::kBias, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record, kReadsBias> score_mod(const Record& params, const ScoreTile& tile) {
+template <class Spec, bool kInMemory = true, class Record>
+__device__ __forceinline__ ScoreMod<Spec, Record, kInMemory> score_mod(const Record& params, const ScoreTile& tile) {
     return {params, tile, head_terms<Spec>(params, tile.batch, tile.head)};
 }
-template <class Spec, bool kReadsBias = Spec::kBias, class Record>
-__device__ __forceinline__ ScoreMod<Spec, Record, kReadsBias> score_mod(const Record& params, const ScoreTile& tile,
-                                                                        const HeadTerms<Spec>& terms) {
+template <class Spec, bool kInMemory = true, class Record>
+__device__ __forceinline__ ScoreMod<Spec, Record, kInMemory> score_mod(const Record& params, const ScoreTile& tile,
+                                                                       const HeadTerms<Spec>& terms) {
     return {params, tile, terms};
 }
 

@@ -1,52 +1,51 @@
 // How the forward uses score_mod.cuh: it turns products into scores, applies dropout to P, and finishes rows.
 #pragma once
+#include "common/held_array.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
 // Turns capped products into scores. kRegular: see ScoreArrays::is_regular.
-template <bool kRegular, int kN8, class Mod, class Bias>
+template <bool kRegular, int kN8, class Mod, class Held>
 __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& mod,
-                                               const typename Mod::Position& first, const Bias& bias) {
-    OperandA two;  // elements of the bias of accumulators n and n + 1
+                                               const typename Mod::Position& first, const Held& held) {
+    typename Held::Part part;  // of accumulators n and n + 1
 #pragma unroll
     for (int n = 0; n < kN8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             typename Mod::Term term[2];
             mod.template pair_at<kRegular>(first.query + 8 * i, first.key, 8 * n, term);
-            if constexpr (Bias::kIsStaged) {
-                if (n % 2 == 0 && i == 0) two = bias.k16(n / 2);
-                term[0].bias = unpack_lo<typename Bias::Element>(two.reg[n % 2 * 2 + i]);
-                term[1].bias = unpack_hi<typename Bias::Element>(two.reg[n % 2 * 2 + i]);
-            }
+            if (n % 2 == 0 && i == 0) part = held.k16(n / 2);
 #pragma unroll
-            for (int e = 0; e < 2; ++e)
+            for (int e = 0; e < 2; ++e) {
+                held.set(term[e], part, n % 2 * 2 + i, e);
                 x.value[n][2 * i + e] = mod.score(x.value[n][2 * i + e], first, 8 * i, 8 * n + e, term[e]);
+            }
         }
 }
 
 // Turns products into scores, which `score_scale` must still multiply. `terms`: the HeadTerms, if already loaded.
-// `bias`: see BiasInMemory.
-template <class Spec, int kN8, class Record, class Bias, class... Terms>
-__device__ __forceinline__ void modify_scores_with(const Bias& bias, QuadFragment<kN8>& scores, const Record& params,
+// `held`: the score array that the warp holds, or ArraysInMemory (held_array.cuh).
+template <class Spec, int kN8, class Record, class Held, class... Terms>
+__device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragment<kN8>& scores, const Record& params,
                                                    const ScoreTile& tile, const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
         using Fragment = QuadFragment<kN8>;
         const auto [first_query, first_key, lane] = tile.position;
-        const auto mod = score_mod < Spec, Spec::kBias && !Bias::kIsStaged > (params, tile, terms...);
+        const auto mod = score_mod<Spec, Held::kInMemory>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
         mod.cap(scores);
         if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-            score_fragment<true>(scores, mod, first, bias);
+            score_fragment<true>(scores, mod, first, held);
         else
-            score_fragment<false>(scores, mod, first, bias);
+            score_fragment<false>(scores, mod, first, held);
     }
 }
 template <class Spec, int kN8, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
                                               const Terms&... terms) {
-    modify_scores_with<Spec>(BiasInMemory{}, scores, params, tile, terms...);
+    modify_scores_with<Spec>(ArraysInMemory{}, scores, params, tile, terms...);
 }
 // The same for other fragments, one element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>

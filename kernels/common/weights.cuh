@@ -1,13 +1,14 @@
 // How the backward uses score_mod.cuh: it computes P from products, and the weights w of dS = w (dP - delta).
 #pragma once
+#include "common/held_array.cuh"
 #include "common/score_mod.cuh"
 
 namespace fa2::common {
 
 // Computes P and weights from capped products, for `take_weights`.
-template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Bias>
+template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
-                                      const typename Mod::Position& first, float scale, Lse lse, const Bias& bias) {
+                                      const typename Mod::Position& first, float scale, Lse lse, const Held& held) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
     constexpr bool kWeightIsP = Spec::kDropout && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
@@ -20,8 +21,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                                                terms[w / 2][w % 2]);
         Words draws;
         if constexpr (Spec::kDropout) draws = mod.dropout().template draws<kTransposed>(first.query, first.key, s);
-        OperandA own_bias;
-        if constexpr (Bias::kIsStaged) own_bias = bias.k16(s);
+        const typename Held::Part part = held.k16(s);
         float even[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -35,11 +35,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const int i = kTransposed ? b : a, n8 = 2 * s + (kTransposed ? a : b), j = 2 * n8 + e;
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
-                if constexpr (Bias::kIsStaged) {
-                    const uint32 pair = own_bias.reg[n8 % 2 * 2 + i];
-                    using Element = typename Bias::Element;
-                    term.bias = e == 0 ? unpack_lo<Element>(pair) : unpack_hi<Element>(pair);
-                }
+                held.set(term, part, n8 % 2 * 2 + i, e);
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
@@ -61,29 +57,29 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 // Replaces the products Q K^T by the weights w of dS = w * (dP - delta): P times the cap's derivative, with the sign
 // bit set where dropout drops. With dbias the derivative is left out, to be multiplied later (dbias.cuh). `p` receives
 // P after dropout, for dV. lse(i, j) is in base 2, or zero if the products have started from -lse; an lse of +inf makes
-// P zero in rows past the end and in rows without a visible key. `terms`: the HeadTerms, if already loaded. `bias`: see
-// BiasInMemory.
-template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class Bias, class... Terms>
-__device__ __forceinline__ void take_weights_with(const Bias& bias, QuadFragment<kN8>& x, P& p, bool masked,
+// P zero in rows past the end and in rows without a visible key. `terms`: the HeadTerms, if already loaded. `held`: the
+// score array that the warp holds, or ArraysInMemory (held_array.cuh).
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class Held, class... Terms>
+__device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment<kN8>& x, P& p, bool masked,
                                                   const Record& params, const ScoreTile& tile, Lse lse,
                                                   const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
     const auto [first_query, first_key, lane] = tile.position;
-    const auto mod = score_mod < Spec, Spec::kBias && !Bias::kIsStaged > (params, tile, terms...);
+    const auto mod = score_mod<Spec, Held::kInMemory>(params, tile, terms...);
     const auto mask = mask_of<Spec>(params);
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     mod.cap(x);
     if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, bias);
+        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
     else
-        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse, bias);
+        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
                                              const ScoreTile& tile, Lse lse, const Terms&... terms) {
-    take_weights_with<kTransposed, Spec>(BiasInMemory{}, x, p, masked, params, tile, lse, terms...);
+    take_weights_with<kTransposed, Spec>(ArraysInMemory{}, x, p, masked, params, tile, lse, terms...);
 }
 // The same for other fragments, one element at a time.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>

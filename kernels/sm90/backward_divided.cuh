@@ -52,7 +52,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     __device__ void run() {
         gradient_.fill(0.0f);
         if constexpr (kWithDq) Base::start_adding(params_, warp_, kDqColumn8);
-        if constexpr (kProbability) Base::load_first_bias(own_.first_key);
+        if constexpr (kProbability) Base::load_first_array(own_.first_key);
         mbarrier_wait(memory_.full_key(), 0);
         mbarrier_wait(memory_.full_value(), 0);
         Base::take_steps(*this);
@@ -145,7 +145,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(gradient_);
         arrive(kProbability ? empty_dout : empty_query);
-        if constexpr (kProbability) Base::load_next_bias(step, own_.first_key);
+        if constexpr (kProbability) Base::load_next_array(step, own_.first_key);
         stages_.advance();
         is_first_ = false;
     }

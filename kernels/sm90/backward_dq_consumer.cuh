@@ -51,7 +51,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Shape = BackwardDqShape<Spec>;
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::load_bias, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
+    using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
         Base::output_box, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
@@ -82,7 +82,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         }
         while (true) {
             const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
-            load_bias(tile, keys.end - 1);
+            load_array(tile, keys.end - 1);
             load_rows(tile);
             if constexpr (common::kClearsSkippedDbias<Spec>)
                 common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
@@ -159,7 +159,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                                                  bool masked) {
         if constexpr (common::kTakesWeights<Spec>) {
             this->save(scores_);
-            Base::with_bias(*this, tile, block, masked, block == (kLeftLimit ? keys.begin : 0));
+            Base::with_array(*this, tile, block, masked, block == (kLeftLimit ? keys.begin : 0));
             return;
         }
         if (masked) mask(scores_, tile, block);
@@ -171,11 +171,11 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                     common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
     }
 
-    template <class Bias>
-    __device__ __forceinline__ void use_bias(const Bias& bias, const TileInSlot& tile, int32 block, bool masked) {
+    template <class Held>
+    __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool masked) {
         common::Unused unused;
         common::take_weights_with<false, Spec>(
-            bias, scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
+            held, scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
             [&](int i, int) { return -minus_lse_[i]; }, static_cast<const Terms&>(*this));
     }
 

@@ -8,17 +8,17 @@ template <class Spec>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base = QueryTileShape<Spec, 2>;
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kBiasBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
     // Shared memory available to a block; the system reserves 1024 bytes for each block.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
     // V is released earlier than K and has one stage less; with two stages of K, V gets two as well if they fit.
     static constexpr bool kTwoAndTwo = kStages == 2 && kFixedBytes + 4 * kKeyBytes + 2 * kQueryBytes <= kMostBytes;
     static constexpr int kValueStages = kTwoAndTwo ? 2 : kStages - 1;
-    static constexpr int kWithoutBias = kFixedBytes + (kStages + kValueStages) * kKeyBytes;
-    static constexpr bool kHoldsBias =
-        common::kMayHoldBias<Spec> && kWithoutBias + 2 * kQueryBytes + kBiasBytes <= kMostBytes;
-    static constexpr int kBesidesQueries = kWithoutBias + (kHoldsBias ? kBiasBytes : 0);
+    static constexpr int kWithoutArray = kFixedBytes + (kStages + kValueStages) * kKeyBytes;
+    static constexpr bool kHoldsArray =
+        common::kMayHoldArray<Spec> && kWithoutArray + 2 * kQueryBytes + kHeldBytes <= kMostBytes;
+    static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // dQ has its own buffer if that fits; else it is stored through dO's buffer. If second buffers of Q and dO fit,
     // too, they are loaded one query tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMostBytes;

@@ -142,47 +142,47 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
                                                  uint32 statistic, const common::HeadTerms<Spec>& terms) const {
-        if constexpr (Shape::kHoldsBias) {
-            if (Bias::Tile::takes(params_)) {
-                Bias::Tile::wait();
-                take_weights_with<kMasked>(Bias(bias_address(first_key), lane_), x, p, step, first_key, statistic,
+        if constexpr (Shape::kHoldsArray) {
+            if (Held::Tile::takes(params_)) {
+                Held::Tile::wait(held_address(first_key), lane_);
+                take_weights_with<kMasked>(Held(held_address(first_key), lane_), x, p, step, first_key, statistic,
                                            terms);
                 return;
             }
         }
-        take_weights_with<kMasked>(common::BiasInMemory{}, x, p, step, first_key, statistic, terms);
+        take_weights_with<kMasked>(common::ArraysInMemory{}, x, p, step, first_key, statistic, terms);
     }
-    template <bool kMasked, class Bias>
-    __device__ __forceinline__ void take_weights_with(const Bias& bias, Scores& x, Rounded& p, const QueryStep& step,
+    template <bool kMasked, class Held>
+    __device__ __forceinline__ void take_weights_with(const Held& held, Scores& x, Rounded& p, const QueryStep& step,
                                                       int32 first_key, uint32 statistic,
                                                       const common::HeadTerms<Spec>& terms) const {
         common::take_weights_with<true, Spec>(
-            bias, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key),
+            held, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key),
             [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, terms);
     }
 
-    // Starts to load the bias of the first step for this warp's 16 keys, of the group's from `first_key` on.
+    // Starts to load the score array of the first step for this warp's 16 keys, of the group's from `first_key` on.
     // `take_weights` reads it.
-    __device__ __forceinline__ void load_first_bias(int32 first_key) const {
-        if constexpr (Shape::kHoldsBias)
-            if (Bias::Tile::takes(params_))
-                Bias::Tile::load(bias_address(first_key), params_, score_tile(own_.first_step(), first_key));
+    __device__ __forceinline__ void load_first_array(int32 first_key) const {
+        if constexpr (Shape::kHoldsArray)
+            if (Held::Tile::takes(params_))
+                Held::Tile::load(held_address(first_key), params_, score_tile(own_.first_step(), first_key));
     }
     // The same for the step after `step`, at the end of this one. Earlier, with products in flight, registers would not
     // suffice.
-    __device__ __forceinline__ void load_next_bias(const QueryStep& step, int32 first_key) const {
-        if constexpr (Shape::kHoldsBias) {
+    __device__ __forceinline__ void load_next_array(const QueryStep& step, int32 first_key) const {
+        if constexpr (Shape::kHoldsArray) {
             const bool is_last = step.tile + 1 == own_.tiles.end;
             const QueryStep next = {step.head + is_last, is_last ? own_.tiles.begin : step.tile + 1};
-            if (own_.has(next, params_) && Bias::Tile::takes(params_)) {
+            if (own_.has(next, params_) && Held::Tile::takes(params_)) {
                 __syncwarp();  // all lanes have read this step's
-                Bias::Tile::load(bias_address(first_key), params_, score_tile(next, first_key));
+                Held::Tile::load(held_address(first_key), params_, score_tile(next, first_key));
             }
         }
     }
-    using Bias = common::BiasOfKeys<Element, kBr>;
-    __device__ __forceinline__ uint32 bias_address(int32 first_key) const {
-        return memory_.bias() + ((first_key - own_.first_key) / 16 + warp_) * Bias::Tile::kBytes;
+    using Held = common::HeldOfKeys<Spec, kBr>;
+    __device__ __forceinline__ uint32 held_address(int32 first_key) const {
+        return memory_.held() + ((first_key - own_.first_key) / 16 + warp_) * Held::Tile::kBytes;
     }
 
     __device__ __forceinline__ common::ScoreTile score_tile(const QueryStep& step, int32 first_key) const {

@@ -61,7 +61,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         dk_.fill(0.0f);
         dv_.fill(0.0f);
         if constexpr (kWithDq) Base::start_adding(params_, dq_row16(), kDqColumn8);
-        Base::load_first_bias(own_.first_key + kGroup * kGroupRows);
+        Base::load_first_array(own_.first_key + kGroup * kGroupRows);
         mbarrier_wait(memory_.full_key(), 0);
         Base::take_steps(*this);
         if constexpr (kWithDq) {
@@ -164,7 +164,7 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         wgmma_wait<0>();
         pin(dk_);
         arrive(memory_.empty_query(stage));
-        Base::load_next_bias(step, own_.first_key + kGroup * kGroupRows);
+        Base::load_next_array(step, own_.first_key + kGroup * kGroupRows);
         stages_.advance();
         is_first_ = false;
     }

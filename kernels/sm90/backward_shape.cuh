@@ -1,6 +1,6 @@
 // Sizes, shared-memory map, barriers and order of steps that producer and consumers of the backward by key tiles share.
 #pragma once
-#include "common/bias_tile.cuh"
+#include "common/held_array.cuh"
 #include "common/shares.cuh"
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
@@ -37,11 +37,12 @@ struct BackwardShape {
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);
-    static constexpr int kWithoutBias = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
-                                        2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) + kBarrierBytes;
-    static constexpr int kBiasBytes = kBc / 16 * common::BiasTile<kBr, 16>::kBytes;
-    static constexpr bool kHoldsBias = common::kMayHoldBias<Spec> && kWithoutBias + kBiasBytes <= kMaxSharedBytes;
-    static constexpr int kSharedBytes = kWithoutBias + (kHoldsBias ? kBiasBytes : 0);
+    static constexpr int kWithoutArray = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
+                                         2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) +
+                                         kBarrierBytes;
+    static constexpr int kHeldBytes = kBc / 16 * common::HeldOfKeys<Spec, kBr>::Tile::kBytes;
+    static constexpr bool kHoldsArray = common::kMayHoldArray<Spec> && kWithoutArray + kHeldBytes <= kMaxSharedBytes;
+    static constexpr int kSharedBytes = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // ------------------------------------------------------------------------------------------------------ registers
@@ -153,7 +154,7 @@ struct BackwardMemory {
     __device__ uint32 barrier(uint32 index) const {
         return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
     }
-    __device__ uint32 bias() const { return barrier(0) + Shape::kBarrierBytes; }
+    __device__ uint32 held() const { return barrier(0) + Shape::kBarrierBytes; }
     // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Written:
     // the consumers have written dS, but it has not been fenced yet.
     __device__ uint32 full_key() const { return barrier(0); }

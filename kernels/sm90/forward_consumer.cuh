@@ -34,7 +34,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
-    using Base::first_row, Base::load_bias, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
+    using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
         Base::output_box, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
@@ -217,11 +217,11 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
 
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
-        if constexpr (common::kModifiesScores<Spec>) Base::with_bias(*this, tile, block, false, is_last);
+        if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
     }
-    template <class Bias>
-    __device__ __forceinline__ void use_bias(const Bias& bias, const TileInSlot& tile, int32 block, bool) {
-        common::modify_scores_with<Spec>(bias, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
+    template <class Held>
+    __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
+        common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
                                          static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
@@ -230,12 +230,12 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------- the group's own keys
 
-    // Also loads the terms of the tile's head, and its first bias: its scores are computed next.
+    // Also loads the terms of the tile's head, and its first score array: its scores are computed next.
     __device__ __forceinline__ GroupKeys keys_of(const TileInSlot& tile) {
         if constexpr (common::kHasHeadTerms<Spec>)
             static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());
         const GroupKeys keys = keys_of_group<Spec>(params_, tile, group_, kMaxSkipped);
-        load_bias(tile, keys.end - 1);
+        load_array(tile, keys.end - 1);
         return keys;
     }
     __device__ __forceinline__ void skip_keys(const GroupKeys& keys) {

@@ -9,14 +9,14 @@ template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kBiasBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
-    static constexpr int kWithoutBias = kFixedBytes + (kStages + kValueStages) * kKeyBytes + kScratchBytes;
-    static constexpr bool kHoldsBias =
-        common::kMayHoldBias<Spec> && kWithoutBias + kQueryBytes + kBiasBytes <= kMaxSharedBytes;
-    static constexpr int kBesidesQueries = kWithoutBias + (kHoldsBias ? kBiasBytes : 0);
+    static constexpr int kWithoutArray = kFixedBytes + (kStages + kValueStages) * kKeyBytes + kScratchBytes;
+    static constexpr bool kHoldsArray =
+        common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
+    static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
     // O has its own buffer if that fits; else it is stored through Q's buffer. If a second Q buffer fits, too, Q is
     // loaded one query tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 2 * kQueryBytes <= kMaxSharedBytes;

@@ -29,33 +29,33 @@ class QueryTileConsumer {
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
-    using Bias = common::BiasOfQueries<typename Spec::Element, kBc>;
-    __device__ __forceinline__ uint32 bias_address() const {
-        return memory_.bias() + (group_ * 4 + warp_) * Bias::Tile::kBytes;
+    using Held = common::HeldOfQueries<Spec, kBc>;
+    __device__ __forceinline__ uint32 held_address() const {
+        return memory_.held() + (group_ * 4 + warp_) * Held::Tile::kBytes;
     }
-    // Starts to load the bias of this warp's scores of key tile `block`, and reads what has been loaded.
-    __device__ __forceinline__ void load_bias(const TileInSlot& tile, int32 block) const {
-        if constexpr (Shape::kHoldsBias)
-            if (Bias::Tile::takes(params_))
-                Bias::Tile::load(bias_address(), record_of<Spec>(params_, tile), score_tile(tile, block));
+    // Starts to load the score array of this warp's scores of key tile `block`, and reads what has been loaded.
+    __device__ __forceinline__ void load_array(const TileInSlot& tile, int32 block) const {
+        if constexpr (Shape::kHoldsArray)
+            if (Held::Tile::takes(params_))
+                Held::Tile::load(held_address(), record_of<Spec>(params_, tile), score_tile(tile, block));
     }
-    // Calls `Consumer::use_bias` with the bias that has been loaded, or with one that is to be read in global memory. Then
-    // loads that of the next key tile.
+    // Calls `Consumer::use_array` with the array that has been loaded, or with arrays that are to be read in global
+    // memory. Then loads that of the next key tile.
     template <class Consumer>
-    __device__ __forceinline__ static void with_bias(Consumer& own, const TileInSlot& tile, int32 block, bool masked,
-                                                     bool is_last) {
-        if constexpr (Shape::kHoldsBias) {
-            if (Bias::Tile::takes(own.params_)) {
-                Bias::Tile::wait();
-                own.use_bias(Bias(own.bias_address(), own.lane_), tile, block, masked);
+    __device__ __forceinline__ static void with_array(Consumer& own, const TileInSlot& tile, int32 block, bool masked,
+                                                      bool is_last) {
+        if constexpr (Shape::kHoldsArray) {
+            if (Held::Tile::takes(own.params_)) {
+                Held::Tile::wait(own.held_address(), own.lane_);
+                own.use_array(Held(own.held_address(), own.lane_), tile, block, masked);
                 __syncwarp();  // all lanes have read it
                 if (!is_last)
-                    Bias::Tile::load(own.bias_address(), record_of<Spec>(own.params_, tile),
+                    Held::Tile::load(own.held_address(), record_of<Spec>(own.params_, tile),
                                      own.score_tile(tile, block - 1));
                 return;
             }
         }
-        own.use_bias(common::BiasInMemory{}, tile, block, masked);
+        own.use_array(common::ArraysInMemory{}, tile, block, masked);
     }
 
     template <class Scores>

@@ -1,7 +1,7 @@
 // Sizes, shared-memory map and barriers that producer and consumers of a kernel share whose blocks own query tiles.
 // kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO).
 #pragma once
-#include "common/bias_tile.cuh"
+#include "common/held_array.cuh"
 #include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
@@ -20,7 +20,7 @@ struct QueryTileShape {
     static constexpr int kKeyPanelBytes = kBc * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanelBytes;
     static constexpr int kBarriers = 4 * kOperands + 4 * kStages + 2 * kTileSlots;
     static constexpr int kFixedBytes = kAlignment + 8 * kBarriers + sizeof(QueryTile) * kTileSlots;
-    static constexpr int kBiasBytes = kBr / 16 * common::BiasTile<16, kBc>::kBytes;
+    static constexpr int kHeldBytes = kBr / 16 * common::HeldOfQueries<Spec, kBc>::Tile::kBytes;
     static constexpr int kScratchBytes = 0;
 
     // ------------------------------------------------------------------------------------------------------ registers
@@ -65,7 +65,7 @@ struct QueryTileMemory {
     __device__ uint32 empty_tile(uint32 slot) const { return full_tile(kTileSlots + slot); }
     __device__ uint32 tile_slot(uint32 slot) const { return barrier(Shape::kBarriers) + sizeof(QueryTile) * slot; }
 
-    __device__ uint32 bias() const { return tile_slot(kTileSlots) + Shape::kScratchBytes; }
+    __device__ uint32 held() const { return tile_slot(kTileSlots) + Shape::kScratchBytes; }
 
     __device__ void init_barriers() const {
         constexpr uint32 kConsumerWarps = 4 * Shape::kGroups;

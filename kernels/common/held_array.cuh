@@ -1,0 +1,50 @@
+// The score array that a warp holds in shared memory while it computes scores: the bias, the mask, or none.
+//
+// Where each warp copies its own part of an array, it calls these of the class's Tile: `load` starts to copy the part
+// of a tile of scores, `wait` waits for it. An object of the class then reads it: `k16(s)` returns the elements of
+// accumulators 2 s and 2 s + 1, and `set` puts that of register r (see OperandA) and element e into an ArrayTerm.
+#pragma once
+#include "common/bias_tile.cuh"
+#include "common/mask_tile.cuh"
+
+namespace fa2::common {
+
+// Arrays that ScoreArrays reads in global memory.
+struct ArraysInMemory {
+    struct Tile {
+        static constexpr int kBytes = 0;
+    };
+    static constexpr bool kInMemory = true;
+    struct Part {};
+    __device__ __forceinline__ static Part k16(int) { return {}; }
+    template <class Term>
+    __device__ __forceinline__ static void set(Term&, const Part&, int, int) {}
+};
+
+template <class Spec>
+inline constexpr bool kMayHoldArray = kMayHoldBias<Spec> || kMayHoldMask<Spec>;
+
+// Of these, a kernel holds what kMayHoldBias and kMayHoldMask say.
+template <bool kBias, bool kMask, class OfBias, class OfMask>
+struct HeldType {
+    using Type = ArraysInMemory;
+};
+template <class OfBias, class OfMask>
+struct HeldType<true, false, OfBias, OfMask> {
+    using Type = OfBias;
+};
+template <class OfBias, class OfMask>
+struct HeldType<false, true, OfBias, OfMask> {
+    using Type = OfMask;
+};
+
+// In the layout of the accumulators of S, 16 queries by kKeys keys.
+template <class Spec, int kKeys>
+using HeldOfQueries = typename HeldType<kMayHoldBias<Spec>, kMayHoldMask<Spec>,
+                                        BiasOfQueries<typename Spec::Element, kKeys>, MaskOfQueries<kKeys>>::Type;
+// In the layout of the accumulators of S^T, 16 keys by kQueries queries.
+template <class Spec, int kQueries>
+using HeldOfKeys = typename HeldType<kMayHoldBias<Spec>, kMayHoldMask<Spec>,
+                                     BiasOfKeys<typename Spec::Element, kQueries>, MaskOfKeys<kQueries>>::Type;
+
+}  // namespace fa2::common
