@@ -1,4 +1,4 @@
-"""The estimates by which a backward's method and splits are chosen: the work of a problem, counted against its mask,
+"""The estimates by which methods and splits are chosen: the work of a problem, counted against its mask,
 and the schedule, played block by block."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from support.plans import backward_plan
 
 from fa2cupy import TileConfig
 from fa2cupy.families import estimate
-from fa2cupy.families.choice import choose
+from fa2cupy.families.choice import choose, family_named
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import FeatureSettings
@@ -98,18 +98,34 @@ def test_few_key_tiles_are_shared_until_they_fill_the_gpu(family):
     assert splits(problem(heads=(1, 1), seqlen=4096, causal=False), family=family) >= 2  # ranges of queries
 
 
-def test_keys_are_shared_where_query_tiles_leave_multiprocessors_idle():
-    tile = TileConfig(128, 128, 12, 2)
+class TestForwardSplits:
+    """The default of a forward on 132 multiprocessors."""
 
-    def shares(seqlen_q: int, seqlen_k: int, heads: int, **window) -> int:
-        call = dataclasses.replace(problem(heads=(heads, heads)), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        return estimate.forward_splits(call.with_settings(FeatureSettings(**window)), H100, tile, MAX_SPLITS)
+    TILES = {"sm90": TileConfig(128, 128, 12, 2), "sm80": TileConfig(128, 64, 4, 2, 2)}
 
-    assert shares(1, 16384, 8) == shares(128, 16384, 8) == 16
-    assert shares(1, 16384, 40) == 3 and shares(1, 16384, 67) == 1  # as many as 132 multiprocessors take at a time
-    assert shares(1, 2048, 8) == 2 and shares(1, 1024, 8) == 1  # at least 1024 keys each
-    assert shares(1, 16384, 8, window=(1000, 0)) == 1
-    assert shares(0, 16384, 8) == shares(1, 0, 8) == 1
+    def shares(self, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], family: str = "sm90", **window) -> int:
+        call = dataclasses.replace(problem(heads=heads), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        settings, costs = FeatureSettings(**window), family_named(family).costs
+        return estimate.forward_splits(costs, call.with_settings(settings), H100, self.TILES[family], MAX_SPLITS)
+
+    def test_keys_are_shared_where_query_tiles_leave_multiprocessors_idle(self):
+        assert self.shares(1, 16384, (8, 1)) == self.shares(128, 16384, (8, 1)) == 16
+        assert self.shares(1, 16384, (40, 1)) == 3  # as many as 132 multiprocessors take at a time
+        assert self.shares(1, 16384, (8, 1), "sm80") == 16 and self.shares(1, 16384, (40, 1), "sm80") == 5
+
+    def test_the_last_of_several_rounds_is_made_shorter(self):
+        assert self.shares(1, 65536, (140, 1)) > 1 == self.shares(1, 65536, (132, 1))
+        assert self.shares(1, 65536, (270, 1), "sm80") > 1 == self.shares(1, 65536, (264, 1), "sm80")
+
+    def test_what_merging_costs_more_than_it_saves_stays_whole(self):
+        assert self.shares(1, 1024, (8, 1)) == self.shares(4096, 4096, (16, 16)) == 1
+        assert self.shares(1, 16384, (8, 1), window=(1000, 0)) == 1
+
+    def test_reading_the_keys_takes_the_same_time_for_any_number(self):
+        assert self.shares(128, 16384, (90, 1)) > 1 == self.shares(128, 16384, (90, 90))
+
+    def test_of_nothing(self):
+        assert self.shares(0, 16384, (8, 8)) == self.shares(1, 0, (8, 8)) == 1
 
 
 def test_what_the_caller_asks_for_is_taken():

@@ -12,7 +12,7 @@ from ..problem.features import FEATURES
 from ..problem.options import MAX_SPLITS, CallOptions
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
-from .estimate import backward_time, forward_splits, split_candidates
+from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
 from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
@@ -160,16 +160,18 @@ def choose(
     refusals = []
     for family in _supporting(call, problem.dtype, device, options.family, used_features(problem, extras)):
         methods = _methods(family, options, extras) if call == "backward" else (None,)
-        choices = []
+        choices, reasons = [], []
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
-            if reason is None:
+            if reason is not None:
+                reasons.append(reason)
+            else:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
                 choices += _splits(Choice(family, tiles, method), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
-        refusals.append(f"family {family.name!r} {reason}")
+        refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
     raise UnsupportedProblemError("; ".join(refusals))
 
 
@@ -210,7 +212,7 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
     if options.num_splits is not None:
         numbers = [options.num_splits]
     elif choice.method is None:
-        numbers = [forward_splits(problem, device, tile, MAX_SPLITS)]
+        numbers = [forward_splits(_costs(choice), problem, device, tile, MAX_SPLITS)]
     else:
         numbers = split_candidates(operation, problem, tile, MAX_SPLITS)
     return [replace(choice, num_splits={operation: n} if n > 1 else {}) for n in numbers]
@@ -221,12 +223,15 @@ def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: Devic
     if len(choices) == 1:
         return choices[0]
 
-    def time(choice: Choice) -> float:
-        costs = choice.family.costs
-        assert costs is not None, f"{choice.family.name} has several choices, and no costs"
-        return backward_time(costs, problem, device, choice.tiles, choice.num_splits)
+    return min(
+        choices, key=lambda choice: backward_time(_costs(choice), problem, device, choice.tiles, choice.num_splits)
+    )
 
-    return min(choices, key=time)
+
+def _costs(choice: Choice) -> Costs:
+    costs = choice.family.costs
+    assert costs is not None, f"{choice.family.name} has several choices, and no costs"
+    return costs
 
 
 def _why_not_split(family: Family, operations: Sequence[str], options: CallOptions) -> str | None:

@@ -1,4 +1,4 @@
-"""Estimates of how long a backward takes, by which its method and its number of splits are chosen.
+"""Estimates of how long a call takes, by which a backward's method and the number of splits are chosen.
 
 A launch is modelled as list scheduling: the blocks, longest first, go to the first multiprocessor that is free. A block
 takes a fixed time and a time for each step, a pair of tiles. What the stages around the tiled kernels take grows with
@@ -23,7 +23,6 @@ __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candi
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of dK and dV are made only
 #: where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
-_LEAST_KEYS = 1024  # of a share of a forward: fewer take no longer than the launch that merges shares
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
 
@@ -50,8 +49,12 @@ class Costs:
     ----------
     blocks : mapping of operation to mapping of int to BlockCost
         By the largest head_dim to which they apply.
+    read_rows : float
+        Reading K and V from memory, which no schedule makes shorter; elements of k.
+    merge, merge_rows : float
+        Merging the shares of a forward; elements of the tiles of q, for each share.
     call, call_rows : float
-        Delta, and what every call takes; elements of q.
+        Delta, and what every backward takes; elements of q.
     convert, convert_rows : float
         Clearing and converting the workspace of dQ; elements of q.
     add, add_rows : float
@@ -64,6 +67,9 @@ class Costs:
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
+    read_rows: float
+    merge: float
+    merge_rows: float
     call: float
     call_rows: float
     convert: float
@@ -80,15 +86,22 @@ class Costs:
         return rows[min((limit for limit in rows if head_dim <= limit), default=max(rows))]
 
 
-def forward_splits(problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
-    """The number of blocks that share a query tile's keys: as many as find a free multiprocessor and enough to do."""
+def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, tile: TileConfig, most: int) -> int:
+    """The number of blocks, up to `most`, that share a query tile's keys in the estimated fastest forward."""
     sequences = _Sequences.of(problem)
     steps = sequences.steps_of_queries(tile)
-    tiles = sum(steps.values()) * sequences.number * problem.num_heads
-    if not tiles:
-        return 1
-    slots = device.multiprocessors * tile.blocks_per_sm
-    return max(1, min(most, slots // tiles, max(steps) * tile.b_c // _LEAST_KEYS))
+    heads = sequences.number * problem.num_heads
+    rows = sum(steps.values()) * tile.b_r * heads * problem.head_dim / 1e6
+    keys = problem.batch * problem.seqlen_k * problem.num_heads_kv * problem.head_dim / 1e6
+    cost = costs.of_block("forward", problem.head_dim)
+    step = _step(cost, tile, problem.head_dim)
+
+    def time(splits: int) -> float:
+        shares = _shares(steps, 1, splits, heads)
+        kernel = max(_time_of_blocks(cost, step, shares, device, tile), costs.read_rows * keys)
+        return kernel + (costs.merge + costs.merge_rows * rows * splits if splits > 1 else 0.0)
+
+    return min(range(1, max(1, min(most, max(steps, default=0))) + 1), key=time)
 
 
 def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig, most: int) -> list[int]:
@@ -126,7 +139,7 @@ def backward_time(
     for operation, tile in tiles.items():
         splits = num_splits.get(operation, 1)
         cost = costs.of_block(operation, problem.head_dim)
-        step = cost.step * tile.b_r * tile.b_c * problem.head_dim / 1e6 * tile.blocks_per_sm
+        step = _step(cost, tile, problem.head_dim)
         if operation == "backward":
             time += costs.convert + costs.convert_rows * queries
             step *= _drift(costs, problem, device, splits)
@@ -140,9 +153,21 @@ def backward_time(
             steps = _shares(
                 sequences.steps_of_keys(tile), problem.heads_per_group, splits, problem.num_heads_kv * sequences.number
             )
-        blocks = {cost.start + step * count: number for count, number in steps.items()}
-        time += _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
+        time += _time_of_blocks(cost, step, steps, device, tile)
     return time
+
+
+def _step(cost: BlockCost, tile: TileConfig, head_dim: int) -> float:
+    """The time of a step of a block beside the others on its multiprocessor."""
+    return cost.step * tile.b_r * tile.b_c * head_dim / 1e6 * tile.blocks_per_sm
+
+
+def _time_of_blocks(
+    cost: BlockCost, step: float, steps: Mapping[int, int], device: DeviceInfo, tile: TileConfig
+) -> float:
+    """The time of a kernel. `steps`: how many blocks have how many."""
+    blocks = {cost.start + step * count: number for count, number in steps.items()}
+    return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
 
 
 def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:
@@ -228,6 +253,8 @@ def _makespan(blocks: Mapping[float, int], slots: int, blocks_per_sm: int = 1) -
         return 0.0
     longest, shortest = max(blocks), min(blocks)
     if number <= slots:
+        if longest == shortest and number * blocks_per_sm > slots:
+            return longest  # somewhere two run side by side to the end
         # The last blocks of a multiprocessor run alone: on average they have had half of the others beside them.
         total = sum(time * count for time, count in blocks.items())
         return max(total / slots, longest * (blocks_per_sm + 1) / (2 * blocks_per_sm))

@@ -13,10 +13,14 @@ _H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
+        "forward": {64: BlockCost(0.8, 2.0), 128: BlockCost(1.1, 2.0)},
         "backward": {64: BlockCost(3.6, 6.3), 128: BlockCost(3.43, 8.9), 256: BlockCost(4.36, 7.3)},
         "backward_dkdv": {64: BlockCost(2.8, 4.8), 128: BlockCost(2.64, 6.4), 256: BlockCost(4.0, 2.1)},
         "backward_dq": {64: BlockCost(2.4, 2.9), 128: BlockCost(2.17, 5.8), 256: BlockCost(2.46, 5.0)},
     },
+    read_rows=1.2,
+    merge=6.0,
+    merge_rows=1.6,
     call=6.3,
     call_rows=0.15,
     convert=1.3,
