@@ -1083,6 +1083,22 @@ MUTANTS = (
         Problem(feature="bias of heads", batch=2, lengths=PAIRS),
     ),
     Mutant(
+        "dbias in fours of two keys",
+        "backward_dq",
+        "x[1][e] = odd ? second : received;",
+        "x[1][e] = second;",
+        "numbers",
+        Problem(feature="bias of heads", batch=2, lengths=VECTORS.lengths),
+    ),
+    Mutant(
+        "dbias in fours past the last row",
+        "backward_dq",
+        "queries >= 16 && keys >= 8 * kN8",
+        "keys >= 8 * kN8",
+        "bounds",
+        Problem(feature="bias of heads", batch=2, lengths=VECTORS.lengths),
+    ),
+    Mutant(
         "full dbias of another row of the tile",
         "backward_dq",
         "T* row = first + strides.offset(0, 0, Fragment::row(i, lane), 0);",

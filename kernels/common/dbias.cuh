@@ -173,13 +173,41 @@ __device__ __forceinline__ void add_elements(const Fragment& ds, Real* sums, con
             if (Fragment::row(i, lane) < queries && Fragment::col(j, lane) < keys)
                 atomicAdd(sums + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(j, lane)), ds(i, j));
 }
-// Adds neighbouring elements in pairs if the rows of `sums` are contiguous and all start at 8-byte boundaries.
+// Adds a whole fragment, each row of which begins at a 16-byte boundary. Each two lanes exchange a pair, so that both add
+// four neighbouring elements by one instruction: the even lane those of accumulator n, the odd one those of n + 1.
+template <int kN8>
+__device__ __forceinline__ void add_fours(const QuadFragment<kN8>& ds, float* sums, int64 stride, int32 lane) {
+    static_assert(kN8 % 2 == 0);
+    const bool odd = lane % 2;
+    float* row = sums + lane / 4 * stride + lane % 4 / 2 * 4 + 8 * odd;
+#pragma unroll
+    for (int i = 0; i < 2; ++i, row += 8 * stride)
+#pragma unroll
+        for (int n = 0; n < kN8; n += 2) {
+            float x[2][2];  // the two pairs of the four
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float first = ds.value[n][2 * i + e], second = ds.value[n + 1][2 * i + e];
+                const float received = __shfl_xor_sync(kFullWarp, odd ? first : second, 1);
+                x[0][e] = odd ? received : first;
+                x[1][e] = odd ? second : received;
+            }
+            add_global(row + 8 * n, {x[0][0], x[0][1], x[1][0], x[1][1]});
+        }
+}
+// Adds neighbouring elements in fours or pairs if the rows of `sums` are contiguous and start at boundaries of as many.
 template <class Spec, int kN8>
 __device__ __forceinline__ void add_elements(const QuadFragment<kN8>& ds, float* sums, const ScoreStrides& strides,
                                              int32 queries, int32 keys, int32 lane) {
     using Fragment = QuadFragment<kN8>;
-    const bool in_pairs =
-        strides.column == 1 && (strides.row | reinterpret_cast<uint64>(sums) / sizeof(float)) % 2 == 0;
+    const uint64 first = strides.row | reinterpret_cast<uint64>(sums) / sizeof(float);
+    const bool in_pairs = strides.column == 1 && first % 2 == 0;
+#if __CUDA_ARCH__ >= 900
+    if (strides.column == 1 && first % 4 == 0 && queries >= 16 && keys >= 8 * kN8) {
+        add_fours(ds, sums, strides.row, lane);
+        return;
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
         float* row = sums + strides.offset(0, 0, Fragment::row(i, lane), Fragment::col(0, lane));
