@@ -1,4 +1,4 @@
-// delta = rowsum(dO o O); the same kernel for every family.
+// delta = rowsum(dO o O), and the clearing of workspaces; the same kernel for every family.
 #include "common/spec.cuh.j2"
 #include "common/delta.cuh"
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.launch_record import stage_values
 from support.plans import backward_plan
 
 from fa2cupy import TileConfig
@@ -148,9 +149,9 @@ def test_the_workspace_of_shares_is_one_copy_or_bounded(seqlen):
     copy = 2 * 4 * seqlen * 128
     for method, most in (("single_pass", copy), ("two_pass", max(4 * copy, 64 << 20))):
         plan = backward_plan(call, H100, strides, method, num_splits=None)
-        nbytes = {workspace.name: workspace.nbytes for workspace in plan.workspaces}.get("shares", 0)
-        assert nbytes <= most
-        assert ("shares" in plan.cleared) == (method == "single_pass")
+        nbytes = {workspace.name: workspace.nbytes for workspace in plan.workspaces}["shares"]
+        assert 0 < nbytes <= most
+        assert stage_values(plan.stages[0])["shares_bytes"] == (nbytes if method == "single_pass" else 0)
 
 
 def test_empty_problems_have_one_block_for_a_tile():

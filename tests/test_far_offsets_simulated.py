@@ -27,7 +27,7 @@ from fa2cupy import TileConfig, reference
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.source import render_kernel
-from fa2cupy.plan.stages import Stage
+from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS, FeatureSettings
 from fa2cupy.testing import Expectation, make_inputs
@@ -186,6 +186,20 @@ class Case:
         self.run(plans.forward_plan(self.problem, self.device, self.strides, self.config, self.family).stages)
         self.expectation().check(**self.results(**like))
 
+    def put_workspace(self, plan: Plan) -> None:
+        """The last head's part of dq_accum, and whatever else of it the last head's blocks of delta clear."""
+        delta = plan.stages[0]
+        all_elements = stage_values(delta)["dq_accum_bytes"] // 4
+        if not all_elements:
+            return
+        heads, of_all_blocks = BATCH * HEADS, delta.blocks * delta.threads * 4
+        cleared = np.full(of_all_blocks // heads, np.nan, "float32")
+        for end in range(of_all_blocks, all_elements, of_all_blocks):
+            self.far.put("dq_accum", cleared, end - cleared.size)
+        last = np.zeros(all_elements // heads, "float32")
+        last[-cleared.size :] = cleared
+        self.far.put("dq_accum", last, all_elements - last.size)
+
     def check_backward(self, method: str) -> None:
         q, k, v, do = self.inputs
         wide = np.dtype(self.problem.accumulator_dtype)
@@ -203,10 +217,7 @@ class Case:
         plan = plans.backward_plan(
             self.problem, self.device, self.strides, method, self.config, self.family, extras=self.more
         )
-        for workspace in plan.workspaces:
-            if workspace.name == "dq_accum":
-                elements = workspace.nbytes // 4 // (BATCH * HEADS)
-                self.far.put("dq_accum", np.zeros(elements, "float32"), (BATCH * HEADS - 1) * elements)
+        self.put_workspace(plan)
         if "dsink" in self.more:
             # A block of it has a head of both sequences: the first one's rows see nothing.
             self.far.put("lse", np.full(lse.size, -np.inf, wide), (HEADS - 1) * lse.size)

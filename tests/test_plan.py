@@ -65,12 +65,17 @@ def operations(plan: Plan) -> list[str]:
     return [stage.spec.operation for stage in plan.stages]
 
 
+def workspace_sizes(plan: Plan) -> dict[str, int]:
+    """Of workspaces that are not empty."""
+    return {workspace.name: workspace.nbytes for workspace in plan.workspaces if workspace.nbytes}
+
+
 def record(stage: Stage) -> dict[str, object]:
     """The members behind the pointers, read back."""
     values, offset = {}, 0
     for field in stage.spec.params.fields[len(stage.spec.params.pointers) :]:
         real = "d" if stage.spec.dtype == "float64" else "f"
-        code = {"strides": "3q", "real": real, "int": "i"}[field.kind]
+        code = {"strides": "3q", "size": "q", "real": real, "int": "i"}[field.kind]
         unpacked = struct.unpack_from(f"={code}", stage.constants, offset)
         values[field.name] = unpacked if field.kind == "strides" else unpacked[0]
         offset += struct.calcsize(f"={code}")
@@ -162,7 +167,7 @@ def test_packed_sequences_have_tiles_for_all_rows_and_one_more_each(family):
     for method in ("single_pass", "two_pass"):
         plan = backward_plan(method, causal=True, **packed())
         assert operations(plan)[:2] == ["delta", "clear_backward"]
-        assert plan.cleared == (("dq_accum",) if method == "single_pass" else ())
+        assert plan.cleared == ()
         assert all(
             record(s)["num_tiles"] == 300 // s.spec.tile.b_r + 5 for s in plan.stages if "dq" in s.spec.operation
         )
@@ -259,7 +264,7 @@ def test_a_causal_window_is_compiled_as_a_window_that_ends_at_the_diagonal():
 
 def offset_of(stage: Stage, name: str) -> int:
     """Of a member in the constants of a record."""
-    sizes = {"strides": 24, "score_strides": 32, "real": 4, "int": 4, "word": 4}
+    sizes = {"strides": 24, "score_strides": 32, "size": 8, "real": 4, "int": 4, "word": 4}
     fields = stage.spec.params.fields[len(stage.spec.params.pointers) :]
     return sum(sizes[field.kind] for field in itertools.takewhile(lambda field: field.name != name, fields))
 
@@ -441,23 +446,42 @@ def test_two_pass_has_a_launch_by_query_tiles_and_one_by_key_tiles_and_needs_not
     dq, dkdv = plan.stages[-2:]
     assert dq.blocks == -(-300 // dq.spec.tile.b_r) * 8 * 3
     assert dkdv.blocks == -(-500 // dkdv.spec.tile.b_c) * 2 * 3  # the heads of K and V
-    assert [workspace.name for workspace in plan.workspaces] == ["delta"] * with_delta
+    assert list(workspace_sizes(plan)) == ["delta"] * with_delta
     assert plan.cleared == ()
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_single_pass_on_tensor_cores_adds_dq_up_in_a_cleared_workspace_and_converts_it(dtype):
+def test_single_pass_on_tensor_cores_adds_dq_up_in_a_workspace_that_delta_clears_and_converts_it(dtype):
     plan = backward_plan("single_pass", dtype=dtype)
     assert operations(plan) == ["delta", "backward", "convert_dq"]
-    _, main, convert = plan.stages
+    delta, main, convert = plan.stages
     assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
     assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
     assert convert.spec.tile.b_r == main.spec.tile.b_r  # the order of the workspace
     assert not convert.spec.causal  # or it would be compiled twice
-    delta, dq_accum = plan.workspaces
-    assert (delta.name, delta.nbytes) == ("delta", 3 * 8 * 300 * 4)
-    assert (dq_accum.name, dq_accum.nbytes) == ("dq_accum", convert.blocks * main.spec.tile.b_r * 64 * 4)
-    assert plan.cleared == ("dq_accum",)
+    of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
+    assert workspace_sizes(plan) == {"delta": 3 * 8 * 300 * 4, "dq_accum": of_dq}
+    assert plan.cleared == ()
+    assert (record(delta)["dq_accum_bytes"], record(delta)["shares_bytes"]) == (of_dq, 0)
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_delta_clears_the_shares_of_single_pass(family):
+    plan = plans.backward_plan(problem(), H100, STRIDES, "single_pass", family=family, num_splits=2)
+    sizes = workspace_sizes(plan)
+    cleared = {name: record(plan.stages[0])[f"{name}_bytes"] for name in ("dq_accum", "shares")}
+    assert cleared == {name: sizes[name] for name in cleared} and all(cleared.values())
+    assert plan.cleared == ()
+
+
+def test_workspaces_are_cleared_ahead_where_no_kernel_computes_delta():
+    def plan(**options) -> Plan:
+        return plans.backward_plan(problem(**options.pop("changes", {})), H100, STRIDES, "single_pass", **options)
+
+    assert plan(with_delta=False).cleared == ("dq_accum",)
+    assert plan(with_delta=False, num_splits=2).cleared == ("dq_accum", "shares")
+    without_queries = plan(changes={"seqlen_q": 0})
+    assert operations(without_queries) == ["backward"] and without_queries.cleared == ("dq_accum",)
 
 
 @pytest.mark.parametrize("causal", (False, True))
@@ -505,7 +529,7 @@ def test_single_pass_on_simt_adds_to_cleared_dk_and_dv(dtype, itemsize):
     assert operations(plan) == ["delta", "backward"]
     main = plan.stages[1]
     assert main.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
-    assert [(workspace.name, workspace.nbytes) for workspace in plan.workspaces] == [("delta", 3 * 8 * 300 * itemsize)]
+    assert workspace_sizes(plan) == {"delta": 3 * 8 * 300 * itemsize}
     assert plan.cleared == ("dk", "dv")
 
 
@@ -710,8 +734,8 @@ def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
     layout = spec.params
     constants = layout.fields[len(layout.pointers) :]
     real = struct.unpack("=d" if spec.dtype == "float64" else "=f", b"\x01" * (8 if spec.dtype == "float64" else 4))[0]
-    marked = {"strides": (0x0101010101010101,) * 3, "real": real, "int": 0x01010101}
-    zero = {"strides": (0, 0, 0), "real": 0.0, "int": 0}
+    marked = {"strides": (0x0101010101010101,) * 3, "size": 0x0101010101010101, "real": real, "int": 0x01010101}
+    zero = {"strides": (0, 0, 0), "size": 0, "real": 0.0, "int": 0}
 
     sizes = {name: 128 if name in layout.maps else 8 for name in layout.pointers}
     offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
@@ -772,7 +796,7 @@ def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, fami
     pytest.importorskip("cupy", exc_type=ImportError)
     plan = plans.backward_plan(problem(head_dim=head_dim), H100, STRIDES, "single_pass", family=family)
     _, main, convert = plan.stages
-    per_tile = plan.workspaces[1].nbytes // 4 // convert.blocks
+    per_tile = workspace_sizes(plan)["dq_accum"] // 4 // convert.blocks
     check = f"static_assert(fa2::{family}::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
     compile_source(KernelSource(convert.spec, render_kernel(convert.spec).text + check))
     # Only the check matters here, not the kernel, which takes longer to compile.

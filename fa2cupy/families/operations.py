@@ -75,7 +75,11 @@ OPERATIONS = {
             num_warps=4,
             is_common=True,
             record=Record(
-                "o:input dout:input delta:output_accum", ("o", "dout"), (), ("num_heads", "seqlen_q", "num_tiles")
+                f"o:input dout:input delta:output_accum dq_accum:output_accum {SHARES}:output_accum",
+                ("o", "dout"),
+                (),
+                ("num_heads", "seqlen_q", "num_tiles"),
+                ("dq_accum_bytes", f"{SHARES}_bytes"),
             ),
         ),
         # The gradient of the sink.

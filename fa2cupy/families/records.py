@@ -21,12 +21,15 @@ class Record(NamedTuple):
         Tensors whose strides the record has.
     reals, ints : tuple of str
         Names of floating-point and integer members.
+    sizes : tuple of str
+        Names of integer members of 64 bits.
     """
 
     pointers: str
     strides: tuple[str, ...] = ()
     reals: tuple[str, ...] = ()
     ints: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
 
 #: The workspace of a split kernel, in which every block leaves its share of a tile's results.
@@ -49,7 +52,7 @@ def split_record(record: Record) -> Record:
     kept = [f"{name}:{kind}" for name, kind in kinds.items() if name not in replaced]
     strides = tuple(name for name in record.strides if name not in replaced)
     pointers = " ".join((*kept, f"{SHARES}:output_accum"))
-    return Record(pointers, strides, record.reals, (*record.ints, "num_splits"))
+    return record._replace(pointers=pointers, strides=strides, ints=(*record.ints, "num_splits"))
 
 
 _BACKWARD_INPUTS = "q:input k:input v:input dout:input lse:input_accum delta:input_accum"

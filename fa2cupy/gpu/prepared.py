@@ -77,7 +77,7 @@ class KernelCall:
         for position, workspace in enumerate(workspaces, start=len(arguments.names)):
             positions[workspace.name] = position
             self.offsets.append(self.workspace_bytes)
-            self.workspace_bytes += -(-max(workspace.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            self.workspace_bytes += -(-workspace.nbytes // _ALIGNMENT) * _ALIGNMENT
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
         with cupy.cuda.Device(ordinal):
@@ -107,6 +107,8 @@ class KernelCall:
             addresses += [memory.ptr + offset for offset in self.offsets]
             if self.kept_bytes < self.workspace_bytes:
                 (memory + self.kept_bytes).memset_async(0, self.workspace_bytes - self.kept_bytes)
+        else:
+            addresses += self.offsets  # all are empty
         for position in self.cleared:
             _clear(buffers[position])
         for stage in self.stages:

@@ -32,6 +32,7 @@ _KINDS = {
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
     "score_strides": ("ScoreStrides {name}", "qqqq"),
+    "size": ("int64 {name}", "q"),
     "real": ("Accum {name}", "f"),
     "int": ("int32 {name}", "i"),
     "word": ("uint32 {name}", "I"),
@@ -56,8 +57,8 @@ class Field:
 class ParamLayout:
     """The record of one kind of kernel.
 
-    Tensor maps and pointers come first, so that a warm launch replaces only the front. Strides, reals and ints follow;
-    in this order C adds padding only at the end.
+    Tensor maps and pointers come first, so that a warm launch replaces only the front. Strides, sizes, reals and ints
+    follow; in this order C adds padding only at the end.
 
     Attributes
     ----------
@@ -102,7 +103,7 @@ def param_layout(
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
     record = operation_named(operation).record or family_named(family).record(operation)
-    pointers, strides, reals, ints = split_record(record) if is_split else record
+    pointers, strides, reals, ints, sizes = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}
     values = [Field(name, kind) for row in rows for name, kind in row.values.items()]
@@ -119,6 +120,7 @@ def param_layout(
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.is_over_scores]
+    fields += [Field(name, "size") for name in sizes]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]
     fields += [Field(name, "int") for name in ints]

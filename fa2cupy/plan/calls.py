@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
@@ -16,6 +16,9 @@ from .layout import StageLayout
 from .stages import Plan, Stage, Workspace
 
 __all__ = ["plan_backward", "plan_delta", "plan_forward"]
+
+#: The workspaces that the kernel of delta can clear, of a call that has none.
+_CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
 
 
 def plan_forward(
@@ -35,7 +38,7 @@ def plan_delta(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
     """The plan of `fa2cupy.delta`. `strides` has ``o`` and ``dout``."""
-    return _plan([_delta(StageLayout(problem, device, choice.family, strides))])
+    return _plan([_delta(StageLayout(problem, device, choice.family, strides))], _CLEARED_BY_DELTA)
 
 
 def plan_backward(
@@ -61,37 +64,46 @@ def plan_backward(
         If True, the first stage computes delta; else the caller passes it.
     """
     layout = StageLayout(problem, device, choice.family, strides, extras)
-    stages: list[Stage] = []
+    tiled: list[Stage] = []
     workspaces: list[Workspace] = []
+    added: list[Workspace] = []  # to which kernels add
     # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's.
     cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or problem.is_packed) else []
-    if with_delta:
-        rows = problem.batch * problem.num_heads * problem.seqlen_q
-        stages.append(_delta(layout))
-        workspaces.append(Workspace("delta", rows * itemsize(problem.accumulator_dtype)))
-    if "dsink" in extras:
-        stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
-    stages += _clear_unused(layout, "clear_backward")
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
-        stages.append(layout.tiled(operation, tile, num_splits))
+        tiled.append(layout.tiled(operation, tile, num_splits))
         if operation == "backward" and choice.family.backward_owns == "queries":
             cleared += ["dk", "dv"]
         elif operation == "backward" or num_splits > 1:
             sums = _Sums(layout, operation, tile, num_splits)
-            stages.append(sums.stage())
+            tiled.append(sums.stage())
             workspaces += sums.workspaces
-            cleared += sums.cleared
-    return _plan(stages, workspaces, cleared)
+            added += sums.added
+    stages: list[Stage] = []
+    if with_delta:
+        stages.append(_delta(layout, added))
+        rows = problem.batch * problem.num_heads * problem.seqlen_q
+        workspaces.append(Workspace("delta", rows * itemsize(problem.accumulator_dtype)))
+        names = {workspace.name for workspace in workspaces}
+        workspaces += [workspace for workspace in _CLEARED_BY_DELTA if workspace.name not in names]
+    if not stages or not stages[0].blocks:
+        cleared += [workspace.name for workspace in added]
+    if "dsink" in extras:
+        stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
+    stages += _clear_unused(layout, "clear_backward")
+    return _plan([*stages, *tiled], workspaces, cleared)
 
 
-def _delta(layout: StageLayout) -> Stage:
+def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
+    """The stage that computes delta, and clears workspaces of the stages after it."""
     problem = layout.problem
     vector = 8 if problem.itemsize == 2 else 1
     lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
     tile = _tile_of("delta", 32 * _num_warps("delta") // lanes)
     num_tiles = -(-problem.seqlen_q // tile.b_r)
-    return layout.stage("delta", tile, problem.batch * problem.num_heads * num_tiles, num_tiles=num_tiles)
+    blocks = problem.batch * problem.num_heads * num_tiles
+    sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
+    return layout.stage("delta", tile, blocks, (), is_split=False, num_tiles=num_tiles, **sizes)
 
 
 class _Sums:
@@ -124,9 +136,9 @@ class _Sums:
         return workspaces
 
     @property
-    def cleared(self) -> list[str]:
-        """The workspaces to which kernels add."""
-        return [workspace.name for workspace in self.workspaces] if self._with_dq else []
+    def added(self) -> list[Workspace]:
+        """Those to which kernels add, and which must be zero before."""
+        return self.workspaces if self._with_dq else []
 
     def stage(self) -> Stage:
         """The stage that reads the workspaces. A block has a tile of dQ, or 32 rows of dK or dV."""

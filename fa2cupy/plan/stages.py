@@ -37,7 +37,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Device memory that a call needs beyond its inputs and outputs."""
+    """Device memory that a call needs beyond its inputs and outputs; of no bytes where a kernel could use some."""
 
     name: str
     nbytes: int

@@ -1,6 +1,8 @@
 // delta_i = sum_d dO_id O_id - dlse_i, which the softmax gradient dS = P o (dP - delta) subtracts from dP
 // (FlashAttention-2, Algorithm 2, line 4). dlse, the gradient with respect to lse, is optional.
 //
+// The kernel is the first of a backward, and also clears the workspaces to which later ones add.
+//
 // kLanes lanes share a row. In each step a lane reads 16 bytes for 16-bit types, whose rows are whole 16-byte chunks,
 // and one element for the others.
 #pragma once
@@ -20,6 +22,8 @@ struct Delta {
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     __device__ static void run(const Params& params) {
+        clear(params.dq_accum, params.dq_accum_bytes);
+        clear(params.shares, params.shares_bytes);
         using Load = Vector<Element, kVector>;
         const int32 head = blockIdx.x / params.num_tiles % params.num_heads;
         const int32 batch = blockIdx.x / params.num_tiles / params.num_heads;
@@ -46,6 +50,16 @@ struct Delta {
             if constexpr (Spec::kDlse) sum -= params.dlse[index];
             params.delta[index] = sum;
         }
+    }
+
+  private:
+    // Stores zeros to a part of a workspace of whole tiles, of which all blocks together clear the whole.
+    __device__ static void clear(Accum* workspace, int64 bytes) {
+        using Store = Vector<uint32, 4>;
+        const int64 threads = static_cast<int64>(gridDim.x) * blockDim.x;
+        const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
+        for (int64 i = thread; i < bytes / static_cast<int64>(sizeof(Store)); i += threads)
+            reinterpret_cast<Store*>(workspace)[i] = {};
     }
 };
 

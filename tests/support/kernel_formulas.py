@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support.launch_record import Launch
+from support.launch_record import WORKSPACES, Launch
 
 from fa2cupy import reference
 from fa2cupy.families.records import SHARES
@@ -37,6 +37,8 @@ class _Formulas:
 
     def _delta(self) -> None:
         self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
+        for name in WORKSPACES:
+            self.launch.array(name)[: self.launch.values[f"{name}_bytes"] // 4] = 0
 
     def _backward(self) -> None:
         gradients = self._gradients()

@@ -17,6 +17,7 @@ from fa2cupy.plan.tensor_maps import TensorLayout
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
+WORKSPACES = ("dq_accum", SHARES)  # of float32, as tiles
 
 
 class Launch:
@@ -74,7 +75,7 @@ class Launch:
 
     def array(self, name: str) -> np.ndarray:
         """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
-        if name in ("dq_accum", SHARES):
+        if name in WORKSPACES:
             return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
         of_keys = name in ("k", "v", "dk", "dv")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
@@ -135,12 +136,12 @@ def stage_values(stage: Stage) -> dict[str, object]:
 
 
 def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
-    real = "d" if spec.dtype == "float64" else "f"
+    real = "=d" if spec.dtype == "float64" else "=f"
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
-        code = {"strides": "qqq", "score_strides": "qqqq", "real": real, "int": "i", "word": "I"}[field.kind]
-        values = struct.unpack_from(f"={code}", data, offset)
-        offset += struct.calcsize(f"={code}")
+        code = {"strides": "=qqq", "score_strides": "=qqqq", "size": "=q", "real": real, "int": "=i", "word": "=I"}
+        values = struct.unpack_from(code[field.kind], data, offset)
+        offset += struct.calcsize(code[field.kind])
         yield field.name, values if field.kind.endswith("strides") else values[0]
 
 

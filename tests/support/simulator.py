@@ -20,10 +20,9 @@ from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 from ptxsim.tensor_map import driver_tensor_map
 from support.fake_gpu import fake_gpu
-from support.launch_record import TILE_COUNTER, Launch, memory_at
+from support.launch_record import TILE_COUNTER, WORKSPACES, Launch, memory_at
 
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.records import SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.compiler import compile_options
 from fa2cupy.jit.source import render_kernel
@@ -94,7 +93,7 @@ def _execute(
     block_races: bool,
     partly_written: dict[int, np.ndarray],
 ) -> None:
-    """`partly_written`: by address, what clearing kernels have written of outputs, split kernels of their shares."""
+    """`partly_written`: by address, what kernels have written so far of what several write: outputs and workspaces."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
@@ -120,9 +119,12 @@ def _execute(
     )
     for name, buffer in buffers.items():
         written = buffer.finish(spec)
-        if spec.operation.startswith("clear_") or (name == SHARES and buffer.is_output):
+        if not buffer.is_output:
+            continue
+        of_several = spec.operation.startswith("clear_") or name in WORKSPACES
+        if of_several:
             partly_written[launch.pointers[name]] = written
-        elif buffer.is_output:
+        if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
     assert not memory.read(counter).any(), f"{spec}: the tile counter is left at {memory.read(counter)}"
 
