@@ -130,7 +130,8 @@ def forward(
     over key tiles of B_c rows, so that memory beyond inputs and results is O(1). Scores, statistics and sums are
     float32 (float64 for float64 data). Where several blocks share a query tile (`num_splits`), there is a workspace
     for their partial results: ``head_dim + 1`` float32 numbers for each share, head and row of q, with head_dim rounded
-    up to a multiple of 16, and rows to whole tiles.
+    up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
+    them take less than 64 MiB.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 
 import numpy as np
 import pytest
@@ -124,6 +125,12 @@ class TestForwardSplits:
 
     def test_reading_the_keys_takes_the_same_time_for_any_number(self):
         assert self.shares(128, 16384, (90, 1)) > 1 == self.shares(128, 16384, (90, 90))
+
+    @pytest.mark.parametrize("heads", (17, 140, 280, 540))
+    def test_copies_of_large_results_are_few(self, heads):
+        for family, seqlen_q in itertools.product(("sm80", "sm90"), (1, 512, 2048)):
+            copy = 4 * heads * -(-seqlen_q // 128) * 128 * 128
+            assert self.shares(seqlen_q, 65536, (heads, 1), family) <= max(4, (64 << 20) // copy)
 
     def test_of_nothing(self):
         assert self.shares(0, 16384, (8, 8)) == self.shares(1, 0, (8, 8)) == 1

@@ -20,8 +20,8 @@ from .tile import TileConfig
 
 __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candidates"]
 
-#: Shares have workspaces of their own in kernels without atomics. More than this many copies of dK and dV are made only
-#: where all of them are smaller than `_SMALL_BYTES`.
+#: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
+#: made only where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
@@ -101,7 +101,8 @@ def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, 
         kernel = max(_time_of_blocks(cost, step, shares, device, tile), costs.read_rows * keys)
         return kernel + (costs.merge + costs.merge_rows * rows * splits if splits > 1 else 0.0)
 
-    return min(range(1, max(1, min(most, max(steps, default=0))) + 1), key=time)
+    most = min(most, _most_copies(4e6 * rows), max(steps, default=0))
+    return min(range(1, max(1, most) + 1), key=time)
 
 
 def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig, most: int) -> list[int]:
@@ -111,7 +112,11 @@ def split_candidates(operation: str, problem: AttentionProblem, tile: TileConfig
     if operation == "backward":  # adds all shares to one copy
         return [n for n in numbers if n <= most]
     copy = 8 * problem.batch * problem.num_heads_kv * (problem.seqlen_k + tile.b_c) * problem.head_dim
-    return [n for n in numbers if n <= min(most, max(_MOST_COPIES, _SMALL_BYTES // max(1, copy)))]
+    return [n for n in numbers if n <= min(most, _most_copies(copy))]
+
+
+def _most_copies(copy_bytes: float) -> int:
+    return max(_MOST_COPIES, int(_SMALL_BYTES // max(1, copy_bytes)))
 
 
 def backward_time(
