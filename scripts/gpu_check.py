@@ -107,7 +107,8 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
         "sanitizers": _run_sanitizers,
         "benchmark": _run_benchmark,
     }
-    _compile_ahead()
+    if not {"tests", "isolated"} <= set(options.skip):
+        _compile_ahead()
     for name, step in steps.items():
         receipt[name] = before.get(name, "skipped") if name in options.skip else "not finished"
         if name not in options.skip:
