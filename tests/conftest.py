@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter keeps a million small objects for the kernels it has parsed, and makes hardly any garbage: at the
+    # usual threshold the collector looks through them over and over.
+    gc.set_threshold(50_000, 20, 20)
     # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist
     # inherit the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them
     # longer.
@@ -40,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
     for variable in ("FA2CUPY_CACHE_LIMIT", "FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
+    if getattr(config.option, "numprocesses", None):  # workers share the cores: NumPy, not loaded there yet, takes one
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process.
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup"

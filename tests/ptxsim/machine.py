@@ -116,6 +116,10 @@ class Machine:
                 rows[:, :used] = 0
             self.local[:used] = 0
 
+    def take_apart(self) -> None:
+        """Frees the arrays of a machine that runs no more: its parts refer to it and wait for the garbage collector."""
+        vars(self).clear()
+
     def _decode(self) -> None:
         self._steps: list[Callable] = []
         is_control = []

@@ -133,18 +133,22 @@ class Module:
         machine = _machines.pop(key, None)
         if machine is None or machine.num_blocks < min(batch, num_blocks):  # with room to spare from the second on
             room = batch if machine else max(1, min(batch, num_blocks))
+            if machine is not None:
+                machine.take_apart()
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
         machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races))
         for first in range(0, num_blocks, batch):
             machine.run(first, min(batch, num_blocks - first))
-        if cluster is None and not machine.uses_memory_of_module:
-            _keep(key, machine)
         self.stats = {
             "steps": machine.executed,
             "thread_instructions": machine.thread_instructions,
             "smem": machine.shared.nbytes,
             "ctas": num_blocks,
         }
+        if cluster is None and not machine.uses_memory_of_module:
+            _keep(key, machine)
+        else:
+            machine.take_apart()
         return self.stats
 
 
@@ -157,7 +161,7 @@ def _keep(key: tuple, machine: Machine) -> None:
     machine.memory = machine.global_race = None
     _machines[key] = machine
     while len(_machines) > _MACHINES_KEPT:
-        del _machines[next(iter(_machines))]
+        _machines.pop(next(iter(_machines))).take_apart()
 
 
 def _default_batch(kernel: Kernel, num_threads: int, dynamic_smem: int, race_check: bool) -> int:
