@@ -23,7 +23,6 @@ _COLONS_AND_BRACES = re.compile(r"[{}]|(?<!:):(?!:)")
 _NAME = re.compile(r"[$%A-Za-z_][\w$]*")
 _LONGEST_LABEL = 1000
 _SPACE = re.compile(r"[\s;]*")
-_NUMBERED = re.compile(r"(.*?)(\d+)$")
 _ADDRESS = re.compile(r"^(.*?)\s*([+-]\s*-?\s*(?:0x[0-9a-fA-F]+|\d+))?$")
 _PREDICATE = re.compile(r"@\s*(!?)\s*([$%\w]+)\s+")
 _SYMBOL_AND_OFFSET = re.compile(r"[$\w]+\s*[+-]\s*\d+$")
@@ -43,7 +42,6 @@ class _Scope:
     def __init__(self, outer: _Scope | None) -> None:
         self.outer = outer
         self.registers: dict[str, Reg] = {}
-        self.ranges: dict[str, tuple[int, int, int]] = {}  # prefix: width, first row, how many
         self.labels: dict[str, str] = {}
         self.variables: dict[str, str] = {}
         self.declared: list[str] = []  # names and prefixes in all of these
@@ -133,12 +131,13 @@ class KernelParser:
                 position = match.end()
             else:
                 end = _end(text, ";", position)
-                self._statement(text[position:end].strip(), scope, return_label)
+                self._statement(text[position:end].strip(), text, scope, return_label)
                 position = end + 1
 
-    def _statement(self, text: str, scope: _Scope, return_label: str | None) -> None:
+    def _statement(self, text: str, body: str, scope: _Scope, return_label: str | None) -> None:
+        """One of those of the body."""
         if text.startswith(".reg"):
-            self._declare_registers(text, scope)
+            self._declare_registers(text, body, scope)
         elif text.startswith(_DECLARED):
             self._declare_variable(text, scope)
         elif text.startswith(".branchtargets"):
@@ -170,21 +169,22 @@ class KernelParser:
                     scope.labels[name] = self._unique_name(name)
                     scope.declared.append(name)
 
-    def _declare_registers(self, text: str, scope: _Scope) -> None:
+    def _declare_registers(self, text: str, body: str, scope: _Scope) -> None:
+        """Those of a range that the body names get rows, one in ten of what NVRTC declares; they stay in order."""
         match = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
         if not match or match[1] not in WIDTH:
             raise PtxError(f"cannot parse {text}")
         width = 0 if match[1] == "pred" else max(WIDTH[match[1]], 16)
         for name in split_list(match[2]):
-            row = self.registers[width]
+            names = [name]
             if several := re.match(r"([$%\w]+)<(\d+)>$", name):
-                scope.ranges[several[1]] = (width, row, int(several[2]))
-                scope.declared.append(several[1])
-                self.registers[width] += int(several[2])
-            else:
-                scope.registers[name] = Reg(width, row, name)
-                scope.declared.append(name)
-                self.registers[width] += 1
+                name, count = several[1], int(several[2])
+                numbers = sorted({int(number) for number in re.findall(rf"{re.escape(name)}(\d+)", body)})
+                names = [f"{name}{number}" for number in numbers if number < count]
+            scope.declared.append(name)
+            for row, register in enumerate(names, start=self.registers[width]):
+                scope.registers[register] = Reg(width, row, register)
+            self.registers[width] += len(names)
 
     def _declare_variable(self, text: str, scope: _Scope) -> None:
         variable = parse_variable(text)
@@ -246,17 +246,7 @@ class KernelParser:
     # Operands
 
     def _register(self, name: str, scope: _Scope) -> Reg | None:
-        register = scope.registers.get(name)
-        if register is not None or name[0] in "-0123456789":
-            return register
-        register = scope.find("registers", name)
-        if register is None and (match := _NUMBERED.match(name)):
-            rows = scope.find("ranges", match[1])
-            if rows is not None and int(match[2]) < rows[2]:
-                register = Reg(rows[0], rows[1] + int(match[2]), name)
-        if register is not None:
-            scope.registers[name] = register
-        return register
+        return None if name[0] in "-0123456789" else scope.find("registers", name)
 
     def _operand(self, text: str, scope: _Scope) -> Operand:
         # Long lists of registers are the same in many instructions, each of them in braces of its own.
