@@ -79,6 +79,8 @@ class RaceDetector:
         self._kinds, self._kept = sorted(kinds_of_copies(insts)), groups_kept(insts)
         proxies = any(inst.op in ("wgmma", "mbarrier") or "proxy" in inst.parts for inst in insts)
         self.by_lane = bool(self._kinds) or proxies  # whether threads of a warp have to be told apart
+        self._generic = np.arange(self.entities) < 4 * self.warps  # entities that write through the generic proxy
+        self._generic[self.strong] = True
         self.reset()
 
     @staticmethod
@@ -369,13 +371,20 @@ class RaceDetector:
         return agent, int(self.agent_clock[cluster, agent])
 
     def wgmma_read(self, warps: np.ndarray, offset: np.ndarray, nbytes: int) -> None:
-        """An operand from shared memory, for each of these warps of one cluster."""
-        places = self._places(offset, nbytes).ravel()[None, :]
-        self._after_writes("asynchronous read", 32 * warps, warps, places)
-        self._behind_fences("read", warps, places)
+        """An operand from shared memory, for each of the warps of a warp group."""
+        places = self._places(offset, nbytes).ravel()
+        # What all of them have seen, of the generic proxy's writes behind a proxy fence. Where that does not settle it,
+        # each warp is looked at by itself.
+        known = self.seen[warps].min(0)
+        seen, fenced = known[: self.entities], known[self.entities :]
+        np.minimum(seen, fenced, out=seen, where=self._generic)
+        late = self.write_clock.take(places) > seen.take(self.writer.take(places))
+        if np.count_nonzero(late):
+            self._after_writes("asynchronous read", 32 * warps, warps, places[None, :])
+            self._behind_fences("read", warps, places[None, :])
         agents = self.agent("wgmma", warps)
-        for warp, agent in zip(warps, agents, strict=True):
-            self.read_clock[places[0], agent] = self.agent_clock[self.cluster[warp], agent] + 1
+        clocks = self.agent_clock[self.cluster[warps], agents] + 1
+        self.read_clock[places, agents[0] : agents[-1] + 1] = clocks
 
     def bulk_read(self, thread: int, offset: np.ndarray, nbytes: int) -> None:
         """The source of a thread's bulk copy."""
@@ -492,7 +501,7 @@ class RaceDetector:
         A thread that issues a copy must also have met the lanes of its warp that wrote there.
         """
         writer, clock = self.writer[places], self.write_clock[places]
-        generic = ((writer < 4 * self.warps) | (writer == self.strong)) & (clock > 0)
+        generic = self._generic[writer] & (clock > 0)
         column = warps[:, None]
         unfenced = generic & (clock > self.seen.take(column * (2 * self.entities) + self.entities + writer))
         if unfenced.any():

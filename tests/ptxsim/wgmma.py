@@ -16,7 +16,7 @@ from .syntax import Inst, Vec
 from .tensor_core import register_rows
 from .tensor_map import swizzled
 from .warp import when_converged
-from .wgmma_registers import rows_of
+from .wgmma_registers import rows_of, selection_of
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -76,25 +76,34 @@ def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
     return swizzled(start + linear, span)
 
 
+@lru_cache(maxsize=4096)
+def _operand_chunks(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
+    """Offsets of the 16 bytes of 8 elements each that lie together, along the rows or along K."""
+    offset = _operand_offsets(descriptor, rows, mn_major)
+    return (offset[::8] if mn_major else offset[:, ::8]).ravel()
+
+
 def _read_operand(
     machine: Machine, block: int, descriptor: int, rows: int, mn_major: bool, warps: np.ndarray, ty: str
 ) -> np.ndarray:
     """float32 values of an operand in shared memory, with the checks of an asynchronous read."""
-    shared, offset = machine.shared, _operand_offsets(descriptor, rows, mn_major)
-    if int(offset.max()) + 2 > shared.nbytes:
+    shared, chunks = machine.shared, _operand_chunks(descriptor, rows, mn_major)
+    if int(chunks.max()) + _CHUNK > shared.nbytes:
         raise PtxError(
-            f"wgmma operand out of bounds: descriptor 0x{descriptor:x} reaches {shared.describe(int(offset.max()))}, "
+            f"wgmma operand out of bounds: descriptor 0x{descriptor:x} reaches {shared.describe(int(chunks.max()))}, "
             f"the block has 0x{shared.nbytes:x} bytes"
         )
-    offset = offset + block * shared.stride
-    chunks = (offset[::8] if mn_major else offset[:, ::8]).ravel()  # 8 elements that lie together
+    chunks = chunks + block * shared.stride
     bad = shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
     if bad is not None:
         where = shared.describe(int(chunks[bad]) % shared.stride)
         raise PtxError(f"wgmma reads uninitialised shared memory: {where}, descriptor 0x{descriptor:x}")
     if machine.race is not None:
         machine.race.wgmma_read(warps, chunks, _CHUNK)
-    return halves_to_f32(shared.words(2)[offset // 2], ty)
+    values = halves_to_f32(shared.gather(chunks, _CHUNK).view(np.uint16), ty)
+    if mn_major:
+        return values.reshape(rows // 8, _DEPTH, 8).swapaxes(1, 2).reshape(rows, _DEPTH)
+    return values.reshape(rows, _DEPTH)
 
 
 @control("wgmma.mma_async", allow="sync aligned " + " ".join(_SHAPES))
@@ -114,8 +123,7 @@ def _multiply(machine: Machine, inst: Inst) -> Control:
         within = threads % machine.padded_threads
         groups = (machine.block_of[threads] << 20) | within // _THREADS
         late = []
-        for number in np.unique(groups):
-            mine = threads[groups == number]
+        for mine in np.split(threads, np.flatnonzero(np.diff(groups)) + 1):
             if len(mine) == _THREADS:
                 multiply(mine)
                 machine.push(inst.pc + 1, mine)
@@ -131,16 +139,15 @@ def _group_product(
     machine: Machine, inst: Inst, columns: int, from_registers: bool, sign: int, majors: list[bool]
 ) -> Callable[[np.ndarray], None]:
     ty = inst.types[1]
-    rows = np.array([item.index for item in inst.args[0].items])
-    a_rows = np.array(rows_of(inst.args[1]) if from_registers else [], int)
-    in_order = bool((np.diff(rows) == 1).all())
+    rows = selection_of([item.index for item in inst.args[0].items])
+    a_rows = selection_of(rows_of(inst.args[1]) if from_registers else [])
     accumulators = machine.registers.rows[32].view(np.float32)
     a = register_rows(machine, inst.args[1].items) if from_registers else machine.source(inst.args[1], "u64")
     b, adds = machine.source(inst.args[2], "u64"), machine.source(inst.args[3], "pred")
 
     def uniform(values: np.ndarray, what: str, threads: np.ndarray) -> Any:
         differs = values != values[0]
-        if differs.any():
+        if np.count_nonzero(differs):
             problem = f"wgmma: {what} differs between the threads of a warp group"
             machine.fault(problem, threads, int(np.argmax(differs)))
         return values[0].item()
@@ -161,7 +168,7 @@ def _group_product(
         product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)
         if machine.wgmma_registers is not None:
             machine.wgmma_registers.issue(threads, rows, a_rows, columns)
-        place = (slice(int(rows[0]), int(rows[-1]) + 1) if in_order else rows, ix)
+        place = (rows, ix)
         if uniform(adds[ix], "scale-d", threads):
             product = accumulators[place] + product
         accumulators[place] = product

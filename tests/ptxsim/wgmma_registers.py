@@ -24,7 +24,9 @@ from .syntax import Addr, Inst, Operand, Pair, Reg, Vec
 if TYPE_CHECKING:
     from .machine import Machine
 
-__all__ = ["WgmmaRegisters", "rows_of"]
+__all__ = ["WgmmaRegisters", "rows_of", "selection_of"]
+
+Rows = slice | np.ndarray
 
 _TOUCHED = -1  # since the last wgmma.fence, by anything but a wgmma; 0 is by nothing, else the columns of the wgmma
 
@@ -39,6 +41,13 @@ def rows_of(operand: Operand | None) -> list[int]:
     if kind is Pair:
         return rows_of(operand.first) + rows_of(operand.second)
     return rows_of(operand.base) if kind is Addr else []
+
+
+def selection_of(rows: list[int]) -> Rows:
+    """A slice where the rows are consecutive, which NumPy handles faster."""
+    start = rows[0] if rows else 0
+    consecutive = rows == list(range(start, start + len(rows)))
+    return slice(start, start + len(rows)) if consecutive else np.array(rows)
 
 
 def _used(inst: Inst) -> list[int]:
@@ -95,29 +104,30 @@ class WgmmaRegisters:
         self._accumulator, self._operand = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
         self._state = np.full(shape, _TOUCHED, np.int16)
         self._busy = 0
-        self._open: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._groups: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {}
+        self._open: dict[int, list[tuple[Rows, Rows]]] = {}
+        self._groups: dict[int, list[list[tuple[Rows, Rows]]]] = {}
 
     # wgmmas
 
-    def issue(self, threads: np.ndarray, accumulators: np.ndarray, operands: np.ndarray, columns: int) -> None:
-        warps = warps_of(threads)
+    def issue(self, threads: np.ndarray, accumulators: Rows, operands: Rows, columns: int) -> None:
+        """By a warp group."""
+        first, last = int(threads[0]) >> 5, int(threads[-1]) >> 5
+        warps = slice(first, last + 1)
         self._check_fenced(threads, warps, accumulators, operands, columns)
-        for warp in warps.tolist():
-            self._accumulator[accumulators, warp] += 1
-            self._operand[operands, warp] += 1
+        self._accumulator[accumulators, warps] += 1
+        self._operand[operands, warps] += 1
+        for warp in range(first, last + 1):
             self._open.setdefault(warp, []).append((accumulators, operands))
             self._busy += 1
 
     def _check_fenced(
-        self, threads: np.ndarray, warps: np.ndarray, accumulators: np.ndarray, operands: np.ndarray, columns: int
+        self, threads: np.ndarray, warps: slice, accumulators: Rows, operands: Rows, columns: int
     ) -> None:
-        place = np.ix_(accumulators, warps)
-        state = self._state[place]
-        if ((state != 0) & (state != columns)).any():
+        state = self._state[accumulators, warps]
+        if np.count_nonzero((state != 0) & (state != columns)):
             self.machine.fault("a wgmma's accumulators were accessed before it without wgmma.fence", threads)
-        self._state[place] = columns
-        if len(operands) and self._state[np.ix_(operands, warps)].any():
+        self._state[accumulators, warps] = columns
+        if np.count_nonzero(self._state[operands, warps]):
             self.machine.fault("the registers of a wgmma's A were accessed before it without wgmma.fence", threads)
 
     def fence(self, warps: np.ndarray) -> None:
