@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from .errors import PtxError
@@ -18,11 +19,11 @@ from .text import closing, parse_constant, parse_variable, split_list
 
 __all__ = ["KernelParser"]
 
-_LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
+# What a statement begins with: a brace, a place in the source, a label, or none of them.
+_BEGINNING = re.compile(r"[\s;]*(?:(?P<brace>\{)|(?P<loc>\.loc[\t ])|(?P<label>[$%A-Za-z_][\w$]*)\s*:(?!:))?")
 _COLONS_AND_BRACES = re.compile(r"[{}]|(?<!:):(?!:)")
 _NAME = re.compile(r"[$%A-Za-z_][\w$]*")
 _LONGEST_LABEL = 1000
-_SPACE = re.compile(r"[\s;]*")
 _ADDRESS = re.compile(r"^(.*?)\s*([+-]\s*-?\s*(?:0x[0-9a-fA-F]+|\d+))?$")
 _PREDICATE = re.compile(r"@\s*(!?)\s*([$%\w]+)\s+")
 _SYMBOL_AND_OFFSET = re.compile(r"[$\w]+\s*[+-]\s*\d+$")
@@ -34,6 +35,12 @@ def _end(text: str, mark: str, start: int) -> int:
     """Where the mark is next, or the end of the text."""
     end = text.find(mark, start)
     return end if end >= 0 else len(text)
+
+
+@lru_cache(maxsize=None)
+def _op_and_parts(opcode: str) -> tuple[str, tuple[str, ...]]:
+    op, *parts = opcode.split(".")
+    return op, tuple(parts)
 
 
 class _Scope:
@@ -65,6 +72,7 @@ class KernelParser:
         self.variables: dict[str, Var] = {}
         self.local_bytes = 0
         self.source = ""
+        self._sources: dict[str, str] = {}  # of .loc directives, which come back many times
         self._unique = 0
         self._last_label = ""
         self._jump_tables: dict[str, list[str]] = {}
@@ -116,23 +124,27 @@ class KernelParser:
         """Everything between a pair of braces; `ret` of an inlined function is a jump to `return_label`."""
         self._declare_labels(text, scope)
         position = 0
-        while (position := _SPACE.match(text, position).end()) < len(text):
-            if text[position] == "{":
-                end = closing(text, position, "{}")
-                self._body(text[position + 1 : end - 1], _Scope(scope), return_label)
-                position = end
-            elif text.startswith((".loc\t", ".loc "), position):
-                end = _end(text, "\n", position)
-                self.source = self._source(text[position + 4 : end])
-                position = end
-            elif match := _LABEL.match(text, position):
-                self._last_label = scope.labels[match[1]]
-                self.label_pcs[self._last_label] = len(self.insts)
-                position = match.end()
-            else:
-                end = _end(text, ";", position)
-                self._statement(text[position:end].strip(), text, scope, return_label)
-                position = end + 1
+        while True:
+            beginning = _BEGINNING.match(text, position)
+            position = beginning.end()
+            match beginning.lastgroup:
+                case "brace":
+                    end = closing(text, position - 1, "{}")
+                    self._body(text[position : end - 1], _Scope(scope), return_label)
+                    position = end
+                case "loc":
+                    end = _end(text, "\n", position)
+                    self.source = self._source(text[position:end])
+                    position = end
+                case "label":
+                    self._last_label = scope.labels[beginning["label"]]
+                    self.label_pcs[self._last_label] = len(self.insts)
+                case _ if position == len(text):
+                    return
+                case _:
+                    end = _end(text, ";", position)
+                    self._statement(text[position:end].strip(), text, scope, return_label)
+                    position = end + 1
 
     def _statement(self, text: str, body: str, scope: _Scope, return_label: str | None) -> None:
         """One of those of the body."""
@@ -147,11 +159,14 @@ class KernelParser:
 
     def _source(self, loc: str) -> str:
         """file:line of a .loc directive, and where the function that contains the line was inlined."""
+        if loc in self._sources:
+            return self._sources[loc]
         fields = loc.replace(",", " ").split()
         where = f"{self.program.files.get(fields[0], '?')}:{fields[1]}"
         if "inlined_at" in fields:
             at = fields.index("inlined_at")
             where += f" (inlined at {self.program.files.get(fields[at + 1], '?')}:{fields[at + 2]})"
+        self._sources[loc] = where
         return where
 
     def _declare_labels(self, text: str, scope: _Scope) -> None:
@@ -183,7 +198,7 @@ class KernelParser:
                 names = [f"{name}{number}" for number in numbers if number < count]
             scope.declared.append(name)
             for row, register in enumerate(names, start=self.registers[width]):
-                scope.registers[register] = Reg(width, row, register)
+                scope.registers[register] = scope.operands[register] = Reg(width, row, register)
             self.registers[width] += len(names)
 
     def _declare_variable(self, text: str, scope: _Scope) -> None:
@@ -216,8 +231,8 @@ class KernelParser:
             self._emit(opcode, args, predicate, text)
 
     def _emit(self, opcode: str, args: tuple[Operand, ...], predicate: Reg | None, text: str) -> None:
-        op, *parts = opcode.split(".")
-        self.insts.append(Inst(op, tuple(parts), args, predicate, text, self.source))
+        op, parts = _op_and_parts(opcode)
+        self.insts.append(Inst(op, parts, args, predicate, text, self.source))
 
     def _call(self, operands: str, scope: _Scope, predicate: Reg | None, text: str) -> None:
         items = split_list(operands)

@@ -88,10 +88,13 @@ class RegisterFile:
     def source(self, operand: Operand, ty: str) -> Any:
         """The row of an operand that an instruction reads as that type."""
         key = operand, ty
-        if key not in self._sources:
+        row = self._sources.get(key)
+        if row is None:
             row = self._source_bits(operand, ty)
-            self._sources[key] = row if isinstance(row, _NegatedRow) or ty == "pred" else _as_type(row, ty)
-        return self._sources[key]
+            if ty != "pred":
+                row = _as_type(row, ty)
+            self._sources[key] = row
+        return row
 
     def _source_bits(self, operand: Operand, ty: str) -> Any:
         symbols = self.machine.symbol_address

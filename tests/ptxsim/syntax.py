@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from .errors import PtxError
 from .scalars import WIDTH
@@ -84,6 +85,11 @@ class Sink:
 Operand = Reg | Imm | Special | Sym | Addr | Vec | Pair | Sink
 
 
+@lru_cache(maxsize=None)
+def _types_among(parts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for part in parts if part in WIDTH)
+
+
 @dataclass
 class Inst:
     """One instruction; `parts` are the modifiers and types behind the dots, `types` the scalar types among them."""
@@ -99,7 +105,7 @@ class Inst:
     table: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.types = [part for part in self.parts if part in WIDTH]
+        self.types = _types_among(self.parts)
 
     @property
     def opcode(self) -> str:

@@ -42,6 +42,11 @@ def _options(arch: str) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
+def _text_of(spec: KernelSpec) -> str:
+    return render_kernel(spec).text
+
+
+@functools.lru_cache(maxsize=64)
 def compiled_module(text: str, arch: str) -> ptxsim.Module:
     """Source to a module, compiled with the package's options."""
     return ptxsim.Module(compile_ptx(text, arch.replace("sm_", "compute_"), _options(arch)))
@@ -77,7 +82,7 @@ def simulated_gpu(
     partly_written: dict[int, np.ndarray] = {}
 
     def run(launch: Launch) -> None:
-        text = render_kernel(launch.spec).text
+        text = _text_of(launch.spec)
         module = compiled_module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
         _execute(launch, module, seed, with_counter, block_races, partly_written)
 
