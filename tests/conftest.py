@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter keeps a million small objects for the kernels it has parsed, and makes hardly any garbage: at the
     # usual threshold the collector looks through them over and over.
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist
     # inherit the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them
     # longer.

@@ -21,7 +21,7 @@ __all__ = ["KernelParser"]
 
 # What a statement begins with: a brace, a place in the source, a label, or none of them.
 _BEGINNING = re.compile(r"[\s;]*(?:(?P<brace>\{)|(?P<loc>\.loc[\t ])|(?P<label>[$%A-Za-z_][\w$]*)\s*:(?!:))?")
-_COLONS_AND_BRACES = re.compile(r"[{}]|(?<!:):(?!:)")
+_COLON = re.compile(r":(?<!::)(?!:)")
 _NAME = re.compile(r"[$%A-Za-z_][\w$]*")
 _LONGEST_LABEL = 1000
 _ADDRESS = re.compile(r"^(.*?)\s*([+-]\s*-?\s*(?:0x[0-9a-fA-F]+|\d+))?$")
@@ -171,15 +171,15 @@ class KernelParser:
 
     def _declare_labels(self, text: str, scope: _Scope) -> None:
         """Labels of this scope, not those of inner ones, before they are reached: branches go forward too."""
-        depth = 0
-        for match in _COLONS_AND_BRACES.finditer(text):
-            token = match[0]
-            if token in "{}":
-                depth += 1 if token == "{" else -1
-            elif depth == 0:
-                near = max(0, match.start() - _LONGEST_LABEL)
-                statement = max(near - 1, *(text.rfind(mark, near, match.start()) for mark in "\n;{}:")) + 1
-                name = text[statement : match.start()].strip()
+        depth = counted = 0
+        for colon in _COLON.finditer(text):
+            end = colon.start()
+            depth += text.count("{", counted, end) - text.count("}", counted, end)
+            counted = end
+            if depth == 0:
+                near = max(0, end - _LONGEST_LABEL)
+                statement = max(near - 1, *(text.rfind(mark, near, end) for mark in "\n;{}:")) + 1
+                name = text[statement:end].strip()
                 if _NAME.fullmatch(name):
                     scope.labels[name] = self._unique_name(name)
                     scope.declared.append(name)

@@ -136,9 +136,13 @@ class Module:
             if machine is not None:
                 machine.take_apart()
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
-        machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races))
-        for first in range(0, num_blocks, batch):
-            machine.run(first, min(batch, num_blocks - first))
+        try:
+            machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races))
+            for first in range(0, num_blocks, batch):
+                machine.run(first, min(batch, num_blocks - first))
+        except Exception:
+            machine.take_apart()
+            raise
         self.stats = {
             "steps": machine.executed,
             "thread_instructions": machine.thread_instructions,

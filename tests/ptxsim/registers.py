@@ -126,17 +126,15 @@ class RegisterFile:
             operand = operand.first
         if not isinstance(operand, Reg) or operand.negated:
             raise PtxError("a register is expected as the destination")
-        row = self.rows[operand.width][operand.index]
-        if ty == "pred" or operand.width == 0:
-            if ty != "pred" or operand.width:
-                raise PtxError(f"register {operand.name} is not a .{ty}")
-            return row
+        if (ty == "pred") != (operand.width == 0):
+            raise PtxError(f"register {operand.name} is not a .{ty}")
         if WIDTH[ty] > operand.width:
             raise PtxError(f"register {operand.name} is narrower than .{ty}")
         if WIDTH[ty] == operand.width:
-            return _as_type(row.view(NUMPY[ty]), ty)
+            return self.source(operand, ty)
         if is_float(ty):
             raise PtxError(f"register {operand.name} is wider than .{ty}")
+        row = self.rows[operand.width][operand.index]
         # Widened by the assignment: with the sign if the type has one.
         return row.view(f"i{operand.width // 8}") if ty[0] == "s" else row
 
