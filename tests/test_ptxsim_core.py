@@ -302,6 +302,24 @@ extern "C" __global__ void functions(const float* a, float* o, int n) {
 """
 
 
+def test_a_range_of_registers_in_braces_hides_that_around_them():
+    kernel = Module(""".version 8.0
+        .target sm_80
+        .address_size 64
+        .visible .entry ranges(.param .u64 o) {
+        .reg .b32 %r<5000>; .reg .b64 %rd<3>;
+        ld.param.u64 %rd1, [o];
+        mov.b32 %r4999, 1;
+        { .reg .b32 %r<5000>; mov.b32 %r4999, 2; st.global.b32 [%rd1], %r4999; }
+        st.global.b32 [%rd1+4], %r4999;
+        ret; }""")
+    memory = Memory()
+    result = memory.empty(2, np.int32)
+    kernel.launch("ranges", 1, 1, [result], memory=memory)
+    assert memory.read(result).tolist() == [2, 1]
+    assert kernel.kernel("ranges").registers == {0: 0, 16: 0, 32: 2, 64: 1}  # none that nobody names
+
+
 def test_functions_of_the_library_against_float64():
     memory, x = Memory(), (np.random.default_rng(2).standard_normal(N) * 3).astype(np.float32)
     out = memory.empty((14, N), np.float32, "out")
