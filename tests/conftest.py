@@ -31,9 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter keeps a million small objects for the kernels it has parsed, and makes hardly any garbage: at the
-    # usual threshold the collector looks through them over and over.
-    gc.set_threshold(100_000, 20, 20)
     # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist
     # inherit the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them
     # longer.
@@ -69,6 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason is not None:
         for item in needing:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # The interpreter keeps a million small objects for the kernels it has parsed, and makes hardly any garbage: at the
+    # usual threshold the collector looks through them over and over. Tests on the GPU leave memory there to it.
+    if any(item.get_closest_marker("simulated") for item in session.items):
+        gc.set_threshold(100_000, 20, 20)
 
 
 def _is_sampled(item: pytest.Item, values: dict[str, Container]) -> bool:
