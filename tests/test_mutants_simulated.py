@@ -916,8 +916,8 @@ MUTANTS = (
     Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
     Mutant("dQ converted past the end", "convert_dq", "if (row >= rows.length) continue;", "", "bounds"),
     Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
-    Mutant("delta clears too little", "delta", "i < bytes /", "i + 1 < bytes /", "unwritten"),
-    Mutant("delta clears too much", "delta", "i < bytes /", "i <= bytes /", "bounds"),
+    Mutant("delta clears too little", "delta", "offset < bytes;", "offset + kBytes < bytes;", "unwritten"),
+    Mutant("delta clears too much", "delta", "offset < bytes;", "offset <= bytes;", "bounds"),
     Mutant(
         "delta leaves shares",
         "delta",

@@ -22,8 +22,6 @@ struct Delta {
     static_assert(Spec::kHeadDim % kVector == 0 && kLanes <= 32);
 
     __device__ static void run(const Params& params) {
-        clear(params.dq_accum, params.dq_accum_bytes);
-        clear(params.shares, params.shares_bytes);
         using Load = Vector<Element, kVector>;
         const int32 head = blockIdx.x / params.num_tiles % params.num_heads;
         const int32 batch = blockIdx.x / params.num_tiles / params.num_heads;
@@ -50,16 +48,21 @@ struct Delta {
             if constexpr (Spec::kDlse) sum -= params.dlse[index];
             params.delta[index] = sum;
         }
+        clear(params.dq_accum, params.dq_accum_bytes);
+        clear(params.shares, params.shares_bytes);
     }
 
   private:
-    // Stores zeros to a part of a workspace of whole tiles, of which all blocks together clear the whole.
+    // Stores zeros to a part of a workspace of whole tiles, of which all blocks together clear the whole. The loop is
+    // not unrolled: memory bounds it, and a backward with nothing to clear waits for each instruction that is fetched.
     __device__ static void clear(Accum* workspace, int64 bytes) {
         using Store = Vector<uint32, 4>;
-        const int64 threads = static_cast<int64>(gridDim.x) * blockDim.x;
-        const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
-        for (int64 i = thread; i < bytes / static_cast<int64>(sizeof(Store)); i += threads)
-            reinterpret_cast<Store*>(workspace)[i] = {};
+        constexpr int64 kBytes = sizeof(Store);
+        const int64 step = static_cast<int64>(gridDim.x) * blockDim.x * kBytes;
+        const int64 first = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kBytes;
+#pragma unroll 1
+        for (int64 offset = first; offset < bytes; offset += step)
+            *reinterpret_cast<Store*>(reinterpret_cast<char*>(workspace) + offset) = {};
     }
 };
 
