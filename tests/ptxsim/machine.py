@@ -46,6 +46,7 @@ class Options:
     seed: int | None = None
     max_rounds: int = 5_000_000
     block_races: bool = True
+    cuts_sums: bool = False
 
 
 class Machine:
@@ -105,7 +106,7 @@ class Machine:
         self.memory, self.grid, self._options = memory, grid, options
         self.params[: len(params)] = np.frombuffer(params, np.uint8)
         self.grid_size[:] = np.array(grid, np.uint32)[:, None]
-        self.check_uninit = options.check_uninit
+        self.check_uninit, self.cuts_sums = options.check_uninit, options.cuts_sums
         self.executed = self.thread_instructions = 0
         if self.race is not None and options.block_races:
             self.global_race = GlobalRaceDetector(self, self.race, grid[0] * grid[1] * grid[2])

@@ -80,6 +80,7 @@ class Module:
         max_rounds: int = 5_000_000,
         cluster: Sequence[int] | None = None,
         block_races: bool = True,
+        cuts_sums: bool = False,
     ) -> dict[str, int]:
         """Runs a kernel to its end and returns statistics.
 
@@ -110,6 +111,8 @@ class Module:
             Shape of a cluster, if the kernel does not fix it.
         block_races : bool
             Whether `race_check` looks at global memory: not where the arguments themselves make blocks collide.
+        cuts_sums : bool
+            Whether wgmma adds bit by bit as the hardware does, which takes several times as long, or in float32.
         """
         grid3, block3 = _three(grid), _three(block)
         kernel = self.kernel(name)
@@ -137,7 +140,7 @@ class Module:
                 machine.take_apart()
             machine = Machine(self, kernel, memory, block3, dynamic_smem, room, race_check)
         try:
-            machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races))
+            machine.begin(memory, grid3, params, Options(check_uninit, trace, seed, max_rounds, block_races, cuts_sums))
             for first in range(0, num_blocks, batch):
                 machine.run(first, min(batch, num_blocks - first))
         except Exception:

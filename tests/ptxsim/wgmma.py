@@ -14,6 +14,7 @@ from .race import warps_of
 from .scalars import halves_to_f32
 from .syntax import Inst, Vec
 from .tensor_core import register_rows
+from .tensor_core_sums import add_products
 from .tensor_map import swizzled
 from .warp import when_converged
 from .wgmma_registers import rows_of, selection_of
@@ -163,13 +164,20 @@ def _group_product(
             left = _read_operand(machine, block, descriptor, _ROWS, majors[0], warps, ty)
         descriptor = uniform(b[ix], "descriptor B", threads)
         right = _read_operand(machine, block, descriptor, columns, majors[-1], warps, ty)
-        product = left @ right.T if sign > 0 else -(left @ right.T)
-        # Row 16 warp + 8 h + g, column 8 c + 2 t + e are in register 4 c + 2 h + e of lane 4 g + t.
-        product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)
         if machine.wgmma_registers is not None:
             machine.wgmma_registers.issue(threads, rows, a_rows, columns)
-        place = (rows, ix)
-        if uniform(adds[ix], "scale-d", threads):
+        place, accumulates = (rows, ix), uniform(adds[ix], "scale-d", threads)
+        # Row 16 warp + 8 h + g, column 8 c + 2 t + e are in register 4 c + 2 h + e of lane 4 g + t.
+        if machine.cuts_sums:
+            matrix = np.zeros((_ROWS, columns), np.float32)
+            if accumulates:
+                own = accumulators[place].reshape(columns // 8, 2, 2, 4, 8, 4)
+                matrix = own.transpose(3, 1, 4, 0, 5, 2).reshape(_ROWS, columns)
+            product = add_products(matrix, sign * left, right)
+        else:
+            product = left @ right.T if sign > 0 else -(left @ right.T)
+        product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)
+        if accumulates and not machine.cuts_sums:
             product = accumulators[place] + product
         accumulators[place] = product
 
