@@ -32,6 +32,7 @@ def forward(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     num_splits: int | None = None,
+    precision: str | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, Array]:
     """Exact attention without the score matrix: ``softmax(softmax_scale * q k^T) v``.
@@ -65,6 +66,10 @@ def forward(
         Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. More
         than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
         it.
+    precision : {None, "ieee", "split"}, optional
+        Arithmetic of float32 data on the GPU. ``"ieee"``, which is the default, multiplies on CUDA cores. ``"split"``
+        also allows tensor cores, where they are about as accurate and there are kernels (see Notes). NumPy checks it
+        and computes as ever.
 
     Returns
     -------
@@ -133,6 +138,16 @@ def forward(
     up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
     them take less than 64 MiB.
 
+    With ``precision="split"`` a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the
+    four products of these, which tensor cores add up in float32 (Ootomo and Yokota 2022, with sums over keys cut into
+    chunks of 64 that are added up in float32). There are such kernels for compute capability 9.0, head_dim up to 128,
+    at least 128 rows of q and of k, and in `backward` for ``"two_pass"`` without a gradient of a bias; other calls
+    compute as with ``"ieee"``. So do K/V heads whose values two float16 numbers do not represent well, which the GPU
+    finds without the host: of their 64 rows of q, k, v or do that share a scale, a row's or a column's largest value is
+    less than 2**-12 of the largest of all, or that is outside 2**-50 to 2**50, infinite or NaN. The call allocates the
+    float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64 and lengths to
+    one of 128.
+
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
     with the Philox generator of Salmon et al. 2011.
@@ -160,7 +175,7 @@ def forward(
     if keywords:
         check_keywords(forward, keywords)
     given = None if config is None else hashable_config(config)
-    options = CallOptions(causal, softmax_scale, layout, given, family, num_splits=num_splits)
+    options = CallOptions(causal, softmax_scale, layout, given, family, num_splits=num_splits, precision=precision)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
@@ -211,6 +226,7 @@ def backward(
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     num_splits: int | None = None,
+    precision: str | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, ...]:
     """Gradients of `forward` for q, k and v.
@@ -249,6 +265,8 @@ def backward(
         Number of blocks that share the work on a tile of keys, 1 to 16: the query heads of its group, and ranges of
         queries. None is the one that a model finds fastest. Their dk and dv are summed in float32 in a fixed order.
         NumPy ignores it.
+    precision : {None, "ieee", "split"}, optional
+        As for `forward`, whose results may have been computed with any.
 
     Returns
     -------
@@ -294,5 +312,6 @@ def backward(
         return_dbias,
         return_dsink,
         num_splits,
+        precision,
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)

@@ -37,6 +37,7 @@ def attention(
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
     num_splits: int | None = None,
+    precision: str | None = None,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Any, ...]:
     """`forward`, and its gradient as a closure, as layer libraries and tapes need it.
@@ -51,6 +52,7 @@ def attention(
         Also returns lse, for example for a z-loss.
     config : dict of TileConfig by operation, optional
     num_splits : int, optional
+    precision : {None, "ieee", "split"}, optional
         As for `forward` and `backward`.
 
     Returns
@@ -86,6 +88,7 @@ def attention(
         "config": config,
         "family": family,
         "num_splits": num_splits,
+        "precision": precision,
     }
     shared |= keywords
     own: dict[str, Any] = {

@@ -90,8 +90,16 @@ def info() -> dict[str, object]:
         "device": _device(),
         **cache_state(),
         "tuning_file": str(tuning_file()) if tuning_file().exists() else None,
-        "families": {one.name: one.dtypes for one in FAMILIES},
+        "families": _families(),
     }
+
+
+def _families() -> dict[str, tuple[str, ...]]:
+    """The dtypes of each name."""
+    dtypes: dict[str, tuple[str, ...]] = {}
+    for one in FAMILIES:
+        dtypes[one.name] = dtypes.get(one.name, ()) + one.dtypes
+    return dtypes
 
 
 def _version(distribution: str) -> str | None:

@@ -27,6 +27,7 @@ import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not
 from fa2cupy.cli import run_command
 from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import METHODS as OPERATIONS_OF
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
@@ -37,11 +38,12 @@ from fa2cupy.system.progress import progress
 #: (architecture, dtype, family, head dimensions of plain calls).
 FAMILIES = (
     ("sm_90", "float16", "sm90", (40, 64, 96, 128, 256)),
+    ("sm_90", "float32", "sm90", (40, 64, 128)),
     ("sm_80", "bfloat16", "sm80", (40, 64, 96, 128, 256)),
     ("sm_80", "float32", "simt", (40, 64, 128, 256)),
     ("sm_80", "float64", "simt", (64,)),
 )
-METHODS = (None, "single_pass", "two_pass")
+METHODS = (None, *OPERATIONS_OF)
 OF_BACKWARD = ("dlse", "return_dbias", "return_dsink")
 ACTED_UPON = (".text", ".nv.info", ".nv.constant", ".nv.shared")
 ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr member
@@ -84,16 +86,25 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
     for arch, dtype, family, head_dims in FAMILIES:
         if families and family not in families:
             continue
-        device = DeviceInfo.named(arch)
+        device, kernels = DeviceInfo.named(arch), family_named(family, dtype)
         for method in METHODS:
+            if not set(operations_of(method)) <= set(kernels.operations):
+                continue
             own = OF_BOTH + (OF_BACKWARD if method else ())
+            if "dbias" not in kernels.features:
+                own = tuple(name for name in own if name != "return_dbias")
             for head_dim, causal in itertools.product(head_dims, (False, True)):
                 yield from default_specs(device, dtype, head_dim, causal, method, family)
-                if family_named(family).split_operations and causal:
+                if kernels.split_operations and causal:
                     yield from default_specs(device, dtype, head_dim, causal, method, family, num_splits=2)
             if dtype != "float64":
                 for features in (*((name,) for name in OF_BOTH), own):
                     yield from default_specs(device, dtype, 64, True, method, family, features=features)
+
+
+def operations_of(method: str | None) -> tuple[str, ...]:
+    """The tiled operations of a forward, or of a backward by a method."""
+    return ("forward",) if method is None else OPERATIONS_OF[method]
 
 
 def digests(specs: Sequence[KernelSpec], jobs: int) -> dict[str, str]:

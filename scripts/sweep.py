@@ -95,7 +95,9 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
     warps = (
         device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
     )
-    fits = family_named(spec.family).fits_blocks(spec.operation, spec.dtype, spec.head_dim, spec.tile, device)
+    fits = family_named(spec.family, spec.dtype).fits_blocks(
+        spec.operation, spec.dtype, spec.head_dim, spec.tile, device
+    )
     return warps >= 4 and fits
 
 
@@ -352,7 +354,13 @@ def save(spec: KernelSpec, device: DeviceInfo) -> int:
     """Makes a tile the default for calls on this device; returns 0 if it could be saved."""
     try:
         save_tuned_tile(
-            spec.operation, family_named(spec.family), spec.dtype, spec.head_dim, spec.causal, device, spec.tile
+            spec.operation,
+            family_named(spec.family, spec.dtype),
+            spec.dtype,
+            spec.head_dim,
+            spec.causal,
+            device,
+            spec.tile,
         )
     except OSError as error:  # somebody else can write to the folder, or saves to it just now
         print(f"--save: {error}", file=sys.stderr)

@@ -200,6 +200,8 @@ OPTIONS = {
     "num_splits bool": ({"num_splits": True}, TypeError, "^num_splits: expected None or an int, got bool"),
     "num_splits zero": ({"num_splits": 0}, ValueError, "^num_splits: expected None or 1 to 16, got 0"),
     "num_splits many": ({"num_splits": 17}, ValueError, "^num_splits: expected None or 1 to 16, got 17"),
+    "precision name": ({"precision": "fast"}, ValueError, "^precision: expected None, 'ieee' or 'split', got 'fast'"),
+    "precision type": ({"precision": ["split"]}, ValueError, "^precision: expected None, 'ieee' or 'split'"),
     "config operation": ({"config": {"fwd": TileConfig(8, 8, 1)}}, ValueError, r"^config: \['fwd'\] are no operations"),
 }
 BACKWARD_OPTIONS = {
@@ -231,6 +233,16 @@ def test_options(mistake, operation):
 def test_options_of_backward(mistake):
     options, error, match = BACKWARD_OPTIONS[mistake]
     assert_refused("backward", error, match, options)
+
+
+def test_precision_is_a_choice_for_float32():
+    q = np.zeros((1, 4, 2, 8), "float64")
+    with pytest.raises(ValueError, match="^precision: it is a choice for float32, got 'split' for float64"):
+        fa2cupy.forward(q, q, q, precision="split")
+    q = np.random.default_rng(0).standard_normal((1, 4, 2, 8), dtype=np.float32)
+    plain = fa2cupy.forward(q, q, q)
+    for precision in ("ieee", "split"):
+        assert all((x == y).all() for x, y in zip(fa2cupy.forward(q, q, q, precision=precision), plain, strict=True))
 
 
 def test_layout_of_delta():

@@ -376,6 +376,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
     ]
     for method in (None, *METHODS):
         others += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
+        others += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method and "two_pass", "sm90")
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(

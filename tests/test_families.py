@@ -51,8 +51,8 @@ def test_every_feature_concerns_an_operation():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family):
     assert (kernel_directory() / family.folder).is_dir()
-    assert family_named(family.name) is family
-    assert set(family.tiles) == set(family.operations) == set(TILED)
+    assert all(family_named(family.name, dtype) is family for dtype in family.dtypes)
+    assert set(family.tiles) == set(family.operations) <= set(TILED)
     for operation in family.operations:
         assert family.record(operation).pointers
         assert family.owns(operation) in ("queries", "keys")
@@ -146,6 +146,49 @@ def test_kernels_are_chosen_once_for_a_call(monkeypatch, dtype, copied):
             delta(o, do)
             backward(q, k, v, o, lse, do)
     assert calls == ["forward", "delta", "backward"]
+
+
+#: A call in float32 that the kernels of parts take.
+LONG = {"seqlen_q": 200, "seqlen_k": 300}
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "device", "call", "more", "wanted"),
+    (
+        (None, {}, "sm_90", "forward", {}, "simt"),
+        ("ieee", {}, "sm_90", "forward", {}, "simt"),
+        ("split", {}, "sm_90", "forward", {}, "sm90"),
+        ("split", {}, "sm_90", "backward", {}, "sm90"),
+        ("split", {}, "sm_90", "backward", {"deterministic": True}, "sm90"),
+        ("split", {}, "sm_90", "backward", {"method": "single_pass"}, "simt"),
+        ("split", {}, "sm_80", "forward", {}, "simt"),
+        ("split", {"head_dim": 160}, "sm_90", "forward", {}, "simt"),
+        ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "simt"),
+        ("split", {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
+        (None, {"seqlen_q": 127}, "sm_90", "forward", {"family": "sm90"}, "sm90"),
+    ),
+)
+def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, changes, device, call, more, wanted):
+    options = CallOptions(precision=precision, **more)
+    one = problem("float32", **{**LONG, **changes})
+    chosen = choose(call, one, DeviceInfo.named(device), STRIDES, options, is_launched=False)
+    assert chosen.family.name == wanted
+    assert (chosen.fallback is None) == (wanted == "simt")
+    if chosen.fallback is not None:
+        assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == chosen.tiles.keys()
+
+
+def test_a_gradient_of_a_bias_has_no_kernel_of_parts():
+    options, given = CallOptions(precision="split"), problem("float32", **LONG)
+    chosen = choose("backward", given, H100, STRIDES, options, extras=("dbias", "full_dbias"), is_launched=False)
+    assert chosen.family.name == "simt"
+
+
+def test_a_family_that_does_not_have_the_precision():
+    with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernels for float32"):
+        choose("forward", problem("float32"), H100, STRIDES, CallOptions(family="sm90", precision="ieee"))
+    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above 128"):
+        choose("forward", problem("float32", head_dim=160), H100, STRIDES, CallOptions(family="sm90"))
 
 
 # -------------------------------------------------------------------------------------------------------- a family more

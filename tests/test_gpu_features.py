@@ -26,7 +26,8 @@ HEAD_DIMS = (64, 128, 256)
 
 def families_of(dtype: str) -> list[str | None]:
     """Those that the device could run beside the one that it would: None, then names."""
-    names = [row.name for row in FAMILIES if row.supports("forward", dtype, DeviceInfo.current())]
+    device = DeviceInfo.current()
+    names = [one.name for one in FAMILIES if one.supports("forward", dtype, device) and not one.multiplies_parts]
     return [None, *names[1:]]
 
 

@@ -62,7 +62,8 @@ def _compiled_ahead():
 
 def families_of(operation: str, dtype: str) -> list[str | None]:
     """Those that the device could run beside the one that it would: None, then names."""
-    names = [row.name for row in FAMILIES if row.supports(operation, dtype, DeviceInfo.current())]
+    device = DeviceInfo.current()
+    names = [one.name for one in FAMILIES if one.supports(operation, dtype, device) and not one.multiplies_parts]
     return [None, *names[1:]]
 
 

@@ -88,8 +88,8 @@ def test_what_may_have_been_meant(options, hint, arguments):
     start = f"unexpected keyword argument {name!r}"
     assert text.startswith((f"{start}; {hint}", f"{start}: {hint}"))
     assert (
-        "The keywords of fa2cupy.forward are causal, softmax_scale, layout, out, config, family, num_splits, window, "
-        in text
+        "The keywords of fa2cupy.forward are causal, softmax_scale, layout, out, config, family, num_splits, "
+        "precision, window, " in text
     )
 
 

@@ -84,6 +84,7 @@ class Problem:
     rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
     device: str = ""  # instead of the one of the tests of Hopper's kernels
     num_splits: int | None = 1  # blocks that share a tile
+    precision: str | None = None
 
     @property
     def features(self) -> dict:
@@ -116,7 +117,7 @@ class Mutant:
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
         """The source, patched if it is this kernel's."""
-        if spec.operation != self.operation:
+        if spec.operation != self.operation or spec.is_fallback:
             return text
         if text.count(self.old) != 1:  # no AssertionError, which could pass for a mutant that is caught
             raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
@@ -137,6 +138,33 @@ GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
+
+
+def with_small_rows(inputs: tuple) -> tuple:
+    """All rows of a block of K, and of one of Q, are small beside the last, which only the last query sees."""
+    inputs[0][:, -1] *= np.float32(1e9)
+    inputs[1][:, -1] *= np.float32(1e10)
+    return inputs
+
+
+def with_units(inputs: tuple) -> tuple:
+    """V grows with the key, so that its blocks have different units."""
+    inputs[2][:, 64:] *= 16
+    return inputs
+
+
+def with_small_gradients(inputs: tuple) -> tuple:
+    inputs[3][...] *= np.float32(1e-7)
+    return inputs
+
+
+PARTS = Problem("float32", 64, (200, 290), precision="split")
+PARTS_OF_GROUPS = dataclasses.replace(PARTS, heads=(4, 2))
+PARTS_OF_SMALL_ROWS = dataclasses.replace(PARTS, scores=with_small_rows)
+PARTS_OF_UNITS = dataclasses.replace(PARTS, scores=with_units)
+PARTS_OF_SMALL_GRADIENTS = dataclasses.replace(PARTS, scores=with_small_gradients)
+WAIT_FOR_DP = "        wgmma_wait<0>();\n        pin(dp);\n"
+RELEASE_DO = "        if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));\n"
 HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
 HELD_BIAS = Problem(feature="bias", lengths=(70, 104), hopper_tile=ONE_GROUP)
 HELD_TRANSPOSED = Problem(feature="bias", lengths=(70, 136), hopper_tile=TileConfig(64, 128, 12, 2))
@@ -1174,7 +1202,7 @@ MUTANTS = (
     Mutant(
         "sink without its share",
         "forward",
-        "rescale + kExp2(sink - shift);",
+        "rescale + kExp(sink - shift);",
         "rescale;",
         "numbers",
         Problem(feature="sink"),
@@ -1750,6 +1778,198 @@ MUTANTS = (
         "numbers",
         HOPPER_MANY_SHARES,
     ),
+    Mutant(
+        "parts: rows that are not there",
+        "split_inputs",
+        "const bool valid = row < rows.length;",
+        "const bool valid = true;",
+        "bounds",
+        PARTS,
+    ),
+    Mutant(
+        "parts: the remainder of the low part alone",
+        "split_inputs",
+        "    x -= common::unpack_lo<float16>(part);",
+        "    x = 0.0f;",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: chunks as they come",
+        "split_inputs",
+        "(column % kPanelColumns / 8 ^ row % 8) * 8",
+        "column % kPanelColumns",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: exceptions are stored by several blocks",
+        "split_inputs",
+        "if (exception) atomicOr(&params.exceptions[head_kv], 1);",
+        "if (exception) params.exceptions[head_kv] = 1;",
+        "blocks",
+        PARTS_OF_SMALL_ROWS,
+    ),
+    Mutant(
+        "parts: small rows are no exception",
+        "split_inputs",
+        "bool exception = loses_bits(of_row, largest);",
+        "bool exception = false;",
+        "numbers",
+        PARTS_OF_SMALL_ROWS,
+    ),
+    Mutant(
+        "parts: a warp's largest element is the block's",
+        "split_inputs",
+        "for (int w = 0; w < Spec::kWarps; ++w) largest = max_of(largest, of_warps[w]);",
+        "largest = of_warps[warp];",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: nobody waits for the other warps' largest elements",
+        "split_inputs",
+        "        __syncthreads();\n        uint32 largest = 0;",
+        "        uint32 largest = 0;",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: K is released before S is there",
+        "forward",
+        "        wgmma_wait<0>();\n        pin(scores);\n        release_key();",
+        "        release_key();\n        wgmma_wait<0>();\n        pin(scores);",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: Q is not released",
+        "forward",
+        "if (is_last && lane_ == 0) mbarrier_arrive(memory_.empty_query(0));",
+        "",
+        "deadlock",
+        PARTS,
+    ),
+    Mutant(
+        "parts: a chunk of O is read in flight",
+        "forward",
+        "            wgmma_wait<0>();\n            pin(part);",
+        "            pin(part);",
+        "in flight",
+        PARTS,
+    ),
+    Mutant(
+        "parts: V may still be on its way",
+        "forward",
+        "        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n#pragma unroll",
+        "#pragma unroll",
+        "uninitialised",
+        PARTS,
+    ),
+    Mutant(
+        "parts: chunks have the first one's unit",
+        "forward",
+        "first_key_block_ + block * kChunks + c;",
+        "first_key_block_ + block * kChunks;",
+        "numbers",
+        PARTS_OF_UNITS,
+    ),
+    Mutant(
+        "parts: the producer overtakes the readers of V",
+        "forward",
+        "            mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);",
+        "",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: the producer overtakes the readers of Q",
+        "forward",
+        "        mbarrier_wait(memory_.empty_query(0), queries_.parity() ^ 1);",
+        "",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: low parts of both operands",
+        "forward",
+        "part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16",
+        "part_of_product<!kRowsAreKeys>(t) * kPanels * kRightPanel / 16",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dP is read in flight",
+        "backward_dq",
+        "        wgmma_wait<0>();\n        pin(dp);",
+        "        pin(dp);",
+        "in flight",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dO is not released",
+        "backward_dq",
+        "            mbarrier_arrive(memory_.empty_dout(0));",
+        "",
+        "deadlock",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dS as large as it comes",
+        "backward_dq",
+        "        row_scales(scores, scale, inverse);",
+        "        scale[0] = scale[1] = inverse[0] = inverse[1] = 1.0f;",
+        "numbers",
+        PARTS_OF_SMALL_GRADIENTS,
+    ),
+    Mutant(
+        "parts: the second chain of dP is left out",
+        "backward_dq",
+        "            add_rows(dp, second, one);",
+        "",
+        "numbers",
+        dataclasses.replace(PARTS, head_dim=128),
+    ),
+    Mutant(
+        "parts: dO is released before dP is there",
+        "backward_dkdv",
+        f"{WAIT_FOR_DP}{RELEASE_DO}",
+        f"{RELEASE_DO}{WAIT_FOR_DP}",
+        "race",
+        dataclasses.replace(PARTS_OF_GROUPS, head_dim=128),
+    ),
+    Mutant(
+        "parts: nobody waits for K",
+        "backward_dkdv",
+        "            mbarrier_wait(memory_.full_key(), 0);",
+        "",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: the statistics of one's own query",
+        "backward_dkdv",
+        "Scores::col(j, lane_) % 32",
+        "lane_",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: the queries of the group's first head alone",
+        "backward_dkdv",
+        "step(head_kv * params.heads_per_group + member, tile);",
+        "step(head_kv * params.heads_per_group, tile);",
+        "numbers",
+        PARTS_OF_GROUPS,
+    ),
+    Mutant(
+        "parts: the second panel again",
+        "backward_dkdv",
+        "rows + panel * (kBr * kPanelRowBytes / 16), chunk",
+        "rows, chunk",
+        "numbers",
+        dataclasses.replace(PARTS, head_dim=128),
+    ),
     *(
         Mutant(
             f"{name}: operands with a bit less",
@@ -1791,7 +2011,9 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         "family": family_of(problem.dtype),
         "num_splits": problem.num_splits,
     }
-    of_forward = operation in ("forward", "merge_forward")
+    of_forward = operation in ("forward", "merge_forward", "split_inputs")
+    if problem.precision:
+        options |= {"config": None, "family": None, "precision": problem.precision}
     if problem.hopper_tile:  # the family need not have the other kernel of a method
         reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
         tiled = reads.get(operation, operation)
@@ -1808,7 +2030,8 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             return
         o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
-        method = "two_pass" if operation in ("backward_dq", "backward_dkdv", "sum_dkdv") else "single_pass"
+        two_pass = problem.precision or operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
+        method = "two_pass" if two_pass else "single_pass"
         extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}
         names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in extra))
         gradients = backward(q, k, v, o, lse, do, method=method, **extra, **options)

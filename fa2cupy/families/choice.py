@@ -18,13 +18,14 @@ from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
 from .sm80 import SM80
 from .sm90 import SM90
+from .sm90_float32 import SM90_FLOAT32
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
 __all__ = ["FAMILIES", "Choice", "choose", "choose_family", "family_named", "requested_method", "used_features"]
 
 #: The families in the order in which they are tried.
-FAMILIES: tuple[Family, ...] = (SM90, SM80, SIMT)
+FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SIMT)
 
 _DEFAULTS = CallOptions()
 
@@ -43,12 +44,15 @@ class Choice:
         The method of a backward, else None.
     num_splits : mapping of operation to int
         The number of blocks that share the work on a tile, where it is more than one.
+    fallback : Choice or None
+        The kernels of the heads for which those of `family` would not be accurate enough; None computes all heads.
     """
 
     family: Family
     tiles: Mapping[str, TileConfig]
     method: str | None = None
     num_splits: Mapping[str, int] = field(default_factory=dict)
+    fallback: Choice | None = None
 
 
 def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tuple[str, ...]:
@@ -56,18 +60,19 @@ def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tupl
     return (*problem.features, *(name for name in extras if name in FEATURES))
 
 
-def family_named(name: str) -> Family:
-    """The family with this name.
+def family_named(name: str, dtype: str | None = None) -> Family:
+    """The family with this name, and of this dtype where several have the name.
 
     Raises
     ------
     ValueError
         No family has this name.
     """
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    raise ValueError(f"family: expected one of {[family.name for family in FAMILIES]}, got {name!r}")
+    families = [family for family in FAMILIES if family.name == name]
+    if not families:
+        names = list(dict.fromkeys(family.name for family in FAMILIES))
+        raise ValueError(f"family: expected one of {names}, got {name!r}")
+    return next((family for family in families if dtype in family.dtypes), families[0])
 
 
 def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
@@ -98,7 +103,12 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
 
 
 def choose_family(
-    operation: str, dtype: str, device: DeviceInfo, family: str | None = None, features: tuple[str, ...] = ()
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None = None,
+    features: tuple[str, ...] = (),
+    precision: str | None = None,
 ) -> Family:
     """The family for an operation and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
 
@@ -110,6 +120,8 @@ def choose_family(
         Name of the only family to consider.
     features : tuple of str, optional
         Features that it must have.
+    precision : {None, "ieee", "split"}, optional
+        As for `fa2cupy.forward`.
 
     Raises
     ------
@@ -118,7 +130,7 @@ def choose_family(
     UnsupportedProblemError
         No family, or not the requested one, supports the operation and dtype on the device, or has the features.
     """
-    return _supporting(operation, dtype, device, family, features)[0]
+    return _supporting(operation, dtype, device, family, features, precision)[0]
 
 
 def choose(
@@ -158,17 +170,21 @@ def choose(
         No family, or not the requested one, takes the call.
     """
     refusals = []
-    for family in _supporting(call, problem.dtype, device, options.family, used_features(problem, extras)):
+    used = used_features(problem, extras)
+    for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
         methods = _methods(family, options, extras) if call == "backward" else (None,)
         choices, reasons = [], []
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
+            if reason is None and options.family is None and not family.is_accurate(problem):
+                reason = "would be less accurate than float32 arithmetic"
             if reason is not None:
                 reasons.append(reason)
             else:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                choices += _splits(Choice(family, tiles, method), problem, device, options)
+                fallback = _fallback(family, tiled, method, problem, device)
+                choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
@@ -201,6 +217,19 @@ def choose_tile(
         return requested
     tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
     return tuned or family.default_tile(operation, problem, device)
+
+
+def _fallback(
+    family: Family,
+    operations: Sequence[str],
+    method: str | None,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+) -> Choice | None:
+    """The kernels of IEEE arithmetic that compute heads which parts of float32 data do not represent well."""
+    if not family.multiplies_parts:
+        return None
+    return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 
 def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> list[Choice]:
@@ -271,20 +300,38 @@ def _why_not(
 
 
 def _supporting(
-    operation: str, dtype: str, device: DeviceInfo, family: str | None, features: tuple[str, ...]
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None,
+    features: tuple[str, ...],
+    precision: str | None = None,
 ) -> list[Family]:
     """The families that support an operation, best first."""
     operation_named(operation)
-    candidates = FAMILIES if family is None else (family_named(family),)
+    if family is not None:
+        family_named(family)
+    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, family, precision)]
     supporting = [one for one in candidates if one.supports(operation, dtype, device, features)]
     if not supporting:
-        reason = _why_none(operation, dtype, device, family, features)
+        reason = _why_none(candidates, operation, dtype, device, family, features)
         raise UnsupportedProblemError(f"{reason}. Families: {', '.join(map(str, FAMILIES))}")
     return supporting
 
 
-def _why_none(operation: str, dtype: str, device: DeviceInfo, family: str | None, features: tuple[str, ...]) -> str:
-    rows = [one for one in FAMILIES if family in (None, one.name)]
+def _has_precision(one: Family, family: str | None, precision: str | None) -> bool:
+    """True if a family computes with the precision that the caller requests; by name, None is any."""
+    return not one.multiplies_parts or precision == "split" or (precision is None and family is not None)
+
+
+def _why_none(
+    rows: Sequence[Family],
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None,
+    features: tuple[str, ...],
+) -> str:
     wanted = f"family {family!r}" if family else "no kernel family"
     rows = [one for one in rows if dtype in one.dtypes]
     if not rows:

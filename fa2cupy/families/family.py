@@ -73,6 +73,10 @@ class Family(ABC):
         The rows of `FEATURES` that its kernels implement.
     needs_positive_scale : bool
         True if its kernels rely on ``softmax_scale > 0``: scores then have the signs and the order of their products.
+    has_natural_scores : bool
+        True if its kernels compute scores and lse in natural units, and not in base 2.
+    multiplies_parts : bool
+        True if its kernels multiply parts of float32 data, which ``split_inputs`` makes.
     backward_owns : str
         The tiles that the blocks of ``backward`` own. With ``"queries"`` they add dK and dV to the results in place;
         with ``"keys"`` they add dQ to a float32 workspace, which ``convert_dq`` reads.
@@ -99,6 +103,8 @@ class Family(ABC):
     arch_suffix: str = ""
     features: tuple[str, ...] = tuple(FEATURES)
     needs_positive_scale: bool = False
+    has_natural_scores: bool = False
+    multiplies_parts: bool = False
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
     default_methods: tuple[str, ...]
@@ -130,6 +136,10 @@ class Family(ABC):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         """The reason why a kernel cannot take a problem and its arrays, or None if it can."""
         return None
+
+    def is_accurate(self, problem: AttentionProblem) -> bool:
+        """True if its results for a problem are about as accurate as the dtype's arithmetic."""
+        return True
 
     @property
     def gpus(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .records import SHARES, Record
+from .records import PARTS, SHARES, Record
 
 __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
 
@@ -80,6 +80,33 @@ OPERATIONS = {
                 (),
                 ("num_heads", "seqlen_q", "num_tiles"),
                 ("dq_accum_bytes", f"{SHARES}_bytes"),
+            ),
+        ),
+        # The parts of float32 inputs, for families that multiply pairs of float16 numbers.
+        Operation(
+            "split_inputs",
+            ("cu_seqlens",),
+            num_warps=8,
+            record=Record(
+                "q:input k:input v:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
+                "q_units:output_accum k_units:output_accum v_units:output_accum exceptions:output_int",
+                ("q", "k", "v"),
+                (),
+                ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
+            ),
+        ),
+        # The same with dO, for a backward.
+        Operation(
+            "split_gradients",
+            ("cu_seqlens",),
+            num_warps=8,
+            record=Record(
+                "q:input k:input v:input dout:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
+                "dout_parts:output_parts q_units:output_accum k_units:output_accum v_units:output_accum "
+                "dout_units:output_accum exceptions:output_int",
+                ("q", "k", "v", "dout"),
+                (),
+                ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
         ),
         # The gradient of the sink.

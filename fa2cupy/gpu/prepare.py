@@ -67,7 +67,8 @@ def prepare(
         _check_deterministic_dbias(problem, features["bias"])
     if "dbias" in extras and not sums_dbias:
         extras += ("full_dbias",)
-    family = choose_family(arguments.call, problem.dtype, device, options.family, used_features(problem, extras))
+    used = used_features(problem, extras)
+    family = choose_family(arguments.call, problem.dtype, device, options.family, used, options.precision)
     kernels = _Kernels(arguments, named, options, device, extras)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..families.choice import family_named
 from ..families.operations import operation_named
-from ..families.records import split_record
+from ..families.records import EXCEPTIONS, split_record
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 
@@ -27,6 +27,9 @@ _KINDS = {
     "output": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
     "input_int": ("const int32* {name}", "Q"),
+    "output_int": ("int32* {name}", "Q"),
+    "input_parts": ("const float16* {name}", "Q"),
+    "output_parts": ("float16* {name}", "Q"),
     "input_bool": ("const bool* {name}", "Q"),
     "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
@@ -38,7 +41,10 @@ _KINDS = {
     "word": ("uint32 {name}", "I"),
 }
 _MAPS = ("input_map", "output_map")
-_FRONT = (*_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "input_bool", "per_call")
+_FRONT = (
+    *_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "output_int", "input_bool",
+    "input_parts", "output_parts", "per_call",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,15 @@ class ParamLayout:
 
 @functools.lru_cache(maxsize=None)
 def param_layout(
-    operation: str, family: str, dtype: str, features: tuple[str, ...] = (), is_split: bool = False
+    operation: str,
+    family: str,
+    dtype: str,
+    features: tuple[str, ...] = (),
+    is_split: bool = False,
+    is_fallback: bool = False,
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
-    record = operation_named(operation).record or family_named(family).record(operation)
+    record = operation_named(operation).record or family_named(family, dtype).record(operation)
     pointers, strides, reals, ints, sizes = split_record(record) if is_split else record
     rows = [FEATURES[feature] for feature in features]
     arrays = {name: array for row in rows for name, array in row.arrays.items()}
@@ -116,6 +127,8 @@ def param_layout(
     elif "full_dbias" in features:
         kinds["dbias"] = "output"
     fields += [Field(name, kind) for name, kind in kinds.items()]
+    if is_fallback:
+        fields.append(Field(EXCEPTIONS, "input_int"))
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]

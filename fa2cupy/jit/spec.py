@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..families.choice import family_named
+from ..families.family import Family
 from ..families.operations import operation_named
 from ..families.tile import TileConfig
 from ..problem.features import FEATURES
@@ -45,6 +46,8 @@ class KernelSpec:
         Keys of `fa2cupy.problem.features.FEATURES`.
     is_split : bool
         True if several blocks share the work on each tile.
+    is_fallback : bool
+        True if it computes only the heads that kernels of another family left to it.
     """
 
     operation: str
@@ -56,20 +59,31 @@ class KernelSpec:
     tile: TileConfig
     features: tuple[str, ...] = ()
     is_split: bool = False
+    is_fallback: bool = False
 
     def __post_init__(self) -> None:
         if not operation_named(self.operation).is_common:
-            family_named(self.family)
+            family_named(self.family, self.dtype)
 
     @property
     def folder(self) -> str:
         """Folder and C++ namespace of the kernel's body."""
-        return "common" if operation_named(self.operation).is_common else family_named(self.family).folder
+        return "common" if operation_named(self.operation).is_common else self._family.folder
 
     @property
     def needs_positive_scale(self) -> bool:
         """True if the planner guarantees softmax_scale > 0 for the kernel's family."""
-        return self.family != "common" and family_named(self.family).needs_positive_scale
+        return self.family != "common" and self._family.needs_positive_scale
+
+    @property
+    def owns_keys(self) -> bool:
+        """True if the kernel's blocks own tiles of keys."""
+        return self.family != "common" and self._family.owns(self.operation) == "keys"
+
+    @property
+    def has_natural_scores(self) -> bool:
+        """True if the kernel computes scores and lse in natural units."""
+        return self.family != "common" and self._family.has_natural_scores
 
     @property
     def symbol(self) -> str:
@@ -84,13 +98,12 @@ class KernelSpec:
         """Dynamic shared memory of a block, in bytes."""
         if not operation_named(self.operation).is_tiled:
             return 0
-        family = family_named(self.family)
-        return family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
+        return self._family.shared_memory_with(self.features, self.operation, self.dtype, self.head_dim, self.tile)
 
     @property
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
-        return param_layout(self.operation, self.family, self.dtype, self.features, self.is_split)
+        return param_layout(self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -103,6 +116,14 @@ class KernelSpec:
         return f"{self.operation} ({kernel})"
 
     @property
+    def _family(self) -> Family:
+        return family_named(self.family, self.dtype)
+
+    @property
     def _variants(self) -> tuple[str, ...]:
         """What distinguishes the kernel from the plain one of its tile."""
-        return (*(["causal"] if self.causal else []), *self.features, *(["split"] if self.is_split else []))
+        return (*(["causal"] if self.causal else []), *self.features, *self._roles)
+
+    @property
+    def _roles(self) -> tuple[str, ...]:
+        return (*(["split"] if self.is_split else []), *(["fallback"] if self.is_fallback else []))

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.operations import OPERATIONS
-from ..families.records import SHARES
+from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from ..problem.strides import AnyStrides
-from .layout import StageLayout
+from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
+from .tensor_maps import BOX_COLUMNS
 
 __all__ = ["plan_backward", "plan_delta", "plan_forward"]
 
@@ -28,6 +29,8 @@ def plan_forward(
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]
+    if choice.family.multiplies_parts:
+        return _plan(*_with_parts(layout, stages, choice), [EXCEPTIONS])
     if num_splits == 1:
         return _plan(stages)
     stage, workspace = _merge_forward(layout, tile, num_splits)
@@ -79,6 +82,10 @@ def plan_backward(
             tiled.append(sums.stage())
             workspaces += sums.workspaces
             added += sums.added
+    if choice.family.multiplies_parts:
+        tiled, of_parts = _with_parts(layout, tiled, choice, extras)
+        workspaces += of_parts
+        cleared.append(EXCEPTIONS)
     stages: list[Stage] = []
     if with_delta:
         stages.append(_delta(layout, added))
@@ -92,6 +99,29 @@ def plan_backward(
         stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
     stages += _clear_unused(layout, "clear_backward")
     return _plan([*stages, *tiled], workspaces, cleared)
+
+
+def _with_parts(
+    layout: StageLayout, tiled: Sequence[Stage], choice: Choice, extras: tuple[str, ...] = ()
+) -> tuple[list[Stage], list[Workspace]]:
+    """The stages of a family that multiplies parts, and their workspaces. The fallback comes last."""
+    problem, fallback = layout.problem, choice.fallback
+    assert fallback is not None, f"{choice.family.name} leaves heads to a fallback"
+    sides = {"q": "queries", "k": "keys", "v": "keys", **({"dout": "queries"} if choice.method else {})}
+    columns = -(-problem.head_dim // BOX_COLUMNS) * BOX_COLUMNS
+    all_blocks, workspaces = 0, []
+    for name, side in sides.items():
+        heads = problem.num_heads if side == "queries" else problem.num_heads_kv
+        blocks = problem.batch * heads * layout.num_part_blocks(side)
+        workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * itemsize("float16")))
+        workspaces.append(Workspace(f"{name}_units", blocks * itemsize("float32")))
+        all_blocks += blocks
+    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * itemsize("float32")))
+    operation = "split_gradients" if choice.method else "split_inputs"
+    split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
+    others = StageLayout(problem, layout.device, fallback.family, layout.strides, extras, is_fallback=True)
+    left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
+    return [split, *tiled, *left], workspaces
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:

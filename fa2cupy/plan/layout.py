@@ -26,6 +26,9 @@ from .tensor_maps import TensorLayout, packed_layout, tensor_layout
 
 __all__ = ["StageLayout"]
 
+#: Rows that share a unit, and the most rows of a tile of parts.
+PART_ROWS, LARGEST_TILE = 64, 128
+
 _LOG2_E = math.log2(math.e)
 
 
@@ -41,6 +44,8 @@ class StageLayout:
         Strides of the tensors and of the features' arrays, by the kernels' names.
     extras : tuple of str
         As for `fa2cupy.plan.calls.plan_backward`.
+    is_fallback : bool, optional
+        True if its tiled kernels compute only the heads that others left.
     """
 
     def __init__(
@@ -50,7 +55,10 @@ class StageLayout:
         family: Family,
         strides: Mapping[str, AnyStrides],
         extras: tuple[str, ...] = (),
+        *,
+        is_fallback: bool = False,
     ):
+        self.is_fallback = is_fallback
         self.problem = problem
         self.device = device
         self.family = family
@@ -65,6 +73,17 @@ class StageLayout:
         total = problem.seqlen_q if side == "queries" else problem.seqlen_k
         sequences = problem.score_shape[0]
         return total // rows + sequences if total and sequences else 0
+
+    def num_part_blocks(self, side: str) -> int:
+        """Blocks of rows that share a unit, for the parts of a head (kernels/sm90_float32/parts.cuh).
+
+        They fill whole tiles, and at least one: a query tile that sees no key reads one all the same.
+        """
+        problem, tile_blocks = self.problem, LARGEST_TILE // PART_ROWS
+        if problem.is_packed:
+            total = problem.seqlen_q if side == "queries" else problem.seqlen_k
+            return total // PART_ROWS + problem.score_shape[0] - 1 + tile_blocks
+        return tile_blocks * max(1, self.num_tiles(side, LARGEST_TILE))
 
     def tiled(self, operation: str, tile: TileConfig, num_splits: int = 1) -> Stage:
         """A kernel whose blocks own tiles of queries or keys, or shares of them.
@@ -114,7 +133,10 @@ class StageLayout:
         causal = problem.causal and row.is_tiled and "window" not in features
         family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
         arch = self.device.arch + suffix
-        spec = KernelSpec(operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features, is_split)
+        is_fallback = self.is_fallback and row.is_tiled
+        spec = KernelSpec(
+            operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features, is_split, is_fallback
+        )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},
             "scale_log2": problem.softmax_scale * _LOG2_E,
@@ -124,6 +146,8 @@ class StageLayout:
             "seqlen_q": problem.seqlen_q,
             "seqlen_k": problem.seqlen_k,
             "batch": problem.batch,
+            "q_blocks": self.num_part_blocks("queries"),
+            "k_blocks": self.num_part_blocks("keys"),
             **problem.feature_values,
             **values,
         }

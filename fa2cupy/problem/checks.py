@@ -15,7 +15,7 @@ from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
 from .features import FEATURES, FeatureSettings, feature_arrays
 from .keywords import check_keywords
-from .options import CallOptions, check_num_splits
+from .options import CallOptions, check_num_splits, check_precision
 
 __all__ = [
     "Request",
@@ -83,9 +83,11 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
     check_num_splits(options.num_splits)
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
-    return problem_from_arrays(
+    problem = problem_from_arrays(
         q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **keywords
     )
+    check_precision(options.precision, problem.dtype)
+    return problem
 
 
 def problem_from_arrays(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_SPLITS", "CallOptions", "check_num_splits", "hashable_config"]
+__all__ = ["MAX_SPLITS", "CallOptions", "check_num_splits", "check_precision", "hashable_config"]
 
 #: The most blocks that share the work on a tile: each adds a copy of the results to the workspace.
 MAX_SPLITS = 16
@@ -33,6 +33,16 @@ def check_num_splits(num_splits: object) -> None:
         raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
 
 
+def check_precision(precision: object, dtype: str) -> None:
+    """Raises TypeError or ValueError unless `precision` is legal for data of the dtype."""
+    if precision is None:
+        return
+    if precision not in ("ieee", "split"):
+        raise ValueError(f"precision: expected None, 'ieee' or 'split', got {precision!r}")
+    if dtype != "float32":
+        raise ValueError(f"precision: it is a choice for float32, got {precision!r} for {dtype}")
+
+
 class CallOptions(NamedTuple):
     """The options of `fa2cupy.forward`, `delta` and `backward`, whose docstrings describe them.
 
@@ -49,3 +59,4 @@ class CallOptions(NamedTuple):
     return_dbias: bool = False
     return_dsink: bool = False
     num_splits: int | None = None
+    precision: str | None = None

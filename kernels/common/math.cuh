@@ -52,6 +52,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// e^x by the same unit, with a relative error of 2^-22 + 2^-24 |x|.
+__device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * static_cast<float>(kLog2e)); }
+
 // The library's 2^x, for float and double, which keep all its digits.
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }

@@ -1,5 +1,7 @@
-// Online softmax: the softmax of a tile of rows, computed one key tile at a time, in base 2 (Milakov and Gimelshein
+// Online softmax: the softmax of a tile of rows, computed one key tile at a time (Milakov and Gimelshein
 // 2018; FlashAttention-2, section 3.1). It is written against the fragment contract.
+//
+// In base 2, which most kernels use:
 //
 //   P_ij = 2^(scale * log2(e) * S_ij - row_shift_i)        sum_i = sum_j P_ij        O_i = sum_j P_ij V_j
 //
@@ -13,11 +15,13 @@
 
 namespace fa2::common {
 
-template <class Real, int kRows, int kLanesPerRow, Real (*kExp2)(Real)>
+// kExp is the exponential of the base, which is 2 unless kNatural.
+template <class Real, int kRows, int kLanesPerRow, Real (*kExp)(Real), bool kNatural = false>
 struct OnlineSoftmax {
     // The largest share of a row sum that is kept. No term is negative, so it bounds each term as well, far below the
     // largest float16 (65504).
     static constexpr float kLargestShare = 4096.0f;
+    static constexpr Real kToNatural = kNatural ? 1.0 : kLn2;  // the factor from the base's logarithms
 
     Real row_shift[kRows];
     Real sum[kRows];  // of this lane's columns only
@@ -44,8 +48,8 @@ struct OnlineSoftmax {
         for (int n = 0; n < Fragment::kCols / 2; ++n)
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const Real even = kExp2(exponent(to_base2, scores(i, 2 * n), -row_shift[i]));
-                const Real odd = kExp2(exponent(to_base2, scores(i, 2 * n + 1), -row_shift[i]));
+                const Real even = kExp(exponent(to_base2, scores(i, 2 * n), -row_shift[i]));
+                const Real odd = kExp(exponent(to_base2, scores(i, 2 * n + 1), -row_shift[i]));
                 share[i] += even;
                 (kChains == 1 ? share : second)[i] += odd;
                 p.set(i, n, even, odd);
@@ -82,7 +86,7 @@ struct OnlineSoftmax {
         return to_base2(score, minus_row_shift);
     }
 
-    // The new row maxima: of the current shift and of `scores`, which are in base 2 and masked with -inf.
+    // The new row maxima: of the current shift and of `scores`, which are in units of the base and masked with -inf.
     template <class Fragment>
     __device__ void maximum_of(const Fragment& scores, Real (&highest)[kRows]) const {
 #pragma unroll
@@ -102,12 +106,12 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             // In a row without a visible key the shift stays -inf; 0 is subtracted instead, as -inf - (-inf) is NaN.
             const Real shift = highest[i] == -infinity<Real>() ? Real(0) : highest[i];
-            rescale[i] = kExp2(row_shift[i] - shift);
+            rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest[i];
             sum[i] *= rescale[i];
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) {
-                scores(i, j) = kExp2(scores(i, j) - shift);
+                scores(i, j) = kExp(scores(i, j) - shift);
                 sum[i] += scores(i, j);
             }
         }
@@ -135,13 +139,13 @@ struct OnlineSoftmax {
             }
             const Real highest = maximum(row_shift[i], row_maximum<kLanesPerRow>(maximum(even, odd)) * scale_log2);
             const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
-            rescale[i] = kExp2(row_shift[i] - shift);
+            rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest;
             even = odd = 0;
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; j += 2) {
-                even += scores(i, j) = kExp2(fma(scores(i, j), scale_log2, -shift));
-                odd += scores(i, j + 1) = kExp2(fma(scores(i, j + 1), scale_log2, -shift));
+                even += scores(i, j) = kExp(fma(scores(i, j), scale_log2, -shift));
+                odd += scores(i, j + 1) = kExp(fma(scores(i, j + 1), scale_log2, -shift));
             }
             sum[i] = sum[i] * rescale[i] + (even + odd);
         }
@@ -154,7 +158,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             const bool empty = total[i] == Real(0);
             inverse[i] = empty ? Real(0) : Real(1) / total[i];
-            lse[i] = empty ? -infinity<Real>() : row_shift[i] * Real(kLn2) + log(total[i]);
+            lse[i] = empty ? -infinity<Real>() : row_shift[i] * kToNatural + log(total[i]);
         }
     }
     __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
@@ -164,17 +168,17 @@ struct OnlineSoftmax {
         finish(total, inverse, lse);
     }
 
-    // The same with a sink: one more score in the row sum, whose value vector is zero. `sink` is in base 2.
+    // The same with a sink: one more score in the row sum, whose value vector is zero. `sink` is in units of the base.
     __device__ void finish(const Real (&total)[kRows], Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const Real highest = maximum(row_shift[i], sink);
             const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
-            const Real rescale = kExp2(row_shift[i] - shift);
-            const Real with_sink = total[i] * rescale + kExp2(sink - shift);
+            const Real rescale = kExp(row_shift[i] - shift);
+            const Real with_sink = total[i] * rescale + kExp(sink - shift);
             const bool empty = with_sink == Real(0);
             inverse[i] = empty ? Real(0) : rescale / with_sink;
-            lse[i] = empty ? -infinity<Real>() : shift * Real(kLn2) + log(with_sink);
+            lse[i] = empty ? -infinity<Real>() : shift * kToNatural + log(with_sink);
         }
     }
     __device__ void finish(Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {

@@ -50,6 +50,19 @@ template <class Spec>
 inline constexpr bool kCapsLate =
     kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding;
 
+// What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
+template <class Spec>
+inline constexpr double kScoreUnit = kNaturalScores<Spec> ? 1.0 : kLog2e;
+
+// The factor from products to scores in these units.
+template <class Spec, class Record>
+__device__ __forceinline__ auto product_scale(const Record& params) {
+    if constexpr (kNaturalScores<Spec>)
+        return params.softmax_scale;
+    else
+        return params.scale_log2;
+}
+
 // The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
 template <class Spec, class Record>
 __device__ __forceinline__ auto score_scale(const Record& params) {
@@ -82,7 +95,7 @@ __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int3
         if constexpr (kScalesInExponent<Spec>)
             return {slope * params.alibi_scale};
         else
-            return {slope * decltype(slope)(kLog2e)};
+            return {slope * decltype(slope)(kScoreUnit<Spec>)};
     } else {
         return {};
     }
@@ -93,7 +106,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     using Arrays = ScoreArrays<Spec, Record, kInMemory>;
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
-    static constexpr Real kBase2 = kLog2e;
+    static constexpr Real kUnit = kScoreUnit<Spec>;
 
   public:
     // The position of a lane's first element. The other elements' distances from the diagonal differ from `distance` by
@@ -125,9 +138,9 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         Real x = capped;
         if constexpr (!kScalesInExponent<Spec>) {
             if constexpr (!Spec::kSoftcap)
-                x *= params_.scale_log2;
+                x *= product_scale<Spec>(params_);
             else
-                x *= kFast ? params_.capped_log2 : params_.softcap_log2;
+                x *= kFast ? params_.capped_log2 : params_.softcap_log2 * (kUnit * Real(kLn2));
         }
         if constexpr (Spec::kAlibi) {
             // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
@@ -141,7 +154,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
             else
                 x -= with_sign_of(terms_.slope, fma(terms_.slope, offset, first.distance));
         }
-        if constexpr (Spec::kBias) x += kBase2 * term.bias;
+        if constexpr (Spec::kBias) x += kUnit * term.bias;
         if constexpr (Spec::kMask || Spec::kKeyPadding)
             if (!term.visible) x = -infinity<Real>();
         return x;

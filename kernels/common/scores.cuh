@@ -120,7 +120,28 @@ __device__ __forceinline__ void drop(PackedFragment<Element, kN8>& p, const Reco
         }
     }
 }
-// The same before rounding, one element at a time.
+// The same before rounding.
+template <class Spec, int kN8, class Record>
+__device__ __forceinline__ void drop(QuadFragment<kN8>& p, const Record& params, const ScoreTile& tile) {
+    if constexpr (Spec::kDropout) {
+        using Fragment = QuadFragment<kN8>;
+        const auto [first_query, first_key, lane] = tile.position;
+        const Dropout dropout = score_mod<Spec>(params, tile).dropout();
+#pragma unroll
+        for (int s = 0; s < kN8 / 2; ++s) {
+            const Words draws = dropout.template draws<false>(first_query + Fragment::row(0, lane),
+                                                              first_key + Fragment::col(0, lane), s);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const uint32 kept = dropout.kept_of_four(draws, e);
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    if (!(kept >> w & 1)) p.value[2 * s + w % 2][w / 2 * 2 + e] = 0.0f;
+            }
+        }
+    }
+}
+// The same for other fragments, one element at a time.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void drop(Fragment& p, const Record& params, const ScoreTile& tile) {
     if constexpr (Spec::kDropout) {
@@ -139,11 +160,11 @@ __device__ __forceinline__ void drop(Fragment& p, const Record& params, const Sc
 template <class Spec>
 inline constexpr bool kFinishReadsHead = Spec::kSink;
 
-// The head's sink in base 2. The first share has it; in the others it would be counted again.
+// The head's sink in the units of scores. The first share has it; in the others it would be counted again.
 template <class Real, class Spec, class Record>
 __device__ __forceinline__ Real sink_of(const Record& params, int32 head, int32 share) {
     if (Spec::kSplit && share > 0) return -infinity<Real>();
-    return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kLog2e);
+    return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kScoreUnit<Spec>);
 }
 
 // Finishes rows after their last key tile: computes the factor of O and lse. `share`: the block's share of the key

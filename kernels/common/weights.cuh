@@ -5,6 +5,15 @@
 
 namespace fa2::common {
 
+// P of a score, which `scale` brings to base 2 unless scores are natural.
+template <class Spec>
+__device__ __forceinline__ float exponential(float score, float scale, float lse) {
+    if constexpr (kNaturalScores<Spec>)
+        return exp_approx(score - lse);
+    else
+        return exp2_approx(fma(score, scale, -lse));
+}
+
 // Computes P and weights from capped products, for `take_weights`.
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
@@ -38,7 +47,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 held.set(term, part, n8 % 2 * 2 + i, e);
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
-                const float probability = hidden ? 0.0f : exp2_approx(fma(score, scale, -lse(i, j)));
+                const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
                 const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
                 x(i, j) = keep ? weight : -weight;
@@ -56,7 +65,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 
 // Replaces the products Q K^T by the weights w of dS = w * (dP - delta): P times the cap's derivative, with the sign
 // bit set where dropout drops. With dbias the derivative is left out, to be multiplied later (dbias.cuh). `p` receives
-// P after dropout, for dV. lse(i, j) is in base 2, or zero if the products have started from -lse; an lse of +inf makes
+// P after dropout, for dV. lse(i, j) is in the units of scores, or zero if the products have started from -lse; an lse of +inf makes
 // P zero in rows past the end and in rows without a visible key. `terms`: the HeadTerms, if already loaded. `held`: the
 // score array that the warp holds, or ArraysInMemory (held_array.cuh).
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class Held, class... Terms>

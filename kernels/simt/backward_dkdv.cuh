@@ -19,6 +19,7 @@
 //
 // The block synchronises twice per query tile: before the tile is overwritten and before it is read.
 #pragma once
+#include "common/exceptions.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
@@ -47,6 +48,8 @@ struct BackwardDkdv {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         Real* smem_scores = all_scores + warp * Warp::kScoreElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        if constexpr (Spec::kFallback)
+            if (!common::is_exception<Spec>(params, where.batch, where.head)) return;
         const int32 first_key = where.tile * kBc + warp * Warp::kRows;
         const auto mask = common::mask_of<Spec>(params);
 

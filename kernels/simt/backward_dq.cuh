@@ -24,6 +24,7 @@
 // are read. `single_pass` has a third barrier: all warps must have added to dK and dV before these leave shared memory.
 #pragma once
 #include "common/dbias.cuh"
+#include "common/exceptions.cuh"
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
@@ -54,6 +55,8 @@ struct BackwardDq {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
+        if constexpr (Spec::kFallback)
+            if (!common::is_exception<Spec>(params, where.batch, head_kv)) return;
         const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
         const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
         const auto mask = common::mask_of<Spec>(params);

@@ -21,6 +21,7 @@
 // warp may still be reading the previous tile. The second comes before they are read, because every warp copies a part
 // of them. The scores of a warp are private to it, so __syncwarp is enough for them.
 #pragma once
+#include "common/exceptions.cuh"
 #include "common/online_softmax.cuh"
 #include "common/params.cuh.j2"
 #include "common/scores.cuh"
@@ -48,6 +49,8 @@ struct Forward {
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         const int32 first_row = where.tile * kBr + warp * Warp::kRows;
         const int32 head_kv = where.head / params.heads_per_group;
+        if constexpr (Spec::kFallback)
+            if (!common::is_exception<Spec>(params, where.batch, head_kv)) return;
         const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
         const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
         const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);

@@ -91,6 +91,12 @@ __device__ __forceinline__ void tma_load(uint32 smem, const TensorMap& map, uint
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(fifth)
         : "memory");
 }
+// Copies `bytes` from global to shared memory; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32 smem, const void* gmem, uint32 bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+                 "l"(gmem), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 // Elements outside the tensor are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32 smem, int32 column, int32 row, int32 head,
                                           int32 batch) {

@@ -95,6 +95,17 @@ __device__ __forceinline__ void store_tile(uint32 address, const QueryTile& tile
     if constexpr (Spec::kSplit) store_shared(address + 24, tile.share);
 }
 
+// Hands a tile to the consumers, in the next slot of the ring.
+template <class Spec, class Memory>
+__device__ __forceinline__ void publish_tile(const Memory& memory, RingPosition<kTileSlots>& tiles,
+                                             const QueryTile& tile) {
+    const uint32 slot = tiles.slot(), address = memory.tile_slot(slot);
+    mbarrier_wait(memory.empty_tile(slot), tiles.parity() ^ 1);
+    store_tile<Spec>(address, tile);
+    mbarrier_arrive(memory.full_tile(slot));
+    tiles.advance();
+}
+
 // The key tiles of a warp group: it processes [begin, end), of which [full_begin, full_end) need no mask, after it has
 // skipped `skipped` tiles from `end` on. Those of a share are counted from its first, so that loops end at the constant
 // 0, which takes no register.

@@ -14,13 +14,7 @@ class QueryTileProducer {
 
     __device__ QueryTileProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
 
-    __device__ void publish(const Tile& tile) {
-        const uint32 slot = tiles_.slot(), address = memory_.tile_slot(slot);
-        mbarrier_wait(memory_.empty_tile(slot), tiles_.parity() ^ 1);
-        store_tile<Spec>(address, tile);
-        mbarrier_arrive(memory_.full_tile(slot));
-        tiles_.advance();
-    }
+    __device__ void publish(const Tile& tile) { publish_tile<Spec>(memory_, tiles_, tile); }
 
     // The tile that was published last, with what its loads need.
     __device__ Tile published() const {

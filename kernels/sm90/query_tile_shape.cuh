@@ -1,19 +1,20 @@
 // Sizes, shared-memory map and barriers that producer and consumers of a kernel share whose blocks own query tiles.
-// kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO).
+// kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO). kParts: the number of matrices
+// that stand for one operand; their panels lie one after the other.
 #pragma once
 #include "common/held_array.cuh"
 #include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec, int kOperands_>
+template <class Spec, int kOperands_, int kParts = 1>
 struct QueryTileShape {
     static constexpr int kOperands = kOperands_;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kGroups = kBr / kGroupRows;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
-    static constexpr int kPanels = ceil_div(kD, kPanelColumns);
-    static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0 && kStages >= 2);
+    static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns);
+    static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
 
     // -------------------------------------------------------------------------------------------------- shared memory
     static constexpr int kQueryPanelBytes = kBr * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanelBytes;

@@ -32,10 +32,13 @@ def forward(
     config=None,
     family=None,
     num_splits=None,
+    precision=None,
     **features,
 ):
     """`fa2cupy.gpu.calls.forward` by keyword."""
-    options = CallOptions(causal, scale, layout, hashable_config(config), family, num_splits=num_splits)
+    options = CallOptions(
+        causal, scale, layout, hashable_config(config), family, num_splits=num_splits, precision=precision
+    )
     return calls.forward(q, k, v, out, options, features)
 
 
@@ -65,6 +68,7 @@ def backward(
     return_dbias=False,
     return_dsink=False,
     num_splits=None,
+    precision=None,
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
@@ -79,6 +83,7 @@ def backward(
         return_dbias,
         return_dsink,
         num_splits,
+        precision,
     )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from support.launch_record import WORKSPACES, Launch
+from support.float32_parts import split_parts
+from support.launch_record import ADDED, Launch
 
 from fa2cupy import reference
 from fa2cupy.families.records import SHARES
@@ -32,12 +33,22 @@ class _Formulas:
         )
         o_of_kernel[...], lse_of_kernel[...] = o, lse
 
+    def _split_inputs(self, names: tuple[str, ...] = ("q", "k", "v")) -> None:
+        for name in names:
+            blocks = self.launch.values["k_blocks" if name in ("k", "v") else "q_blocks"]
+            parts, units = split_parts(self.launch.array(name), blocks)
+            self.launch.array(f"{name}_parts")[...] = parts.ravel()
+            self.launch.array(f"{name}_units")[...] = units.ravel()
+
+    def _split_gradients(self) -> None:
+        self._split_inputs(("q", "k", "v", "dout"))
+
     def _merge_forward(self) -> None:
         self.launch.array("o")[...], self.launch.array("lse")[...] = self._output_shares()
 
     def _delta(self) -> None:
         self.launch.array("delta")[...] = reference.delta(self.launch.array("o"), self.launch.array("dout"))
-        for name in WORKSPACES:
+        for name in ADDED:
             self.launch.array(name)[: self.launch.values[f"{name}_bytes"] // 4] = 0
 
     def _backward(self) -> None:

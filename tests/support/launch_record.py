@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import ml_dtypes
 import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
+from support.float32_parts import joined_parts
 
-from fa2cupy.families.records import SHARES
+from fa2cupy.families.records import EXCEPTIONS, SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
@@ -17,7 +18,9 @@ from fa2cupy.plan.tensor_maps import TensorLayout
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
-WORKSPACES = ("dq_accum", SHARES)  # of float32, as tiles
+PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in ("parts", "units"))  # of float32 inputs
+ADDED = ("dq_accum", SHARES)  # of float32, as tiles: workspaces to which kernels add
+WORKSPACES = (*ADDED, EXCEPTIONS, *PARTS)
 
 
 class Launch:
@@ -76,8 +79,12 @@ class Launch:
     def array(self, name: str) -> np.ndarray:
         """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
         if name in WORKSPACES:
-            return memory_at(self.pointers[name], (self._workspaces[name] // 4,), None, np.dtype("float32"))
+            kind = self._kinds[name].partition("_")[2]
+            dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, "float32"))
+            return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
         of_keys = name in ("k", "v", "dk", "dv")
+        if name not in self.pointers and f"{name}_parts" in self.pointers:
+            return self._joined(name, "k" if of_keys else "q")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
         heads //= self.values["heads_per_group"] if of_keys else 1
         if name in OFFSETS:
@@ -100,6 +107,13 @@ class Launch:
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
         shape = (self.batch, rows, heads, self.spec.head_dim)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def _joined(self, name: str, side: str) -> np.ndarray:
+        """An input of which the record has parts. Sequences that are packed have theirs elsewhere."""
+        assert not self.packed
+        heads = self.values["num_heads"] // (self.values["heads_per_group"] if side == "k" else 1)
+        shape = (self.batch, self.values[f"seqlen_{side}"], heads, self.spec.head_dim)
+        return joined_parts(self.array(f"{name}_parts"), self.array(f"{name}_units"), shape)
 
 
 def check_map(layout: TensorLayout, array: np.ndarray) -> None:

@@ -38,6 +38,7 @@ def main() -> None:
     plain()
     with_settings()
     packed()
+    of_parts()
     cupy.cuda.Device().synchronize()
 
 
@@ -64,6 +65,28 @@ def plain() -> None:
                     fa2cupy.forward(q, k, v, **how)
                 for method in ("single_pass", "two_pass"):
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
+
+
+def of_parts() -> None:
+    """float32 on tensor cores: plain, with features, packed, and with a head that is left to the fallback."""
+    if cupy.cuda.Device().compute_capability != "90":
+        return
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 150, "seqlen_k": 130}
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
+    for head_dim, names in itertools.product((59, 128), ((), *FEATURES)):
+        q, k, v, do = make_inputs("float32", **sizes, num_heads_kv=2, head_dim=head_dim, xp=cupy)
+        given = {key: value for name in names for key, value in options_of(name, "float32", sizes).items()}
+        options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+        k[0, 5, 1, 3] = 1e9
+        check_parts(q, k, v, do, {"causal": not names, **options})
+        if not names:
+            check_parts(*(x[0] for x in (q, k, v, do)), {**offsets, "causal": True})
+
+
+def check_parts(q, k, v, do, options: dict) -> None:
+    """Forward and backward."""
+    o, lse = fa2cupy.forward(q, k, v, family="sm90", **options)
+    fa2cupy.backward(q, k, v, o, lse, do, family="sm90", **options)
 
 
 def with_settings() -> None:

@@ -23,6 +23,7 @@ from support.fake_gpu import fake_gpu
 from support.launch_record import TILE_COUNTER, WORKSPACES, Launch, memory_at
 
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.records import EXCEPTIONS
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.compiler import compile_options
 from fa2cupy.jit.source import render_kernel
@@ -61,6 +62,8 @@ def simulated_gpu(
     patch: Patch | None = None,
     with_counter: bool = True,
     block_races: bool = True,
+    cuts_sums: bool = False,
+    after: Callable[[Launch], None] = lambda launch: None,
 ) -> Iterator[list[Stage]]:
     """Makes fa2cupy.gpu run in the interpreter; gives the list of the stages that were launched.
 
@@ -77,6 +80,10 @@ def simulated_gpu(
         Whether persistent kernels get a tile counter.
     block_races : bool, optional
         Whether blocks may not collide in global memory, as they do where sequences share rows.
+    cuts_sums : bool, optional
+        Whether tensor cores add bit by bit as the hardware does.
+    after : callable, optional
+        Called with every launch when its kernel has run.
     """
 
     partly_written: dict[int, np.ndarray] = {}
@@ -84,7 +91,8 @@ def simulated_gpu(
     def run(launch: Launch) -> None:
         text = _text_of(launch.spec)
         module = compiled_module(text if patch is None else patch(launch.spec, text), launch.spec.arch)
-        _execute(launch, module, seed, with_counter, block_races, partly_written)
+        _execute(launch, module, seed, with_counter, block_races, cuts_sums, partly_written)
+        after(launch)
 
     with fake_gpu(monkeypatch, device, run) as launched:
         yield launched
@@ -96,6 +104,7 @@ def _execute(
     seed: int | None,
     with_counter: bool,
     block_races: bool,
+    cuts_sums: bool,
     partly_written: dict[int, np.ndarray],
 ) -> None:
     """`partly_written`: by address, what kernels have written so far of what several write: outputs and workspaces."""
@@ -121,12 +130,14 @@ def _execute(
         race_check=True,
         seed=seed,
         block_races=block_races,
+        cuts_sums=cuts_sums,
     )
     for name, buffer in buffers.items():
         written = buffer.finish(spec)
         if not buffer.is_output:
             continue
-        of_several = spec.operation.startswith("clear_") or name in WORKSPACES
+        leaves_heads = EXCEPTIONS in launch.pointers and not spec.is_fallback
+        of_several = spec.operation.startswith("clear_") or name in WORKSPACES or leaves_heads
         if of_several:
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):

@@ -1,0 +1,42 @@
+// FlashAttention-2 backward of float32 data by key tiles, the second pass of `two_pass`: dK and dV on wgmma (Hopper), by
+// products of float16 parts (parts.cuh).
+//
+//   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
+//   dV = P^T dO           dK = scale dS^T Q
+//
+// A block owns kBc keys of one K/V head and loops over the query tiles of all query heads that share it. Its producer
+// copies operands to shared memory; its consumer warp groups own 64 keys each.
+//
+//   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same | barriers
+#pragma once
+#include "common/exceptions.cuh"
+#include "sm90_float32/backward_dkdv_consumer.cuh"
+#include "sm90_float32/backward_dkdv_producer.cuh"
+
+namespace fa2::sm90_float32 {
+
+template <class Spec>
+struct BackwardDkdv {
+    using Shape = DkdvShape<Spec>;
+    static constexpr bool kByKeys = true, kFindsSequences = false;
+
+    __device__ static void run(const Params& params, char* dynamic_smem) {
+        const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
+        if (common::is_exception<Spec>(params, where.batch, where.head)) return;
+        const auto tiles = common::query_tiles_of<Spec::kCausal, Shape::kBr, Shape::kBc>(
+            where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params));
+        const DkdvMemory<Shape> memory(dynamic_smem);
+        if (threadIdx.x == 0) memory.init_barriers();
+        __syncthreads();
+        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
+        if (group == 0) {
+            deallocate_registers<Shape::kProducerRegisters>();
+            if (threadIdx.x == 0) produce_queries<Spec>(params, memory, where, tiles);
+        } else {
+            allocate_registers<Shape::kConsumerRegisters>();
+            DkdvConsumer<Spec>(params, memory, where, group - 1).run(tiles);
+        }
+    }
+};
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,168 @@
+// The consumers of the dK and dV kernel: a warp group owns 64 keys, a warp 16 of them. A step is a tile of queries:
+//
+//   S^T = K Q^T                     -> P^T = exp(S^T - lse), in parts
+//   for each panel:  T = P^T dO     -> dV += unit T
+//   dP^T = V dO^T                   -> release dO's stage; dS^T = P^T o (dP^T - delta), in parts
+//   for each panel:  T = dS^T Q     -> dK += unit T
+//                                   -> release Q's stage
+//
+// The registers hold dK, dV and little more. P^T is therefore made again from its parts where nothing else needs it.
+#pragma once
+#include "common/mask.cuh"
+#include "common/statistics.cuh"
+#include "sm90_float32/backward_dkdv_shape.cuh"
+#include "sm90_float32/softmax_gradient.cuh"
+
+namespace fa2::sm90_float32 {
+
+template <class Spec>
+class DkdvConsumer {
+    using Shape = DkdvShape<Spec>;
+    using Memory = DkdvMemory<Shape>;
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanels;
+    static constexpr int kChunks = kBr / kUnitRows;
+    using Scores = QuadFragment<kBr / 8>;
+    using Panel = QuadFragment<kPanelColumns / 8>;
+    using Gradient = Panel[kPanels];
+
+  public:
+    __device__ DkdvConsumer(const Params& params, const Memory& memory, const common::TileCoordinates& where,
+                            int32 group)
+        : params_(params),
+          memory_(memory),
+          where_(where),
+          lane_(threadIdx.x % 32),
+          first_key_(where.tile * kBc + group * kGroupRows + threadIdx.x / 32 % 4 * 16),
+          key_operand_(matrix_descriptor(memory.key() + group * kGroupRows * kPanelRowBytes, 0)),
+          value_operand_(matrix_descriptor(memory.value() + group * kGroupRows * kPanelRowBytes, 0)),
+          query_operand_(matrix_descriptor(memory.query(0), kBr * kPanelRowBytes)),
+          dout_operand_(matrix_descriptor(memory.dout(0), kBr * kPanelRowBytes)) {
+        const int32 num_heads_kv = params.num_heads / max_of(params.heads_per_group, 1);
+        const int32 head = head_with_parts<Spec>(where.batch, num_heads_kv, where.head);
+        const int32 row = first_part_row<Spec, true>(params, where.batch) + where.tile * kBc + group * kGroupRows;
+        key_unit_ = params.k_units[head * params.k_blocks + row / kUnitRows];
+        value_unit_ = params.v_units[head * params.k_blocks + row / kUnitRows];
+    }
+
+    template <class Tiles>
+    __device__ void run(const Tiles& tiles) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            dk_[panel].fill(0.0f);
+            dv_[panel].fill(0.0f);
+        }
+        if (tiles.begin < tiles.end && params_.heads_per_group > 0) {
+            mbarrier_wait(memory_.full_key(), 0);
+            mbarrier_wait(memory_.full_value(), 0);
+        }
+        for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
+            step(head, tile, tile < tiles.full_begin || (Tiles::kLeftLimit && tile >= tiles.full_end));
+        });
+        store(dk_, params_.softmax_scale, params_.dk, params_.dk_strides);
+        store(dv_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
+    }
+
+  private:
+    __device__ __forceinline__ void step(int32 head, int32 tile, bool masked) {
+        const int32 first_query = tile * kBr;
+        const int32 first_block = head_with_parts<Spec>(where_.batch, params_.num_heads, head) * params_.q_blocks +
+                                  (first_part_row<Spec, false>(params_, where_.batch) + first_query) / kUnitRows;
+        float query_unit[kChunks], dout_unit[kChunks], score_unit[kChunks], dp_unit[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            query_unit[c] = params_.q_units[first_block + c];
+            dout_unit[c] = params_.dout_units[first_block + c];
+            score_unit[c] = key_unit_ * query_unit[c];
+            dp_unit[c] = value_unit_ * dout_unit[c];
+        }
+        // Each lane loads the statistics of some of the tile's queries; all lanes of a warp exchange them when needed.
+        RowStatistics own[kBr / 32];
+        const int64 first_stat = common::first_statistic<Spec>(params_, where_.batch, head);
+#pragma unroll
+        for (int n = 0; n < kBr / 32; ++n) own[n] = row_statistics(params_, first_stat, first_query + 32 * n + lane_);
+
+        const uint64 queries = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
+        const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
+        Scores scores;
+        mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        multiply_columns<0, kD / 16, kPanels, kBc, kBr, true>(scores, key_operand_, queries);
+        wgmma_wait<0>();
+        pin(scores);
+        scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
+        const common::ScoreTile position{where_.batch, head, first_query, first_key_, lane_};
+        Scores p;
+        take_probabilities<true, Spec>(scores, FloatProbabilities<kBr / 8>{p}, masked, params_, position,
+                                       [&](int j) { return from_lane(own[j / 8].lse, j); });
+        FragmentParts<kBr / 8> parts;
+        const float probability_scale[2] = {kProbabilityScale, kProbabilityScale};
+        parts.set_scaled(p, probability_scale);
+
+        mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const float unit = dout_unit[c] / kProbabilityScale;
+            add_product(dv_, parts, douts, c, {unit, unit});
+        }
+
+        Scores dp;
+        multiply_columns<0, kD / 16, kPanels, kBc, kBr, true>(dp, value_operand_, douts);
+        if constexpr (!common::kTakesWeights<Spec>) parts.unite(scores, 1.0f / kProbabilityScale);
+        wgmma_wait<0>();
+        pin(dp);
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));
+        douts_.advance();
+        take_gradients<true, Spec>(scores, dp, dp_unit, params_, [&](int j) { return from_lane(own[j / 8].delta, j); });
+        float scale[2], inverse[2];
+        row_scales(scores, scale, inverse);
+        parts.set_scaled(scores, scale);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+            add_product(dk_, parts, queries, c, {inverse[0] * query_unit[c], inverse[1] * query_unit[c]});
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
+        queries_.advance();
+    }
+
+    struct RowFactors {
+        float of_row[2];
+    };
+    // gradient += factor parts rows, panel by panel, on chunk number `chunk` of the tile's rows.
+    __device__ __forceinline__ static void add_product(Gradient& gradient, const FragmentParts<kBr / 8>& parts,
+                                                       uint64 rows, int chunk, const RowFactors& factor) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            Panel product;
+            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), chunk);
+            wgmma_wait<0>();
+            pin(product);
+            add_rows(gradient[panel], product, factor.of_row);
+        }
+    }
+
+    // The number of the query of column j; x is that of the lane's own query.
+    __device__ __forceinline__ float from_lane(float x, int j) const {
+        return __shfl_sync(common::kFullWarp, x, Scores::col(j, lane_) % 32);
+    }
+
+    __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {
+        const float factor[2] = {scale, scale};
+        float* head = gmem + strides.offset(where_.batch, 0, where_.head);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            multiply_rows(gradient[panel], factor);
+            store_fragment<Spec::kHeadDim>(gradient[panel], head, strides.row, first_key_, params_.seqlen_k,
+                                           panel * kPanelColumns, lane_);
+        }
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const common::TileCoordinates where_;
+    const int32 lane_, first_key_;
+    const uint64 key_operand_, value_operand_, query_operand_, dout_operand_;
+    float key_unit_, value_unit_;
+    Gradient dk_, dv_;
+    RingPosition<Shape::kStages> queries_;
+    RingPosition<Shape::kDoutStages> douts_;
+};
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,73 @@
+// Sizes, shared-memory map and barriers of the dK and dV kernel.
+#pragma once
+#include "common/tile_range.cuh"
+#include "sm90_float32/parts.cuh"
+
+namespace fa2::sm90_float32 {
+
+template <class Spec>
+struct DkdvShape {
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
+    static constexpr int kGroups = kBc / kGroupRows;  // consumer warp groups
+    static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
+    static_assert(kBr % kUnitRows == 0 && kBc % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1));
+
+    static constexpr int kKeyBytes = kParts * kPanels * kBc * kPanelRowBytes;
+    static constexpr int kQueryBytes = kParts * kPanels * kBr * kPanelRowBytes;
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages);
+    static constexpr int kWithoutDout = kAlignment + 2 * kKeyBytes + kStages * kQueryBytes + kBarrierBytes;
+    // dO has one stage where shared memory does not hold as many as Q has.
+    static constexpr int kDoutStages = kWithoutDout + kStages * kQueryBytes <= kMaxSharedBytes ? kStages : 1;
+    static constexpr int kSharedBytes = kWithoutDout + kDoutStages * kQueryBytes;
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
+};
+
+template <class Shape>
+struct DkdvMemory {
+    static constexpr int kStages = Shape::kStages;
+
+    uint32 base;
+
+    __device__ explicit DkdvMemory(const char* dynamic_smem)
+        : base((shared_address(dynamic_smem) + kAlignment - 1) & ~(kAlignment - 1u)) {}
+
+    __device__ uint32 key() const { return base; }
+    __device__ uint32 value() const { return base + Shape::kKeyBytes; }
+    __device__ uint32 query(uint32 stage) const { return base + 2 * Shape::kKeyBytes + stage * Shape::kQueryBytes; }
+    __device__ uint32 dout(uint32 stage) const { return query(kStages) + stage * Shape::kQueryBytes; }
+    __device__ uint32 barrier(uint32 index) const { return dout(Shape::kDoutStages) + 8 * index; }
+    // Full: the data have arrived. Empty: all consumer warps have finished reading them.
+    __device__ uint32 full_key() const { return barrier(0); }
+    __device__ uint32 full_value() const { return barrier(1); }
+    __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
+    __device__ uint32 empty_query(uint32 stage) const { return barrier(2 + kStages + stage); }
+    __device__ uint32 full_dout(uint32 stage) const { return barrier(2 + 2 * kStages + stage); }
+    __device__ uint32 empty_dout(uint32 stage) const { return barrier(2 + 3 * kStages + stage); }
+
+    __device__ void init_barriers() const {
+        mbarrier_init(full_key(), 1);
+        mbarrier_init(full_value(), 1);
+        for (uint32 i = 0; i < kStages; ++i) {
+            mbarrier_init(full_query(i), 1);
+            mbarrier_init(full_dout(i), 1);
+            mbarrier_init(empty_query(i), 4 * Shape::kGroups);
+            mbarrier_init(empty_dout(i), 4 * Shape::kGroups);
+        }
+        mbarrier_init_fence();
+    }
+};
+
+// Calls step(head, tile) for each query tile that sees the key tile, in every query head of the group.
+template <class Record, class Tiles, class Step>
+__device__ __forceinline__ void for_each_step(const Record& params, int32 head_kv, const Tiles& tiles,
+                                              const Step& step) {
+#pragma unroll 1
+    for (int32 member = 0; member < params.heads_per_group; ++member)
+#pragma unroll 1
+        for (int32 tile = tiles.begin; tile < tiles.end; ++tile) step(head_kv * params.heads_per_group + member, tile);
+}
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,102 @@
+// The forward's consumers. A step issues a product, waits for it, and works on it: nothing overlaps within a warp group.
+// Three products of parts take so much longer than the softmax that the other warp group's products fill the gaps.
+//
+//   S = Q K^T         -> release K's stage; P = exp(S - row_max), in parts
+//   for each chunk of 64 keys:  T = P V   -> O += unit T
+//                     -> release V's stage
+#pragma once
+#include "common/online_softmax.cuh"
+#include "common/scores.cuh"
+#include "sm90_float32/query_tile_consumer.cuh"
+
+namespace fa2::sm90_float32 {
+
+template <class Spec>
+class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
+    using Shape = PartsShape<Spec, 1>;
+    using Base = QueryTileConsumer<Spec, Shape>;
+    using Base::first_key_block, Base::first_row, Base::issue_scores, Base::query_block, Base::release_key,
+        Base::release_value, Base::score_tile, Base::store_rows, Base::value_stage;
+    using Base::kBc, Base::kChunks, Base::kD, Base::kPanels;
+    using Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::values_;
+    using typename Base::Memory, typename Base::Output, typename Base::Scores;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
+    friend Base;
+
+  public:
+    __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group) : Base(params, memory, group) {}
+
+    __device__ void run() { Base::run(*this); }
+
+  private:
+    __device__ __forceinline__ void begin(const TileInSlot& tile) {
+        softmax_.reset();
+        output_.fill(0.0f);
+        query_unit_ = params_.q_units[query_block(tile)];
+        first_key_block_ = first_key_block(tile);
+        mbarrier_wait(memory_.full_query(0), queries_.parity());
+    }
+
+    __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, bool masked, bool is_last) {
+        float key_unit[kChunks], value_unit[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const int32 key_block = first_key_block_ + block * kChunks + c;
+            key_unit[c] = query_unit_ * params_.k_units[key_block];
+            value_unit[c] = params_.v_units[key_block] / kProbabilityScale;
+        }
+        Scores scores;
+        issue_scores(scores);
+        wgmma_wait<0>();
+        pin(scores);
+        release_key();
+        if (is_last && lane_ == 0) mbarrier_arrive(memory_.empty_query(0));
+
+        const common::ScoreTile position = score_tile(tile, block);
+        const auto& own = record_of<Spec>(params_, tile);
+        scale_products<!common::kModifiesScores<Spec>>(scores, key_unit, params_);
+        common::modify_scores<Spec>(scores, own, position);
+        if (masked)
+            common::mask_scores(scores, common::mask_of<Spec>(own), position.position, -common::infinity<float>());
+        float rescale[2];
+        softmax_.update(scores, rescale);
+        common::drop<Spec>(scores, params_, position);
+        FragmentParts<kBc / 8> p;
+        const float scale[2] = {kProbabilityScale, kProbabilityScale};
+        p.set_scaled(scores, scale);
+        multiply_rows(output_, rescale);
+
+        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            Output part;
+            multiply_chunk<kPanels, kBc>(part, p, value_stage(), c);
+            wgmma_wait<0>();
+            pin(part);
+            if (c == kChunks - 1) release_value();
+            const float unit[2] = {value_unit[c], value_unit[c]};
+            add_rows(output_, part, unit);
+        }
+    }
+
+    __device__ __forceinline__ void end(const TileInSlot& tile) {
+        const auto& own = record_of<Spec>(params_, tile);
+        float inverse_sum[2], row_lse[2];
+        common::finish_rows<Spec>(softmax_, params_, tile.head(), 0, inverse_sum, row_lse);
+        multiply_rows(output_, inverse_sum);
+        float* lse = own.lse + common::first_statistic<Spec>(params_, tile.batch(), tile.head());
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int32 row = first_row(tile) + Output::row(i, lane_);
+            if (lane_ % 4 == 0 && row < own.seqlen_q) lse[row] = row_lse[i];
+        }
+        store_rows(output_, own.o, own.o_strides, tile, own);
+    }
+
+    Output output_;
+    Softmax softmax_;
+    float query_unit_;
+    int32 first_key_block_;
+};
+
+}  // namespace fa2::sm90_float32

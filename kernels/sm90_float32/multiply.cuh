@@ -1,0 +1,161 @@
+// Products of parts on wgmma.
+//
+// The tensor core adds the 16 products of a k-step and the accumulator exactly, then cuts the sum towards zero to
+// float32: one error of up to a unit in the last place in each k-step, always of the same sign. Two rules keep it at the
+// level of ordinary float32 sums:
+//
+//   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
+//   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
+//     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
+#pragma once
+#include "sm90_float32/parts.cuh"
+#include "sm90_float32/wgmma.cuh.j2"
+
+namespace fa2::sm90_float32 {
+
+// What probabilities, which are at most 1, are multiplied by before they are split into parts.
+inline constexpr float kProbabilityScale = 1 << 14;
+
+// A fragment of a left operand in parts. P and dS are made of float32 accumulators, which have the same layout.
+template <int kN8>
+struct FragmentParts {
+    uint32 word[kParts][kN8][2];
+
+    // Takes the parts of x, whose rows are multiplied by a power of two.
+    __device__ __forceinline__ void set_scaled(const QuadFragment<kN8>& x, const float (&scale)[2]) {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float even = x.value[n][2 * i] * scale[i], odd = x.value[n][2 * i + 1] * scale[i];
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) word[part][n][i] = take_part(even, odd);
+            }
+    }
+    // x = factor times the sum of the parts.
+    __device__ __forceinline__ void unite(QuadFragment<kN8>& x, float factor) const {
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32 high = word[0][n][i], low = word[1][n][i];
+                x.value[n][2 * i] = (common::unpack_lo<float16>(high) + common::unpack_lo<float16>(low)) * factor;
+                x.value[n][2 * i + 1] = (common::unpack_hi<float16>(high) + common::unpack_hi<float16>(low)) * factor;
+            }
+    }
+    __device__ __forceinline__ OperandA k16(int part, int s) const {
+        return {{word[part][2 * s][0], word[part][2 * s][1], word[part][2 * s + 1][0], word[part][2 * s + 1][1]}};
+    }
+};
+
+// The powers of two that bring the largest magnitude of each row of a warp's fragment into [2^13, 2^14).
+template <int kN8>
+__device__ __forceinline__ void row_scales(const QuadFragment<kN8>& x, float (&scale)[2], float (&inverse)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+            largest = fmaxf(largest, fmaxf(fabsf(x.value[n][2 * i]), fabsf(x.value[n][2 * i + 1])));
+        largest = common::row_maximum<4>(largest);
+        const int32 exponent = max_of(static_cast<int32>(__float_as_uint(largest) >> 23), 14);
+        scale[i] = __uint_as_float(static_cast<uint32>(2 * 127 + 13 - exponent) << 23);
+        inverse[i] = __uint_as_float(static_cast<uint32>(exponent - 13) << 23);
+    }
+}
+
+template <int kN8>
+__device__ __forceinline__ void multiply_rows(QuadFragment<kN8>& x, const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
+}
+// sum += factor x, row by row.
+template <int kN8>
+__device__ __forceinline__ void add_rows(QuadFragment<kN8>& sum, const QuadFragment<kN8>& x, const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum.value[n][e] = fma(x.value[n][e], factor[e / 2], sum.value[n][e]);
+}
+// Multiplies each chunk of kUnitRows columns by its unit.
+template <int kN8, int kChunks>
+__device__ __forceinline__ void multiply_chunks(QuadFragment<kN8>& x, const float (&unit)[kChunks]) {
+#pragma unroll
+    for (int n = 0; n < kN8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x.value[n][e] = __fmul_rn(x.value[n][e], unit[n * 8 / kUnitRows]);
+}
+// Turns products of scaled parts into products, or (kToScores) into scores. Scores are rounded before a row maximum or
+// lse is subtracted: where one score dominates its row, forward and backward then both find that P is 1.
+template <bool kToScores, int kN8, int kChunks, class Record>
+__device__ __forceinline__ void scale_products(QuadFragment<kN8>& x, float (&unit)[kChunks], const Record& params) {
+    if constexpr (kToScores)
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) unit[c] *= params.softmax_scale;
+    multiply_chunks(x, unit);
+}
+
+// Stores a warp's 16 rows of a result from column `first_column` on; the row stride is in elements.
+template <int kHeadDim, int kN8>
+__device__ __forceinline__ void store_fragment(const QuadFragment<kN8>& x, float* gmem, int64 row_stride,
+                                               int32 first_row, int32 num_rows, int32 first_column, int32 lane) {
+    using Fragment = QuadFragment<kN8>;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int32 row = first_row + Fragment::row(i, lane);
+        if (row >= num_rows) continue;
+        float* to = gmem + row * row_stride;
+#pragma unroll
+        for (int j = 0; j < Fragment::kCols; ++j)
+            if (const int32 column = first_column + Fragment::col(j, lane); column < kHeadDim) to[column] = x(i, j);
+    }
+}
+
+// Issues x = left right^T over the k-steps of columns from kFirst up to kEnd. The operands have panels of kLeftRows and
+// kRightRows rows, of which the left descriptor points to the warp group's 64. kPanels: panels of one part.
+// kRowsAreKeys: the left operand is K or V. The order of the products of parts is the same for S and S^T, so that their
+// elements have the same bits.
+template <int kFirst, int kEnd, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys = false, class Scores>
+__device__ __forceinline__ void multiply_columns(Scores& x, uint64 left, uint64 right) {
+    constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < kProducts; ++t)
+#pragma unroll
+        for (int s = kFirst; s < kEnd; ++s) {
+            const uint64 a =
+                left + part_of_product<!kRowsAreKeys>(t) * kPanels * kLeftPanel / 16 + along_columns<kLeftPanel>(s);
+            const uint64 b =
+                right + part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16 + along_columns<kRightPanel>(s);
+            if (t == 0 && s == kFirst)
+                wgmma_first_scores(x, a, b);
+            else
+                wgmma_scores(x, a, b);
+        }
+    wgmma_commit();
+    pin(x);
+}
+
+// Issues x = p rows, for chunk number `chunk` of the rows of a tile of kRows; `rows` is the tile's MN-major descriptor.
+template <int kPanels, int kRows, class Output, class Operand>
+__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
+    constexpr int kPartBytes = kPanels * kRows * kPanelRowBytes, kSteps = kUnitRows / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < kProducts; ++t)
+#pragma unroll
+        for (int s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
+            const OperandA a = p.k16(part_of_product<true>(t), s);
+            const uint64 b = rows + part_of_product<false>(t) * kPartBytes / 16 + along_rows(s);
+            if (t == 0 && s == chunk * kSteps)
+                wgmma_first_output(x, a, b);
+            else
+                wgmma_output(x, a, b);
+        }
+    wgmma_commit();
+    pin(x);
+}
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,83 @@
+// The producer of the kernels whose blocks own query tiles: one thread publishes query tiles to the consumers, and copies
+// the parts of Q, dO (if the kernel reads it), K and V in the order in which they use them.
+#pragma once
+#include "common/exceptions.cuh"
+#include "sm90_float32/query_tile_shape.cuh"
+
+namespace fa2::sm90_float32 {
+
+// Params is a template parameter because only the record of the backward has dO.
+template <class Spec, class Shape, class Params = fa2::Params>
+class QueryTileProducer {
+    using Memory = QueryTileMemory<Shape>;
+    using Tile = LoadedTile<Spec>;
+    using Layout = PartsLayout<Spec::kHeadDim>;
+
+  public:
+    __device__ QueryTileProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
+
+    // The next index is drawn ahead of a tile's loads, so that they hide the atomic's latency. The next tile is found
+    // after them, because the producer has no registers for two.
+    __device__ void run() {
+        int32 index = blockIdx.x;
+        for (Tile tile = next_own(index); tile.key_tiles > 0; tile = next_own(index)) {
+            publish_tile<Spec>(memory_, tiles_, tile);
+            index = next_index(params_, index);
+            load_queries(tile);
+            const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
+            const int32 head = head_with_parts<Spec>(tile.batch, num_heads_kv, tile.head / params_.heads_per_group);
+            const int32 first = Layout::row_of(head, params_.k_blocks, first_part_row<Spec, true>(params_, tile.batch));
+#pragma unroll 1
+            for (int32 block = tile.key_tiles - 1; block >= (kHasBegin<Spec> ? tile.first_key_tile : 0); --block) {
+                const int32 row = first + block * Shape::kBc;
+                const uint32 key = keys_.slot(), value = values_.slot();
+                mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
+                load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_blocks, memory_.key(key),
+                                                      memory_.full_key(key));
+                keys_.advance();
+                mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
+                load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_blocks, memory_.value(value),
+                                                      memory_.full_value(value));
+                values_.advance();
+            }
+        }
+        publish_tile<Spec>(memory_, tiles_, {});
+        leave_counter(params_);
+    }
+
+  private:
+    // The tile of this index or of the next one whose head is not an exception.
+    __device__ Tile next_own(int32& index) const {
+        Tile tile = query_tile<Spec>(params_, index);
+        while (tile.key_tiles > 0 &&
+               common::is_exception<Spec>(params_, tile.batch, tile.head / params_.heads_per_group)) {
+            index = next_index(params_, index);
+            tile = query_tile<Spec>(params_, index);
+        }
+        return tile;
+    }
+
+    __device__ void load_queries(const Tile& tile) {
+        const int32 head = head_with_parts<Spec>(tile.batch, params_.num_heads, tile.head);
+        const int32 row =
+            Layout::row_of(head, params_.q_blocks, first_part_row<Spec, false>(params_, tile.batch) + tile.first_row);
+        mbarrier_wait(memory_.empty_query(0), queries_.parity() ^ 1);
+        load_rows<Shape::kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_blocks, memory_.query(0),
+                                              memory_.full_query(0));
+        if constexpr (Shape::kOperands == 2) {
+            mbarrier_wait(memory_.empty_dout(0), queries_.parity() ^ 1);
+            load_rows<Shape::kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_blocks, memory_.dout(0),
+                                                  memory_.full_dout(0));
+        }
+        queries_.advance();
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    RingPosition<1> queries_;
+    RingPosition<Shape::kStages> keys_;
+    RingPosition<Shape::kValueStages> values_;
+    RingPosition<kTileSlots> tiles_;
+};
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,96 @@
+// P and dS of a tile, from its products.
+//
+//   P = exp(S - lse)        dS = P o (dP - delta)
+#pragma once
+#include "common/weights.cuh"
+#include "sm90_float32/multiply.cuh"
+
+namespace fa2::sm90_float32 {
+
+// Receives P from `take_weights` in the layout of accumulators.
+template <int kN8>
+struct FloatProbabilities {
+    QuadFragment<kN8>& x;
+
+    __device__ __forceinline__ void set(int i, int n8, float even, float odd) {
+        x.value[n8][2 * i] = even;
+        x.value[n8][2 * i + 1] = odd;
+    }
+    __device__ __forceinline__ void set_positive(int i, int n8, float even, float odd) {
+        set(i, n8, fmaxf(even, 0.0f), fmaxf(odd, 0.0f));
+    }
+};
+
+// Calls f(x(i, j), statistic(n)) for each element, with the number n of its query.
+template <bool kTransposed, class Fragment, class Statistic, class Function>
+__device__ __forceinline__ void for_queries(Fragment& x, const Statistic& statistic, const Function& f) {
+#pragma unroll
+    for (int n = 0; n < (kTransposed ? Fragment::kCols : Fragment::kRows); ++n) {
+        const float own = statistic(n);
+#pragma unroll
+        for (int m = 0; m < (kTransposed ? Fragment::kRows : Fragment::kCols); ++m)
+            f(x(kTransposed ? m : n, kTransposed ? n : m), own);
+    }
+}
+
+// Replaces x by the weights of dS: scores by P itself, or products, where kTakesWeights, by what features make of P.
+// `p` receives P for dV. lse(n) is that of the n-th query of a lane, which has rows of S or (kTransposed) columns of S^T;
+// +inf makes P zero. All lanes of the warp call it together.
+template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse>
+__device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, bool masked, const Record& params,
+                                                   const common::ScoreTile& tile, const Lse& lse) {
+    using Fragment = QuadFragment<kN8>;
+    constexpr int kQueries = kTransposed ? Fragment::kCols : Fragment::kRows;
+    if constexpr (common::kTakesWeights<Spec>) {
+        float of_query[kQueries];
+#pragma unroll
+        for (int n = 0; n < kQueries; ++n) of_query[n] = lse(n);
+        common::take_weights<kTransposed, Spec>(x, p, masked, params, tile,
+                                                [&](int i, int j) { return of_query[kTransposed ? j : i]; });
+    } else {
+        for_queries<kTransposed>(x, lse, [](float& score, float own) { score = common::exp_approx(score - own); });
+        if (masked) {
+            const auto mask = common::mask_of<Spec>(params);
+            if constexpr (kTransposed)
+                common::mask_transposed(x, mask, tile.position, 0.0f);
+            else
+                common::mask_scores(x, mask, tile.position, 0.0f);
+        }
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) p.set(i, n, x.value[n][2 * i], x.value[n][2 * i + 1]);
+    }
+}
+
+// Replaces weights by dS. `dp`: products of scaled parts, to be multiplied by the unit of their chunk. delta(n): like
+// lse(n) above.
+template <bool kTransposed, class Spec, int kN8, int kChunks, class Record, class Delta>
+__device__ __forceinline__ void take_gradients(QuadFragment<kN8>& weights, const QuadFragment<kN8>& dp,
+                                               const float (&unit)[kChunks], const Record& params, const Delta& delta) {
+    using Fragment = QuadFragment<kN8>;
+#pragma unroll
+    for (int n = 0; n < (kTransposed ? Fragment::kCols : Fragment::kRows); ++n) {
+        const float own = delta(n);
+#pragma unroll
+        for (int m = 0; m < (kTransposed ? Fragment::kRows : Fragment::kCols); ++m) {
+            const int i = kTransposed ? m : n, j = kTransposed ? n : m;
+            const float product = dp(i, j) * unit[j / 2 * 8 / kUnitRows];
+            weights(i, j) = common::weighted_from_zero<Spec>(weights(i, j), product, own, params);
+        }
+    }
+}
+
+// lse and delta of a query; of rows that are not there, or that see no key, those that make P zero.
+struct RowStatistics {
+    float lse, delta;
+};
+template <class Record>
+__device__ __forceinline__ RowStatistics row_statistics(const Record& params, int64 first, int32 row) {
+    const bool valid = row < params.seqlen_q;
+    const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
+    return {lse == -common::infinity<float>() ? common::infinity<float>() : lse,
+            valid ? params.delta[first + row] : 0.0f};
+}
+
+}  // namespace fa2::sm90_float32

@@ -1,0 +1,181 @@
+// Splits the inputs of a call into parts (parts.cuh), and finds the heads whose values the parts do not represent well.
+//
+// A block splits kUnitRows rows of one head. It reads them once; a thread holds a quarter of a row, in chunks of eight
+// columns, because a chunk is what it can store.
+//
+// The block also marks its K/V head in `exceptions` if parts would lose accuracy there: the head is then left to kernels
+// of IEEE arithmetic (common/exceptions.cuh). Parts have an absolute error of 2^-39 of the largest element of a block. A
+// row, or a column, whose largest element is smaller than 2^-kSpread of that loses bits. Magnitudes beyond 2^+-50 could
+// take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a column of zeros
+// loses nothing.
+#pragma once
+#include "sm90_float32/parts.cuh"
+
+namespace fa2::sm90_float32 {
+
+// Params is a template parameter because only one of the two records has dO.
+template <class Spec, bool kWithDout, class Params = fa2::Params>
+struct SplitInputs {
+    using Layout = PartsLayout<Spec::kHeadDim>;
+    static constexpr int kThreads = 32 * Spec::kWarps;
+    static constexpr int kThreadsPerRow = kThreads / kUnitRows;
+    static constexpr int kColumns = Layout::kPanels * kPanelColumns;
+    static constexpr int kChunks = kColumns / (8 * kThreadsPerRow);  // of a thread
+    static constexpr int kSpread = 12;
+    static_assert(kThreads % kUnitRows == 0 && kColumns % (8 * kThreadsPerRow) == 0 && 32 % kThreadsPerRow == 0);
+
+    // An input with its parts.
+    struct Matrix {
+        const float* x;
+        Strides strides;
+        float16* parts;
+        float* units;
+        int32 num_heads, num_blocks;
+        int32 heads_per_group;  // heads of the matrix for a K/V head
+    };
+
+    __device__ static void run(const Params& params) {
+        const int32 num_heads_kv = params.num_heads / params.heads_per_group;
+        const Matrix q{params.q,         params.q_strides, params.q_parts,        params.q_units,
+                       params.num_heads, params.q_blocks,  params.heads_per_group};
+        const Matrix k{params.k, params.k_strides, params.k_parts, params.k_units, num_heads_kv, params.k_blocks, 1};
+        const Matrix v{params.v, params.v_strides, params.v_parts, params.v_units, num_heads_kv, params.k_blocks, 1};
+        int32 block = blockIdx.x;
+        const int32 of_q = params.batch * params.num_heads * params.q_blocks;
+        const int32 of_k = params.batch * num_heads_kv * params.k_blocks;
+        if (block < of_q)
+            split<false>(params, q, block);
+        else if (block < of_q + of_k)
+            split<true>(params, k, block - of_q);
+        else if (!kWithDout || block < of_q + 2 * of_k)
+            split<true>(params, v, block - of_q - of_k);
+        else if constexpr (kWithDout)
+            split<false>(params,
+                         {params.dout, params.dout_strides, params.dout_parts, params.dout_units, params.num_heads,
+                          params.q_blocks, params.heads_per_group},
+                         block - of_q - 2 * of_k);
+    }
+
+  private:
+    static constexpr int32 kExponentBias = 127, kNoNumber = 255;  // of a float's exponent
+    // The largest shift whose unit is not subnormal after the smallest float16 numbers are multiplied by it.
+    static constexpr int32 kLargestShift = 134;
+    // Exponents of the largest element of a block, so that the product of two units is a normal number.
+    static constexpr int32 kSmallest = kExponentBias - 50, kLargest = kExponentBias + 50;
+
+    template <bool kOfKeys>
+    __device__ static void split(const Params& params, const Matrix& matrix, int32 index) {
+        const int32 block = index % matrix.num_blocks, head_index = index / matrix.num_blocks;
+        const int32 batch = head_index / matrix.num_heads, head = head_index % matrix.num_heads;
+        const auto rows = common::workspace_rows<Spec, kOfKeys>(params, block);
+        const int32 row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
+
+        float value[kChunks][8];
+        const bool valid = row < rows.length;
+        load(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
+        const uint32 largest = largest_of_block(value, params, head_index / matrix.heads_per_group);
+
+        const int32 exponent = static_cast<int32>(largest >> 23);
+        const bool has_scale = largest != 0 && exponent != kNoNumber;
+        const int32 shift = has_scale ? min_of(kExponentBias + 13 - exponent, kLargestShift) : 0;
+        // 1 / unit may lie outside the range of float32. Its two factors do not.
+        const float scale[2] = {power_of_two(shift / 2), power_of_two(shift - shift / 2)};
+        if (threadIdx.x == 0) matrix.units[index] = power_of_two(-(shift / 2)) * power_of_two(shift / 2 - shift);
+        const int32 first_row = Layout::row_of(head_index, matrix.num_blocks, block * kUnitRows + row);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const int32 column = (c * kThreadsPerRow + lane) * 8;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) value[c][e] = value[c][e] * scale[0] * scale[1];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                uint32 word[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) word[w] = take_part(value[c][2 * w], value[c][2 * w + 1]);
+                const int32 panel = part * Layout::kPanels + column / kPanelColumns;
+                const int32 panel_row = first_row + panel * Layout::panel_rows(matrix.num_blocks);
+                common::store_global(Layout::address(matrix.parts, panel_row) + Layout::chunk(column, row), word);
+            }
+        }
+    }
+
+    // Loads this thread's chunks of a row; zeros beyond the row and in rows that are not there.
+    __device__ static void load(float (&value)[kChunks][8], const float* row, bool valid, int32 lane) {
+        const bool aligned = Spec::kHeadDim % 4 == 0 && reinterpret_cast<uint64>(row) % 16 == 0;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const int32 column = (c * kThreadsPerRow + lane) * 8;
+#pragma unroll
+            for (int quad = 0; quad < 8; quad += 4) {
+                float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                const int32 left = valid ? Spec::kHeadDim - column - quad : 0;
+                const float* from = row + column + quad;
+                if (aligned && left > 0) {
+                    x = *reinterpret_cast<const float4*>(from);
+                } else {
+                    if (left > 0) x.x = from[0];
+                    if (left > 1) x.y = from[1];
+                    if (left > 2) x.z = from[2];
+                    if (left > 3) x.w = from[3];
+                }
+                value[c][quad] = x.x, value[c][quad + 1] = x.y, value[c][quad + 2] = x.z, value[c][quad + 3] = x.w;
+            }
+        }
+    }
+
+    // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Marks the K/V head if
+    // its values are an exception.
+    __device__ static uint32 largest_of_block(const float (&value)[kChunks][8], const Params& params, int32 head_kv) {
+        __shared__ uint32 of_columns[Spec::kWarps][kColumns];
+        __shared__ uint32 of_warps[Spec::kWarps];
+        const int32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        uint32 of_row = 0;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+            for (int e = 0; e < 8; ++e) of_row = max_of(of_row, magnitude_bits(value[c][e]));
+        of_row = largest_over<1, kThreadsPerRow>(of_row);
+        const uint32 of_warp = largest_over<kThreadsPerRow, 32>(of_row);
+        if (lane == 0) of_warps[warp] = of_warp;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const uint32 x = largest_over<kThreadsPerRow, 32>(magnitude_bits(value[c][e]));
+                if (lane < kThreadsPerRow) of_columns[warp][(c * kThreadsPerRow + lane) * 8 + e] = x;
+            }
+        __syncthreads();
+        uint32 largest = 0;
+#pragma unroll
+        for (int w = 0; w < Spec::kWarps; ++w) largest = max_of(largest, of_warps[w]);
+        bool exception = loses_bits(of_row, largest);
+        for (int32 column = threadIdx.x; column < kColumns; column += kThreads) {
+            uint32 of_column = 0;
+#pragma unroll
+            for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, of_columns[w][column]);
+            exception |= loses_bits(of_column, largest);
+        }
+        const int32 exponent = static_cast<int32>(largest >> 23);
+        exception |= largest != 0 && (exponent < kSmallest || exponent > kLargest);
+        if (exception) atomicOr(&params.exceptions[head_kv], 1);
+        return largest;
+    }
+
+    __device__ static uint32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
+    __device__ static float power_of_two(int32 exponent) {
+        return __uint_as_float(static_cast<uint32>(kExponentBias + exponent) << 23);
+    }
+    // True if the largest element of a row or a column is not zero, but small beside that of the block.
+    __device__ static bool loses_bits(uint32 own, uint32 of_block) {
+        return own != 0 && static_cast<int32>(own >> 23) + kSpread < static_cast<int32>(of_block >> 23);
+    }
+    // The largest over the lanes whose numbers differ in the bits from kFirst up to, but without, kEnd.
+    template <int kFirst, int kEnd>
+    __device__ static uint32 largest_over(uint32 x) {
+#pragma unroll
+        for (int mask = kFirst; mask < kEnd; mask *= 2) x = max_of(x, __shfl_xor_sync(common::kFullWarp, x, mask));
+        return x;
+    }
+};
+
+}  // namespace fa2::sm90_float32

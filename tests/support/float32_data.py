@@ -1,0 +1,66 @@
+"""Data whose magnitudes float32 holds and float16 does not, and the accuracy that is promised for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KINDS", "check_promise", "data"]
+
+#: The last four are exceptions: heads that are left to IEEE arithmetic.
+KINDS = (
+    "normal", "large scores", "positive", "channels", "rows", "small values", "opposite magnitudes", "outliers",
+    "spread channels", "spread rows", "subnormal",
+)  # fmt: skip
+
+
+def data(kind: str, rows: int, head_dim: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and do of one head."""
+    rng = np.random.default_rng(3)
+    q, k, v, do = (rng.standard_normal((1, rows, 1, head_dim), dtype=np.float32) for _ in range(4))
+    if kind == "large scores":
+        q *= 10
+    elif kind == "positive":
+        v, do = abs(v), abs(do)
+    elif kind == "outliers":
+        for x in (q, k, v, do):
+            x[0, rows // 3, 0, head_dim // 2] = 1e4
+    elif kind in ("channels", "spread channels"):
+        channel = np.exp((3 if "spread" in kind else 1) * rng.standard_normal(head_dim, dtype=np.float32))
+        q, k = q * channel, k / channel
+    elif kind in ("rows", "spread rows"):
+        for x in (q, k, v, do):
+            x *= np.exp((3 if "spread" in kind else 1) * rng.standard_normal((1, rows, 1, 1), dtype=np.float32))
+    elif kind == "small values":
+        v, do = v * np.float32(1e-9), do * np.float32(1e-9)
+    elif kind == "opposite magnitudes":
+        q, k = q * np.float32(1e-9), k * np.float32(1e9)
+    elif kind == "subnormal":
+        do = do * np.float32(1e-40)
+    return q, k, v, do
+
+
+def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
+    """The formulas with whole matrices, in one dtype, on the arrays' device."""
+    q, k, v, do = (x[0, :, 0].astype(dtype) for x in inputs)
+    scale = np.dtype(dtype).type(q.shape[1] ** -0.5)
+    scores = (q @ k.T) * scale
+    if causal:
+        scores[np.triu_indices(len(q), 1)] = -np.inf
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    o = p @ v
+    ds = p * (do @ v.T - (do * o).sum(axis=1, keepdims=True))
+    return {"o": o, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
+
+
+def check_promise(inputs: tuple, results: dict, causal: bool) -> None:
+    """Errors are at most 2 (o) or 3 times (gradients) those of naive float32 arithmetic, beside a floor."""
+    exact, plain = _naive(inputs, "float64", causal), _naive(inputs, "float32", causal)
+    for name, right in exact.items():
+        if name not in results:
+            continue
+        factor, floor = (2, 1e-6) if name == "o" else (3, 2e-6)
+        error, usual = (float(abs(x - right).max()) for x in (results[name][0, :, 0], plain[name]))
+        assert error <= factor * usual + floor * float(abs(right).max()), (name, error, usual)

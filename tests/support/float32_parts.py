@@ -1,0 +1,49 @@
+"""float32 matrices as scaled pairs of float16 matrices, in the order of kernels/sm90_float32/parts.cuh."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["joined_parts", "split_parts"]
+
+_ROWS, _COLUMNS, _CHUNK = 64, 64, 8  # of a unit, of a panel, of 16 bytes
+
+
+def split_parts(x: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The parts and units of (batch, row, head, column), with zeros up to whole panels and whole blocks of rows."""
+    batch, rows, heads, columns = x.shape
+    padded = np.zeros((batch * heads, num_blocks * _ROWS, -(-columns // _COLUMNS) * _COLUMNS), np.float32)
+    padded[:, :rows, :columns] = x.swapaxes(1, 2).reshape(-1, rows, columns)
+    largest = abs(padded.reshape(batch * heads, num_blocks, -1)).max(axis=2)
+    units = np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 14), 1.0).astype(np.float32)
+    scaled = padded / units.repeat(_ROWS, axis=1)[:, :, None]
+    high = scaled.astype(np.float16)
+    low = (scaled - high).astype(np.float16)
+    return _swizzled(np.stack([high, low], axis=1)), units
+
+
+def joined_parts(parts: np.ndarray, units: np.ndarray, shape: tuple[int, int, int, int]) -> np.ndarray:
+    """The matrices of a shape (batch, row, head, column) from the memory of their parts and units."""
+    batch, rows, heads, columns = shape
+    blocks = len(units.reshape(batch * heads, -1)[0])
+    panels = -(-columns // _COLUMNS)
+    chunks = parts.reshape(batch * heads, 2, panels, blocks * _ROWS, _COLUMNS // _CHUNK, _CHUNK)
+    whole = np.take_along_axis(chunks, _order(blocks * _ROWS), axis=4).astype(np.float32).sum(axis=1)
+    whole = (
+        whole.reshape(batch * heads, panels, -1, _COLUMNS).swapaxes(1, 2).reshape(batch, heads, -1, panels * _COLUMNS)
+    )
+    whole = whole * units.reshape(batch, heads, blocks).repeat(_ROWS, axis=2)[..., None]
+    return whole[:, :, :rows, :columns].swapaxes(1, 2)
+
+
+def _swizzled(parts: np.ndarray) -> np.ndarray:
+    """[head][part][row][column] to [head][part][panel][row][64], whose chunks of 16 bytes are permuted in each row."""
+    heads, _, rows, columns = parts.shape
+    panels = parts.reshape(heads, 2, rows, columns // _COLUMNS, _COLUMNS).swapaxes(2, 3)
+    chunks = panels.reshape(heads, 2, -1, rows, _COLUMNS // _CHUNK, _CHUNK)
+    return np.take_along_axis(chunks, _order(rows), axis=4)
+
+
+def _order(rows: int) -> np.ndarray:
+    """The permutation of the eight chunks of each row, which is its own inverse."""
+    return (np.arange(8) ^ np.arange(rows)[:, None] % 8)[None, None, None, :, :, None]

@@ -1,0 +1,262 @@
+"""float32 on tensor cores (``precision="split"``), executed without a GPU: results of all kernels, the heads that are
+left to IEEE arithmetic, and the accuracy that is promised, with sums cut as the hardware cuts them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.feature_cases import numbers, options_of
+from support.float32_data import KINDS, check_promise, data
+from support.float32_parts import split_parts
+from support.launch_record import Launch
+from support.simulated_problems import HOPPER, draw
+from support.simulator import simulated_gpu
+from support.strided_arrays import gapped, packed, shifted
+
+from fa2cupy import reference
+from fa2cupy.families.operations import TILED
+from fa2cupy.testing import Expectation
+
+pytestmark = pytest.mark.simulated
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch, HOPPER) as stages:
+        yield stages
+
+
+def run(inputs: tuple, *, dlse=None, out=(None, None), **options) -> dict:
+    q, k, v, do = inputs
+    results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], family="sm90", **options), strict=True))
+    more = {"return_dsink": True} if "sink" in options else {}
+    gradients = backward(
+        q, k, v, results["o"], results["lse"], do, dlse=dlse, out=out[1], family="sm90", **more, **options
+    )
+    return results | dict(zip((*GRADIENTS, "dsink"), gradients, strict=False))
+
+
+def check(inputs: tuple, launched: list, **options) -> dict:
+    """All results, and that kernels of both kinds gave them."""
+    launched.clear()
+    expected = Expectation(*inputs, **options)
+    results = run(inputs, **options)
+    expected.check(**results)
+    if inputs[0].size and inputs[1].size:
+        tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
+        assert [spec.family for spec in tiled] == ["sm90", "simt", "sm90", "sm90", "simt", "simt"]
+        assert [spec.is_fallback for spec in tiled] == [spec.family == "simt" for spec in tiled]
+    return results
+
+
+#: (seqlen_q, seqlen_k): less than a block of rows that share a unit, whole ones, ragged tiles, and so many more queries
+#: that under the causal mask whole tiles see no key.
+LENGTHS = ((1, 1), (64, 64), (70, 150), (290, 140))
+
+
+@pytest.mark.sample(head_dim=(59, 128), causal=(True,))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (1, 32, 59, 64, 96, 128))
+def test_every_head_dim(launched, head_dim, causal):
+    for lengths in LENGTHS:
+        check(draw("float32", lengths, head_dim), launched, causal=causal)
+
+
+@pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.sample(heads=((4, 2),))
+def test_head_groups_in_both_layouts(launched, layout, heads):
+    check(draw("float32", (70, 130), 40, heads, batch=2, layout=layout), launched, layout=layout, causal=True)
+
+
+@pytest.mark.sample(view=(gapped,))
+@pytest.mark.parametrize("view", (packed, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize("head_dim", (59, 64))
+def test_strided_arrays_are_read_and_written_only_where_they_are(launched, head_dim, view):
+    inputs = draw("float32", (70, 130), head_dim, batch=2, view=view)
+    q, k, v, _ = inputs
+    gradients = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
+    out = ((view(np.full_like(q, np.nan)), None), gradients)
+    results = run(inputs, causal=True, out=out)
+    assert results["o"] is out[0][0] and all(results[name] is x for name, x in zip(GRADIENTS, gradients, strict=True))
+    Expectation(*inputs, causal=True).check(**results)
+
+
+@pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
+def test_lengths_of_zero(launched, empty):
+    lengths = (0, 70) if empty == "seqlen_q" else (70, 0)
+    check(draw("float32", lengths, 64), launched)
+
+
+@pytest.mark.sample(seed=(1,))
+@pytest.mark.parametrize("seed", (1, 2))
+def test_warps_may_take_turns_in_any_order(monkeypatch, seed):
+    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
+        check(draw("float32", (200, 330), 64, (4, 2)), launched, causal=True)
+
+
+FEATURES = (
+    "window", "softcap", "alibi", "bias", "bias of keys", "mask of rows", "padding", "sink", "dropout",
+)  # fmt: skip
+
+
+def features_of(names: tuple, lengths: tuple[int, int], batch: int = 1) -> dict:
+    sizes = {"batch": batch, "num_heads": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    given = {key: x for name in names for key, x in options_of(name, "float32", sizes).items()}
+    return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+
+
+@pytest.mark.sample(feature=("window", "bias", "sink", "dropout"))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature(launched, feature):
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, 64)
+    dlse = place(numbers((1, 2, 150), "float32"))
+    results = check(inputs, launched, dlse=dlse, **features_of((feature,), lengths))
+    assert ("dsink" in results) == (feature == "sink")
+
+
+def test_features_together(launched):
+    lengths = (140, 170)
+    names = ("softcap", "alibi", "bias of keys", "mask of rows", "padding", "sink", "dropout", "window left")
+    check(draw("float32", lengths, 128), launched, causal=True, **features_of(names, lengths))
+
+
+@pytest.mark.sample(options=({"causal": True},))
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (6, 3)}), ids=("full", "causal", "window"))
+def test_packed_sequences(launched, options):
+    """Empty ones, those of several tiles, and rows of no sequence, which reach nothing."""
+    sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
+    offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
+    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), 64))
+    for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
+        x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
+    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+    check(inputs, launched, **given, **options)
+
+
+@pytest.mark.parametrize("head_dim", (40, 128))
+def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
+    """Bit for bit, also the zeros beyond the rows and the columns."""
+    found = {}
+
+    def look(launch: Launch) -> None:
+        if launch.spec.operation == "split_inputs":
+            for name in ("q", "k", "v"):
+                blocks = launch.values["q_blocks" if name == "q" else "k_blocks"]
+                expected = split_parts(launch.array(name), blocks)
+                for kind, wanted in zip(("parts", "units"), expected, strict=True):
+                    found[name, kind] = launch.array(f"{name}_{kind}").copy(), wanted.ravel()
+
+    with simulated_gpu(monkeypatch, after=look):
+        forward(*draw("float32", (70, 130), head_dim, (4, 2), batch=2)[:3], family="sm90")
+    assert len(found) == 6
+    for name, (own, wanted) in found.items():
+        np.testing.assert_array_equal(own, wanted, err_msg=str(name))
+
+
+# ------------------------------------------------------------------------------------------------ heads that are left
+
+
+def spoil(inputs: tuple, kind: str) -> tuple:
+    """Makes the second of two K/V heads an exception, by one of its inputs."""
+    q, k, v, do = inputs
+    if kind == "small rows":
+        k[:, 5:9, 1] *= np.float32(1e-5)
+    elif kind == "small columns":
+        q[..., 2:, 3] *= np.float32(1e-5)
+    elif kind == "tiny":
+        v[:, :, 1] *= np.float32(1e-25)
+    elif kind == "large":
+        q[:, :, 2:] *= np.float32(1e15)
+    else:
+        (do if kind == "infinity" else k)[:, 70, -1, 3] = np.inf if kind == "infinity" else np.nan
+    return inputs
+
+
+@pytest.mark.sample(kind=("small rows", "small columns", "tiny", "nan"))
+@pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large", "infinity", "nan"))
+def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kind):
+    """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
+    inputs = spoil(draw("float32", (100, 110), 40, (4, 2)), kind)
+    q, k, v, do = inputs
+    results = run(inputs, causal=True)
+    with np.errstate(invalid="ignore"):
+        o, lse = forward(q, k, v, causal=True, precision="ieee")
+        gradients = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")
+    ieee = dict(zip(("o", "lse", *GRADIENTS), (o, lse, *gradients), strict=True))
+    in_forward = kind != "infinity"  # which is in dO alone
+    for name, own in results.items():
+        heads = own.shape[1] if name == "lse" else own.shape[2]
+        axis = 1 if name == "lse" else 2
+        first, second = (np.take(x, range(heads // 2), axis) for x in (own, ieee[name]))
+        assert np.isfinite(first).all() and not np.array_equal(first, second), name
+        if in_forward or name in GRADIENTS:
+            last, same = (np.take(x, range(heads // 2, heads), axis) for x in (own, ieee[name]))
+            if in_forward:
+                np.testing.assert_array_equal(last, same, err_msg=name)
+            else:
+                assert np.array_equal(np.isnan(last), np.isnan(same)), name
+
+
+def test_rows_and_columns_of_zeros_are_no_exception(launched):
+    inputs = draw("float32", (100, 110), 40)
+    for x in inputs:
+        x[:, 7:70], x[..., 5] = 0, 0
+    expected = Expectation(*inputs)
+    results = run(inputs)
+    expected.check(**results)
+    o, _ = forward(*inputs[:3], precision="ieee")
+    assert not np.array_equal(results["o"], o)
+
+
+# ---------------------------------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.sample(kind=("normal", "positive"), rows=(130,))
+@pytest.mark.parametrize("rows", (33, 130, 400))
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_those_of_float32(monkeypatch, kind, rows):
+    with simulated_gpu(monkeypatch, cuts_sums=True):
+        inputs = tuple(map(place, data(kind, rows, 64)))
+        q, k, v, do = inputs
+        o, lse = forward(q, k, v, causal=True, precision="split")
+        gradients = backward(q, k, v, o, lse, do, causal=True, precision="split")
+        results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+        if kind == "subnormal":  # whose products with anything small are nothing in float32
+            results = {name: results[name] for name in ("o", "dv")}
+        check_promise(inputs, results, causal=True)
+
+
+def test_sums_over_keys_are_cut_in_chunks(monkeypatch):
+    """Sums over all keys on tensor cores would be an order of magnitude beyond the promise where V is positive."""
+    with simulated_gpu(monkeypatch, cuts_sums=True):
+        q, k, v, _ = data("positive", 2048, 64)
+        q = q[:, :128]
+        o, _ = forward(*map(place, (q, k, v)), precision="split")
+    exact, plain = (reference_of(q, k, v, dtype) for dtype in ("float64", "float32"))
+    error, usual = (float(abs(x - exact).max()) for x in (o[0, :, 0], plain))
+    assert error <= 2 * usual + 1e-6 * abs(exact).max(), (error, usual)
+
+
+def reference_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> np.ndarray:
+    q, k, v = (x[0, :, 0].astype(dtype) for x in (q, k, v))
+    scores = (q @ k.T) * np.dtype(dtype).type(q.shape[1] ** -0.5)
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return p @ v / p.sum(axis=1, keepdims=True)
+
+
+def test_the_backward_takes_lse_of_any_precision(launched):
+    inputs = draw("float32", (70, 130), 64)
+    q, k, v, do = inputs
+    expected = Expectation(*inputs)
+    o, lse = reference.forward(q, k, v)
+    o, lse = place(o.astype("float32")), place(lse.astype("float32"))
+    expected.check(**dict(zip(GRADIENTS, backward(q, k, v, o, lse, do, family="sm90"), strict=True)))

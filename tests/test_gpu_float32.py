@@ -1,0 +1,116 @@
+"""On a GPU: float32 on tensor cores, ``precision="split"``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.feature_cases import ROWS, numbers, options_of
+from support.float32_data import KINDS, check_promise, data
+
+import fa2cupy
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.testing import Expectation, make_inputs
+
+cp = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+GRADIENTS = ("dq", "dk", "dv")
+LENGTHS = ((1, 1), (1, 147), (64, 64), (113, 203), (512, 256), (1023, 1024), (799, 3), (2048, 2048))
+HEADS = ((2, 2), (4, 2), (3, 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device():
+    if DeviceInfo.current().compute_capability != 90:
+        pytest.skip("needs a GPU of compute capability 9.0")
+    fa2cupy.precompile(dtypes="float32", head_dims=(32, 59, 64, 96, 128), methods="two_pass", family="sm90")
+
+
+def run(inputs: tuple, *, dlse=None, **options) -> dict:
+    """All results, written into arrays of NaN."""
+    q, k, v, do = inputs
+    expected = Expectation(q, k, v, do, dlse=dlse, **options)
+    more = {"return_dsink": True} if "sink" in options else {}
+    names = (*GRADIENTS, *(["dsink"] if more else []))
+    how = {**options, "family": "sm90"}
+    o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
+    out = expected.unwritten(*names)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, out=out, **more, **how)
+    results = {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
+    expected.check(spec="split", **results)
+    return results
+
+
+def draw(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, batch: int = 2, **options) -> tuple:
+    sizes = dict(zip(("seqlen_q", "seqlen_k", "num_heads", "num_heads_kv"), (*lengths, *heads), strict=True))
+    return make_inputs("float32", batch=batch, head_dim=head_dim, xp=cp, **sizes, **options)
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("head_dim", (32, 59, 64, 96, 128))
+def test_every_head_dim(head_dim, lengths, causal):
+    run(draw(lengths, HEADS[head_dim % 3], head_dim), causal=causal)
+
+
+@pytest.mark.parametrize("layout", ("bshd", "bhsd"))
+@pytest.mark.parametrize("heads", HEADS, ids=("mha", "gqa", "mqa"))
+def test_head_groups_in_both_layouts(heads, layout):
+    run(draw((260, 390), heads, 64, batch=3, layout=layout), layout=layout, causal=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("causal")])
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_each_feature(head_dim, name):
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 300, "seqlen_k": 430}
+    given = options_of(name, "float32", sizes)
+    options = {key: cp.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
+    dlse = cp.asarray(numbers((2, 4, 300), "float32"))
+    run(draw((300, 430), (4, 2), head_dim), dlse=dlse, **options)
+
+
+def test_packed_sequences():
+    offsets = [cp.asarray(np.cumsum([3, *lengths]), "int32") for lengths in ((5, 0, 190, 4, 700), (9, 3, 150, 0, 650))]
+    rows = [int(ends[-1]) + 2 for ends in offsets]
+    inputs = tuple(x[0] for x in draw((rows[0], rows[1]), (4, 2), 64, batch=1))
+    run(inputs, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("rows", (65, 128, 1000, 4096))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_those_of_float32(kind, head_dim, rows, causal):
+    inputs = tuple(map(cp.asarray, data(kind, rows, head_dim)))
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v, causal=causal, precision="split")
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=causal, precision="split")
+    results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+    if kind == "subnormal":  # whose products with anything small are nothing in float32
+        results = {name: results[name] for name in ("o", "dv")}
+    check_promise(inputs, results, causal)
+
+
+@pytest.mark.parametrize("value", (np.inf, np.nan))
+@pytest.mark.parametrize("name", ("q", "k", "v", "do"))
+def test_infinities_and_nan_come_out_as_of_ieee_arithmetic(name, value):
+    inputs = dict(zip(("q", "k", "v", "do"), draw((260, 390), (4, 2), 64), strict=True))
+    inputs[name][1, 200, -1, 7] = value
+    q, k, v, do = inputs.values()
+    results = []
+    for precision in ("split", "ieee"):
+        o, lse = fa2cupy.forward(q, k, v, causal=True, precision=precision)
+        how = {"causal": True, "precision": precision, "method": "two_pass"}
+        results.append((o, lse, *fa2cupy.backward(q, k, v, o, lse, do, **how)))
+    for split, ieee in zip(*results, strict=True):
+        assert (cp.isnan(split) == cp.isnan(ieee)).all() and (cp.isinf(split) == cp.isinf(ieee)).all()
+
+
+def test_results_are_the_same_in_every_run():
+    q, k, v, do = draw((1000, 1100), (4, 2), 128)
+    first = None
+    for _ in range(5):
+        o, lse = fa2cupy.forward(q, k, v, causal=True, precision="split")
+        results = (o, lse, *fa2cupy.backward(q, k, v, o, lse, do, causal=True, precision="split"))
+        first = first or results
+        assert all((x == y).all() for x, y in zip(first, results, strict=True))
