@@ -33,11 +33,15 @@ models
     has the best peer's time over ours.
 features
     What scripts/features.py measures, beside the peers that need no compiler: features-peers.csv.
+float32
+    float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
+    measured as in models. In float32.csv; the table at the end has that operator's time over ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -78,7 +82,7 @@ COLUMNS = (
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
-SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features")
+SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32")
 #: The sections whose rows benchmark.csv has.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -107,6 +111,9 @@ MODELS = {
 MODEL_SIZES = ((1, 2048), (1, 8192), (4, 4096))
 MODEL_PEERS = ("torch flash", "torch cudnn")
 MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
+PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128), (2048, 4096, 16384)
+PRECISION_PEERS = ("torch efficient",)
+PRECISION_COLUMNS = ("precision", *COLUMNS[:-1])
 #: Without the call that the others are compared to, and without what is like a shorter window.
 PEER_FEATURES = tuple(name for name in features.FEATURES if name not in ("plain", "window4095"))
 
@@ -148,12 +155,18 @@ def model_problems() -> Iterator[tuple[str, Problem]]:
             yield model, Problem("bfloat16", head_dim, seqlen, batch, num_heads, True, num_heads_kv)
 
 
+def precision_problems() -> Iterator[Problem]:
+    """The sizes of the section float32."""
+    for head_dim, seqlen, causal in itertools.product(PRECISION_HEAD_DIMS, PRECISION_SEQLENS, (False, True)):
+        yield Problem("float32", head_dim, seqlen, 16384 // seqlen, MODEL_DIM // head_dim, causal)
+
+
 class Benchmark:
     """One run: the device, the implementations, and what they have shown so far."""
 
-    def __init__(self, gpu: Gpu, peers: Sequence, rounds: int, budget_ms: float):
+    def __init__(self, gpu: Gpu, peers: Sequence, rounds: int, budget_ms: float, precision: str | None = None):
         self.gpu = gpu
-        self.ours = Fa2cupy(gpu)
+        self.ours = Fa2cupy(gpu, precision)
         self.peers = peers
         self.rounds = rounds
         self.budget_ms = budget_ms
@@ -169,7 +182,7 @@ class Benchmark:
         """Checks and times all implementations on one problem. `labels` are further columns of its rows."""
         self._release()
         sets = rotating_inputs(self.gpu, problem)
-        check = HeadCheck(self.gpu.xp, problem, sets[0])
+        check = HeadCheck(self.gpu.xp, problem, sets[0], precision=self.ours.precision)
         scores = format_bytes(problem.seqlen**2 * problem.tensor_bytes // math.prod(problem.shape))
         write(f"{problem} (the scores of one head would take {scores})")
         for operation in operations:
@@ -313,9 +326,11 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """What an earlier run is shown by: its table, and the plots, where there are any and they can be drawn."""
-    if "model" in rows[0]:
-        print(*model_table(rows), sep="\n")
-        return
+    tables = {"model": model_table, "precision": precision_table}
+    for column, table in tables.items():
+        if column in rows[0]:
+            print(*table(rows), sep="\n")
+            return
     if can_plot():
         print(*plot(rows, folder), sep="\n")
     print(*speed_table(rows, "float16", "torch cudnn"), sep="\n")
@@ -325,6 +340,16 @@ def model_table(rows: Sequence[dict[str, object]]) -> list[str]:
     """The best peer's time over ours, by model and size: forward, default backward, deterministic backward."""
     sized = [{**row, "size": f"{row['batch']} x {row['seqlen']}"} for row in rows]
     return [*ratio_table(sized, "model", "size", DEFAULT_OPERATIONS), *smallest_ratio(sized, "model", "size")]
+
+
+def precision_table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The best peer's time over ours in float32, by precision, head_dim and mask, and by length."""
+    masks = ("full", "causal")
+    named = [
+        {**row, "what": f"{row['precision']} {row['head_dim']} {masks[int(row['causal'])]}"}
+        for row in sorted(rows, key=lambda row: str(row["precision"]))
+    ]
+    return [*ratio_table(named, "what", "seqlen", DEFAULT_OPERATIONS), *smallest_ratio(named, "what", "seqlen")]
 
 
 def _series(row: dict[str, object]) -> str:
@@ -396,6 +421,9 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         models = Benchmark(gpu, some, options.short_rounds, MODEL_BUDGET_MS)
         run_models(models, folder / "models.csv")
         benchmark.failures += models.failures
+    if "float32" in options.sections:
+        some = [peer for peer in peers if peer.name in PRECISION_PEERS]
+        benchmark.failures += run_precisions(gpu, some, options.short_rounds, folder / "float32.csv")
     if "features" in options.sections:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
     return benchmark
@@ -438,6 +466,21 @@ def run_models(benchmark: Benchmark, path: Path) -> None:
             write_csv(path, MODEL_COLUMNS, benchmark.rows)
             bar.update()
     print("", *model_table(benchmark.rows), "", sep="\n")
+
+
+def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[str]:
+    """The section float32; returns what failed."""
+    runs = [Benchmark(gpu, peers, rounds, MODEL_BUDGET_MS, precision) for precision in PRECISIONS]
+    rows: list[dict[str, object]] = []
+    problems = list(precision_problems())
+    with progress(len(problems) * len(runs), "float32") as bar:
+        for problem, one in itertools.product(problems, runs):
+            one.speed(problem, DEFAULT_OPERATIONS, bar.write, {"precision": one.ours.precision})
+            rows = [row for run in runs for row in run.rows]
+            write_csv(path, PRECISION_COLUMNS, rows)
+            bar.update()
+    print("", *precision_table(rows), "", sep="\n")
+    return [text for run in runs for text in run.failures]
 
 
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:

@@ -738,6 +738,39 @@ def test_models_that_are_wrong_are_failures(small_models, tmp_path, monkeypatch)
     assert len(run.failures) == 2 * 2 * 3 and "WRONG: bfloat16 d=32 seqlen=40" in run.failures[0]
 
 
+def test_float32_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    asked, forward = [], peers.fa2cupy.forward
+
+    def remembered(*inputs, **options):
+        asked.append(options.get("precision"))
+        return forward(*inputs, **options)
+
+    monkeypatch.setattr(peers.fa2cupy, "forward", remembered)
+    small = [measure.Problem("float32", 32, 64, 1, 2, causal) for causal in (False, True)]
+    monkeypatch.setattr(benchmark, "precision_problems", lambda: small)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "float32"]), FakeGpu(), tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["float32.csv"]
+    rows = measure.read_csv(tmp_path / "float32.csv")
+    assert tuple(rows[0]) == benchmark.PRECISION_COLUMNS
+    assert {(row["precision"], row["causal"], row["operation"], row["provider"]) for row in rows} == {
+        (precision, causal, operation, provider)
+        for precision in benchmark.PRECISIONS
+        for causal in "01"
+        for operation in ("forward", "default", "deterministic")
+        for provider in ("fa2cupy", "torch efficient")
+    }
+    assert set(benchmark.PRECISIONS) <= set(asked)
+    assert "| split 32 causal | 1.00 / 1.00 / 1.00 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "float32.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 64 |\n")
+
+
+def test_the_sizes_of_float32():
+    problems = list(benchmark.precision_problems())
+    assert len(problems) == 12 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
+
+
 def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "PEER_FEATURES", ("bias", "softcap"))
     monkeypatch.setattr(features, "HEAD_DIMS", (32,))
@@ -784,7 +817,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     ((_, script, *arguments),) = commands
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features"}
+    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32"}
 
 
 def test_csv_round_trip_and_summary(tmp_path):

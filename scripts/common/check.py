@@ -27,11 +27,12 @@ class HeadCheck:
     A float64 score matrix of a long sequence does not fit into memory. Queries are therefore taken in blocks, each of
     which is a problem of its own: its rows with all the keys that they see. Gradients of k and v are sums over blocks.
 
-    `window` is the number of keys that are visible to the left of the diagonal, if that is limited.
+    `window` is the number of keys that are visible to the left of the diagonal, if that is limited, and `precision` the
+    one of all calls.
     """
 
-    def __init__(self, xp, problem: Problem, tensors: Tensors, window: int | None = None):
-        self._xp, self._problem, self._tensors = xp, problem, tensors
+    def __init__(self, xp, problem: Problem, tensors: Tensors, window: int | None = None, precision: str | None = None):
+        self._xp, self._problem, self._tensors, self._precision = xp, problem, tensors, precision
         self._group = slice(-(problem.num_heads // problem.heads_kv), None)
         t, group = tensors, self._group
         heads = (t.q[-1][:, group], t.k[-1][:, -1:], t.v[-1][:, -1:], t.do[-1][:, group])
@@ -50,7 +51,7 @@ class HeadCheck:
             A result is wrong, or an element of it was not written.
         """
         t, group = self._tensors, self._group
-        options = {**self._options, "family": family}
+        options = {**self._options, "family": family, "precision": self._precision}
         forward = {"o": self._unwritten(t.q.shape, t.q.dtype), "lse": self._unwritten(*self._statistics)}
         forward_config = config if operation == "forward" else None
         fa2cupy.forward(t.q, t.k, t.v, out=tuple(forward.values()), config=forward_config, **options)

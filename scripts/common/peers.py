@@ -25,8 +25,6 @@ from common.measure import (
 import fa2cupy
 from fa2cupy.families.choice import Choice, choose
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.operations import TILED
-from fa2cupy.inspection import default_specs
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
 
@@ -42,7 +40,9 @@ DEFAULT_OPERATIONS = ("forward", DEFAULT, DETERMINISTIC)
 _HALF = ("float16", "bfloat16")
 
 
-def default_choice(device: DeviceInfo, problem: Problem, operation: str = DEFAULT, **features) -> Choice:
+def default_choice(
+    device: DeviceInfo, problem: Problem, operation: str = DEFAULT, precision: str | None = None, **features
+) -> Choice:
     """What a call takes whose operation leaves it open; `features` are keywords of the call."""
     scalar = np.zeros((), problem.numpy_dtype)
     q, k = np.broadcast_to(scalar, problem.shape), np.broadcast_to(scalar, problem.shape_kv)
@@ -50,7 +50,8 @@ def default_choice(device: DeviceInfo, problem: Problem, operation: str = DEFAUL
     rows = dict.fromkeys(("q", "o", "dout", "dq"), attention.kernel_strides(attention.q_shape))
     rows |= dict.fromkeys(("k", "v", "dk", "dv"), attention.kernel_strides(attention.k_shape))
     call = "forward" if operation == "forward" else "backward"
-    options = CallOptions(causal=problem.causal, **({} if call == "forward" else backward_options(operation)))
+    how = {} if call == "forward" else backward_options(operation)
+    options = CallOptions(causal=problem.causal, precision=precision, **how)
     return choose(call, attention, device, rows, options, is_launched=False)
 
 
@@ -59,22 +60,23 @@ class Fa2cupy:
 
     name = "fa2cupy"
 
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, precision: str | None = None):
+        self.gpu, self.precision = gpu, precision
 
     def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
         """The operation on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""
-        forward = functools.partial(fa2cupy.forward, causal=problem.causal)
+        shared = {"causal": problem.causal, "precision": self.precision}
+        forward = functools.partial(fa2cupy.forward, **shared)
         if operation == "forward":
             return Candidate(self.name, rotating(forward, [(t.q, t.k, t.v) for t in sets]))
         if operation == TRAINING:
 
             def step(q, k, v, do) -> tuple:
-                _, backprop = fa2cupy.attention(q, k, v, causal=problem.causal)
+                _, backprop = fa2cupy.attention(q, k, v, **shared)
                 return backprop(do)
 
             return Candidate(self.name, rotating(step, [(t.q, t.k, t.v, t.do) for t in sets]))
-        backward = functools.partial(fa2cupy.backward, causal=problem.causal, **backward_options(operation))
+        backward = functools.partial(fa2cupy.backward, **shared, **backward_options(operation))
         saved = [(t.q, t.k, t.v, *forward(t.q, t.k, t.v), t.do) for t in sets]
         return Candidate(self.name, rotating(backward, saved))
 
@@ -90,9 +92,8 @@ class Fa2cupy:
         """The tiles that a call takes, in words; before them the method, where the operation does not name it."""
         if operation == TRAINING:
             return ""
-        method = None if operation == "forward" else default_choice(self.gpu.info, problem, operation).method
-        specs = default_specs(self.gpu.info, problem.dtype, problem.head_dim, problem.causal, method)
-        tiles = {spec.operation: spec.tile for spec in specs if spec.operation in TILED}
+        choice = default_choice(self.gpu.info, problem, operation, self.precision)
+        method, tiles = choice.method, choice.tiles
         text = "; ".join(f"{name} {tile}" if len(tiles) > 1 else str(tile) for name, tile in tiles.items())
         return text if operation in OPERATIONS else f"{method}: {text}"
 
