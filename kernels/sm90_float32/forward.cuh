@@ -10,28 +10,11 @@
 // O is added up in registers, and stored from there: the results may have any strides.
 #pragma once
 #include "sm90_float32/forward_consumer.cuh"
-#include "sm90_float32/query_tile_producer.cuh"
+#include "sm90_float32/query_tile_kernel.cuh"
 
 namespace fa2::sm90_float32 {
 
 template <class Spec>
-struct Forward {
-    using Shape = PartsShape<Spec, 1>;
-    static constexpr bool kFindsSequences = true;
-
-    __device__ static void run(const Params& params, char* dynamic_smem) {
-        const QueryTileMemory<Shape> memory(dynamic_smem);
-        if (threadIdx.x == 0) memory.init_barriers();
-        __syncthreads();
-        const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
-        if (group == 0) {
-            deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) QueryTileProducer<Spec, Shape>(params, memory).run();
-        } else {
-            allocate_registers<Shape::kConsumerRegisters>();
-            ForwardConsumer<Spec>(params, memory, group - 1).run();
-        }
-    }
-};
+using Forward = QueryTileKernel<Spec, PartsShape<Spec, 1>, ForwardConsumer<Spec>>;
 
 }  // namespace fa2::sm90_float32
