@@ -165,6 +165,7 @@ LONG = {"seqlen_q": 200, "seqlen_k": 300}
         ("split", {"head_dim": 160}, "sm_90", "forward", {}, "simt"),
         ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "simt"),
         ("split", {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
+        ("split", {"num_heads": 0}, "sm_90", "backward", {}, "simt"),
         (None, {"seqlen_q": 127}, "sm_90", "forward", {"family": "sm90"}, "sm90"),
     ),
 )

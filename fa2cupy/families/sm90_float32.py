@@ -70,6 +70,8 @@ class Sm90Float32(Family):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         if self.padded_head_dim(problem.head_dim) > _LARGEST_HEAD_DIM:
             return f"head_dim={problem.head_dim} is above {_LARGEST_HEAD_DIM}"
+        if not problem.heads_per_group:
+            return "there is no query head"  # while K and V have heads, and gradients
         return None
 
     def is_accurate(self, problem: AttentionProblem) -> bool:

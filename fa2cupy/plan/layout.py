@@ -24,7 +24,7 @@ from .schedule import (
 from .stages import Stage
 from .tensor_maps import TensorLayout, packed_layout, tensor_layout
 
-__all__ = ["StageLayout"]
+__all__ = ["PART_ROWS", "StageLayout"]
 
 #: Rows that share a unit, and the most rows of a tile of parts.
 PART_ROWS, LARGEST_TILE = 64, 128

@@ -37,7 +37,7 @@ class DkdvConsumer {
           value_operand_(matrix_descriptor(memory.value() + group * kGroupRows * kPanelRowBytes, 0)),
           query_operand_(matrix_descriptor(memory.query(0), kBr * kPanelRowBytes)),
           dout_operand_(matrix_descriptor(memory.dout(0), kBr * kPanelRowBytes)) {
-        const int32 num_heads_kv = params.num_heads / max_of(params.heads_per_group, 1);
+        const int32 num_heads_kv = params.num_heads / params.heads_per_group;
         const int32 head = head_with_parts<Spec>(where.batch, num_heads_kv, where.head);
         const int32 row = first_part_row<Spec, true>(params, where.batch) + where.tile * kBc + group * kGroupRows;
         key_unit_ = params.k_units[head * params.k_blocks + row / kUnitRows];
@@ -51,7 +51,7 @@ class DkdvConsumer {
             dk_[panel].fill(0.0f);
             dv_[panel].fill(0.0f);
         }
-        if (tiles.begin < tiles.end && params_.heads_per_group > 0) {
+        if (tiles.begin < tiles.end) {
             mbarrier_wait(memory_.full_key(), 0);
             mbarrier_wait(memory_.full_value(), 0);
         }

@@ -9,7 +9,7 @@ __device__ __forceinline__ void produce_queries(const Record& params, const Dkdv
                                                 const common::TileCoordinates& where, const Tiles& tiles) {
     using Shape = DkdvShape<Spec>;
     using Layout = PartsLayout<Spec::kHeadDim>;
-    if (tiles.begin >= tiles.end || params.heads_per_group == 0) return;
+    if (tiles.begin >= tiles.end) return;
     const int32 num_heads_kv = params.num_heads / params.heads_per_group;
     const int32 first_key = first_part_row<Spec, true>(params, where.batch) + where.tile * Shape::kBc;
     const int32 keys =
