@@ -108,12 +108,12 @@ struct OnlineSoftmax {
             const Real shift = highest[i] == -infinity<Real>() ? Real(0) : highest[i];
             rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest[i];
-            sum[i] *= rescale[i];
+            // A sum of its own for the tile: one chain over all keys would have the largest rounding error of all steps,
+            // which all of a row's results share.
+            Real share = 0;
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j) {
-                scores(i, j) = kExp(scores(i, j) - shift);
-                sum[i] += scores(i, j);
-            }
+            for (int j = 0; j < Fragment::kCols; ++j) share += scores(i, j) = kExp(scores(i, j) - shift);
+            sum[i] = sum[i] * rescale[i] + share;
         }
     }
 

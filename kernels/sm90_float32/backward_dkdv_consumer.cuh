@@ -6,7 +6,8 @@
 //   for each panel:  T = dS^T Q     -> dK += unit T
 //                                   -> release Q's stage
 //
-// The registers hold dK, dV and little more. P^T is therefore made again from its parts where nothing else needs it.
+// Where dK and dV have two panels, they leave few registers. P^T is then made again from its parts if nothing else needs
+// it.
 #pragma once
 #include "common/mask.cuh"
 #include "common/statistics.cuh"
@@ -22,8 +23,10 @@ class DkdvConsumer {
     static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanels;
     static constexpr int kChunks = kBr / kUnitRows;
     using Scores = QuadFragment<kBr / 8>;
+    using Products = ColumnProducts<kD / 16, kPanels, kBc, kBr, true, Scores>;
     using Panel = QuadFragment<kPanelColumns / 8>;
     using Gradient = Panel[kPanels];
+    static constexpr bool kUnitesParts = kPanels > 1 && !common::kTakesWeights<Spec>;
 
   public:
     __device__ DkdvConsumer(const Params& params, const Memory& memory, const common::TileCoordinates& where,
@@ -83,11 +86,11 @@ class DkdvConsumer {
 
         const uint64 queries = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
         const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
-        Scores scores;
+        Products products;
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-        multiply_columns<0, kD / 16, kPanels, kBc, kBr, true>(scores, key_operand_, queries);
+        products.issue(key_operand_, queries);
         wgmma_wait<0>();
-        pin(scores);
+        Scores& scores = products.sum();
         scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
         const common::ScoreTile position{where_.batch, head, first_query, first_key_, lane_};
         Scores p;
@@ -105,13 +108,17 @@ class DkdvConsumer {
         }
 
         Scores dp;
-        multiply_columns<0, kD / 16, kPanels, kBc, kBr, true>(dp, value_operand_, douts);
-        if constexpr (!common::kTakesWeights<Spec>) parts.unite(scores, 1.0f / kProbabilityScale);
+        const auto comparand = [&](int j, int c) { return Comparand(own[j / 8].delta, dp_unit[c]); };
+        start_dp<true>(dp, [&](int j, int c) { return from_lane(comparand(j, c).start, j); });
+        Products::issue_from(dp, value_operand_, douts);
+        if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
         wgmma_wait<0>();
         pin(dp);
         if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));
         douts_.advance();
-        take_gradients<true, Spec>(scores, dp, dp_unit, params_, [&](int j) { return from_lane(own[j / 8].delta, j); });
+        take_gradients<true, Spec>(
+            scores, dp, dp_unit, params_, [&](int j, int c) { return from_lane(comparand(j, c).rest, j); },
+            [&](int j) { return from_lane(own[j / 8].delta, j); });
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);
         parts.set_scaled(scores, scale);

@@ -3,9 +3,6 @@
 //   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS, in parts
 //   for each chunk of 64 keys:  T = dS K   -> dQ += unit T
 //                              -> release K's stage
-//
-// The sums of dP are cut towards zero like all sums on tensor cores. dP - delta lays that bias bare where all of dO and V
-// have one sign, so that longer sums are made in two chains, which are added in float32 arithmetic.
 #pragma once
 #include "sm90_float32/query_tile_consumer.cuh"
 #include "sm90_float32/softmax_gradient.cuh"
@@ -20,10 +17,8 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
         Base::release_key, Base::release_value, Base::score_tile, Base::store_rows, Base::value_stage;
     using Base::kBc, Base::kBr, Base::kChunks, Base::kD, Base::kPanels;
     using Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::values_;
-    using typename Base::Memory, typename Base::Output, typename Base::Scores;
+    using typename Base::Memory, typename Base::Output, typename Base::Products, typename Base::Scores;
     friend Base;
-    static constexpr int kSteps = kD / 16, kFirstChain = kSteps > 4 ? kSteps / 2 : kSteps;
-    static constexpr bool kTwoChains = kFirstChain < kSteps;
 
   public:
     __device__ BackwardDqConsumer(const Params& params, const Memory& memory, int32 group)
@@ -60,14 +55,14 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
             score_unit[c] = query_unit_ * key_unit[c];
             dp_unit[c] = dout_unit_ * params_.v_units[key_block];
         }
-        Scores scores, dp, second;
-        issue_scores(scores);
+        Products products;
+        issue_scores(products);
+        Scores dp;
+        start_dp<false>(dp, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).start; });
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        multiply_columns<0, kFirstChain, kPanels, kBr, kBc>(dp, dout_operand_, value_stage());
-        if constexpr (kTwoChains)
-            multiply_columns<kFirstChain, kSteps, kPanels, kBr, kBc>(second, dout_operand_, value_stage());
-        wgmma_wait<kTwoChains ? 2 : 1>();
-        pin(scores);
+        Products::issue_from(dp, dout_operand_, value_stage());
+        wgmma_wait<1>();
+        Scores& scores = products.sum();
         scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
         const auto& own = record_of<Spec>(params_, tile);
         take_probabilities<false, Spec>(scores, common::Unused{}, masked, own, score_tile(tile, block),
@@ -75,16 +70,13 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
         wgmma_wait<0>();
         pin(dp);
         release_value();
-        if constexpr (kTwoChains) {
-            pin(second);
-            const float one[2] = {1.0f, 1.0f};
-            add_rows(dp, second, one);
-        }
         if (is_last && lane_ == 0) {
             mbarrier_arrive(memory_.empty_query(0));
             mbarrier_arrive(memory_.empty_dout(0));
         }
-        take_gradients<false, Spec>(scores, dp, dp_unit, params_, [&](int i) { return delta_[i]; });
+        take_gradients<false, Spec>(
+            scores, dp, dp_unit, params_, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).rest; },
+            [&](int i) { return delta_[i]; });
 
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);

@@ -19,7 +19,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
         Base::release_value, Base::score_tile, Base::store_rows, Base::value_stage;
     using Base::kBc, Base::kChunks, Base::kD, Base::kPanels;
     using Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::values_;
-    using typename Base::Memory, typename Base::Output, typename Base::Scores;
+    using typename Base::Memory, typename Base::Output, typename Base::Products, typename Base::Scores;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
     friend Base;
 
@@ -45,10 +45,10 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
             key_unit[c] = query_unit_ * params_.k_units[key_block];
             value_unit[c] = params_.v_units[key_block] / kProbabilityScale;
         }
-        Scores scores;
-        issue_scores(scores);
+        Products products;
+        issue_scores(products);
         wgmma_wait<0>();
-        pin(scores);
+        Scores& scores = products.sum();
         release_key();
         if (is_last && lane_ == 0) mbarrier_arrive(memory_.empty_query(0));
 

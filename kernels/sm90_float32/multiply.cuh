@@ -1,12 +1,15 @@
 // Products of parts on wgmma.
 //
 // The tensor core adds the 16 products of a k-step and the accumulator exactly, then cuts the sum towards zero to
-// float32: one error of up to a unit in the last place in each k-step, always of the same sign. Two rules keep it at the
-// level of ordinary float32 sums:
+// float32: one error of up to a unit in the last place in each k-step, always of the same sign. These rules keep it at
+// the level of ordinary float32 sums:
 //
 //   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
 //   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
 //     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
+//   - Sums over many columns are made in two chains, which are added in ordinary float32 arithmetic.
+//   - dP starts from minus half of delta, which it is compared to. Where all products have one sign, the sum then passes
+//     zero on half its way, and the cuts before and behind that cancel.
 #pragma once
 #include "sm90_float32/parts.cuh"
 #include "sm90_float32/wgmma.cuh.j2"
@@ -79,7 +82,9 @@ __device__ __forceinline__ void add_rows(QuadFragment<kN8>& sum, const QuadFragm
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum.value[n][e] = fma(x.value[n][e], factor[e / 2], sum.value[n][e]);
 }
-// Multiplies each chunk of kUnitRows columns by its unit.
+// The chunk of kUnitRows columns that column j of a lane belongs to.
+__device__ __forceinline__ constexpr int chunk_of(int j) { return j / 2 * 8 / kUnitRows; }
+// Multiplies each chunk by its unit.
 template <int kN8, int kChunks>
 __device__ __forceinline__ void multiply_chunks(QuadFragment<kN8>& x, const float (&unit)[kChunks]) {
 #pragma unroll
@@ -113,30 +118,74 @@ __device__ __forceinline__ void store_fragment(const QuadFragment<kN8>& x, float
     }
 }
 
-// Issues x = left right^T over the k-steps of columns from kFirst up to kEnd. The operands have panels of kLeftRows and
-// kRightRows rows, of which the left descriptor points to the warp group's 64. kPanels: panels of one part.
-// kRowsAreKeys: the left operand is K or V. The order of the products of parts is the same for S and S^T, so that their
-// elements have the same bits.
-template <int kFirst, int kEnd, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys = false, class Scores>
-__device__ __forceinline__ void multiply_columns(Scores& x, uint64 left, uint64 right) {
-    constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
-    wgmma_fence();
-#pragma unroll
-    for (int t = 0; t < kProducts; ++t)
-#pragma unroll
-        for (int s = kFirst; s < kEnd; ++s) {
-            const uint64 a =
-                left + part_of_product<!kRowsAreKeys>(t) * kPanels * kLeftPanel / 16 + along_columns<kLeftPanel>(s);
-            const uint64 b =
-                right + part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16 + along_columns<kRightPanel>(s);
-            if (t == 0 && s == kFirst)
-                wgmma_first_scores(x, a, b);
-            else
-                wgmma_scores(x, a, b);
+// Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows, of which the left
+// descriptor points to the warp group's 64. kPanels: panels of one part. kRowsAreKeys: the left operand is K or V. The
+// order of the products of parts is the same for S and S^T, so that their elements have the same bits.
+template <int kSteps, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys, class Scores>
+struct ColumnProducts {
+    // The k-steps of the first of two chains, or of the only one.
+    static constexpr int kFirstChain = kSteps > 4 ? kSteps / 2 : kSteps;
+    static constexpr bool kTwoChains = kFirstChain < kSteps;
+    static constexpr int kGroups = kTwoChains ? 2 : 1;  // that `issue` commits
+
+    // Issues the chains of left right^T, which `sum` adds when they are there.
+    __device__ __forceinline__ void issue(uint64 left, uint64 right) {
+        issue_chain<0, kFirstChain>(first_, left, right);
+        if constexpr (kTwoChains) issue_chain<kFirstChain, kSteps>(second_, left, right);
+    }
+    __device__ __forceinline__ Scores& sum() {
+        pin(first_);
+        if constexpr (kTwoChains) {
+            pin(second_);
+            const float one[2] = {1.0f, 1.0f};
+            add_rows(first_, second_, one);
         }
-    wgmma_commit();
-    pin(x);
-}
+        return first_;
+    }
+
+    // Issues x += left right^T for an x that is about minus half of the product: the small products of parts are added
+    // where the sum is near zero.
+    __device__ __forceinline__ static void issue_from(Scores& x, uint64 left, uint64 right) {
+        constexpr int kHalf = kSteps / 2, kLargest = kProducts - 1;
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kHalf; ++s) issue_step(x, left, right, kLargest, s);
+#pragma unroll
+        for (int t = 0; t < kLargest; ++t)
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) issue_step(x, left, right, t, s);
+#pragma unroll
+        for (int s = kHalf; s < kSteps; ++s) issue_step(x, left, right, kLargest, s);
+        wgmma_commit();
+        pin(x);
+    }
+
+  private:
+    template <int kBegin, int kEnd>
+    __device__ __forceinline__ static void issue_chain(Scores& x, uint64 left, uint64 right) {
+        wgmma_fence();
+#pragma unroll
+        for (int t = 0; t < kProducts; ++t)
+#pragma unroll
+            for (int s = kBegin; s < kEnd; ++s) issue_step(x, left, right, t, s, t == 0 && s == kBegin);
+        wgmma_commit();
+        pin(x);
+    }
+    __device__ __forceinline__ static void issue_step(Scores& x, uint64 left, uint64 right, int t, int s,
+                                                      bool is_first = false) {
+        constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
+        const uint64 a =
+            left + part_of_product<!kRowsAreKeys>(t) * kPanels * kLeftPanel / 16 + along_columns<kLeftPanel>(s);
+        const uint64 b =
+            right + part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16 + along_columns<kRightPanel>(s);
+        if (is_first)
+            wgmma_first_scores(x, a, b);
+        else
+            wgmma_scores(x, a, b);
+    }
+
+    Scores first_, second_;
+};
 
 // Issues x = p rows, for chunk number `chunk` of the rows of a tile of kRows; `rows` is the tile's MN-major descriptor.
 template <int kPanels, int kRows, class Output, class Operand>

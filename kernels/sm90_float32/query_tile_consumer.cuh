@@ -17,6 +17,7 @@ class QueryTileConsumer {
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
 
     using Scores = QuadFragment<kBc / 8>;
+    using Products = ColumnProducts<kD / 16, kPanels, kBr, kBc, false, Scores>;
     using Output = QuadFragment<kD / 8>;
 
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
@@ -70,9 +71,9 @@ class QueryTileConsumer {
     }
 
     // Issues S = Q K^T when K has arrived.
-    __device__ __forceinline__ void issue_scores(Scores& scores) const {
+    __device__ __forceinline__ void issue_scores(Products& products) const {
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
-        multiply_columns<0, kD / 16, kPanels, kBr, kBc>(scores, query_operand_, key_stage());
+        products.issue(query_operand_, key_stage());
     }
     __device__ __forceinline__ uint64 key_stage() const {
         return key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);

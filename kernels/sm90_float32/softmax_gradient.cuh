@@ -63,22 +63,49 @@ __device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, 
     }
 }
 
-// Replaces weights by dS. `dp`: products of scaled parts, to be multiplied by the unit of their chunk. delta(n): like
-// lse(n) above.
-template <bool kTransposed, class Spec, int kN8, int kChunks, class Record, class Delta>
-__device__ __forceinline__ void take_gradients(QuadFragment<kN8>& weights, const QuadFragment<kN8>& dp,
-                                               const float (&unit)[kChunks], const Record& params, const Delta& delta) {
+// What dP is compared to, in a chunk of keys or queries with one unit, which is a power of two:
+//
+//   dP - delta = unit * accumulator - rest
+//
+// if the accumulator has started from `start`: minus half of delta, or zero where that is far beyond all products.
+struct Comparand {
+    float start, rest;
+
+    __device__ __forceinline__ Comparand(float delta, float unit) {
+        const float inverse = __uint_as_float((2u * 127u << 23) - __float_as_uint(unit));
+        const float half = delta * -0.5f * inverse;
+        start = fabsf(half) < 0x1p100f ? half : 0.0f;
+        rest = fma(start, unit, delta);
+    }
+};
+
+// Sets the accumulators of dP to start(n, c), for the n-th query of a lane and chunk c of the columns. All lanes of the
+// warp call it together.
+template <bool kTransposed, int kN8, class Start>
+__device__ __forceinline__ void start_dp(QuadFragment<kN8>& dp, const Start& start) {
     using Fragment = QuadFragment<kN8>;
 #pragma unroll
-    for (int n = 0; n < (kTransposed ? Fragment::kCols : Fragment::kRows); ++n) {
-        const float own = delta(n);
+    for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
-        for (int m = 0; m < (kTransposed ? Fragment::kRows : Fragment::kCols); ++m) {
-            const int i = kTransposed ? m : n, j = kTransposed ? n : m;
-            const float product = dp(i, j) * unit[j / 2 * 8 / kUnitRows];
-            weights(i, j) = common::weighted_from_zero<Spec>(weights(i, j), product, own, params);
+        for (int i = 0; i < Fragment::kRows; ++i) dp(i, j) = start(kTransposed ? j : i, chunk_of(j));
+}
+
+// Replaces weights by dS. `dp`: products of scaled parts from `start_dp` on, to be multiplied by the unit of their
+// chunk. rest(n, c): like start(n, c) above. delta(n): like lse(n).
+template <bool kTransposed, class Spec, int kN8, int kChunks, class Record, class Rest, class Delta>
+__device__ __forceinline__ void take_gradients(QuadFragment<kN8>& weights, const QuadFragment<kN8>& dp,
+                                               const float (&unit)[kChunks], const Record& params, const Rest& rest,
+                                               const Delta& delta) {
+    using Fragment = QuadFragment<kN8>;
+#pragma unroll
+    for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i) {
+            const int n = kTransposed ? j : i, c = chunk_of(j);
+            const float own = common::kProductsFromDelta<Spec> ? 0.0f : delta(n);
+            const float difference = fma(dp(i, j), unit[c], own - rest(n, c));  // dP - delta, or dP
+            weights(i, j) = common::weighted<Spec>(weights(i, j), difference, -own, params);
         }
-    }
 }
 
 // lse and delta of a query; of rows that are not there, or that see no key, those that make P zero.
