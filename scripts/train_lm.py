@@ -3,6 +3,7 @@
     python scripts/train_lm.py                              on the GPU, or a tiny model on NumPy where there is none
     python scripts/train_lm.py --preset tiny --device cpu   about two minutes of one core
     python scripts/train_lm.py --attention both             fused and unfused, one after the other
+    python scripts/train_lm.py --dtype float32              the same model without a cast on the GPU
     python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
 
 Model, gradients and optimizer are in ``language_model/model.py`` and use the array module alone, with
@@ -65,7 +66,8 @@ PRESETS = {
         evaluate_every=50, evaluate_windows=64, final_windows=0,
     ),
 }  # fmt: skip
-_SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not in ("attention", "deterministic")]
+_NO_SIZES = ("attention", "deterministic", "dtype")
+_SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not in _NO_SIZES]
 
 
 class Interrupt:
@@ -172,6 +174,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compare", dest="attention", action="store_const", const="both", help="the same as --attention both"
     )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="on a GPU (default: bfloat16)")
     parser.add_argument(
         "--deterministic", action="store_true", default=None, help="the same result every time on a GPU, too"
     )
@@ -185,7 +188,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for field in _SIZES:
         sizes.add_argument(f"--{field.replace('_', '-')}", type=float if field == "learning_rate" else int)
     options = parser.parse_args(arguments)
-    given = [name for name in ("preset", "attention", "deterministic", *_SIZES) if getattr(options, name) is not None]
+    given = [
+        name
+        for name in ("preset", "attention", "dtype", "deterministic", *_SIZES)
+        if getattr(options, name) is not None
+    ]
     if options.resume and given:
         parser.error(f"--resume takes its settings from the checkpoint: leave out --{given[0].replace('_', '-')}")
     for name in ("checkpoint_every", *_SIZES):
@@ -203,10 +210,12 @@ def plan_runs(options: argparse.Namespace, arrays: Arrays, corpus: Corpus) -> di
     if options.resume:
         return {options.resume.stem: functools.partial(Training.load, options.resume, corpus, arrays)}
     preset = options.preset or ("tiny" if isinstance(arrays, NumpyArrays) else "gpu")
-    given = {name: getattr(options, name) for name in ("deterministic", *_SIZES) if getattr(options, name) is not None}
+    names = ("dtype", "deterministic", *_SIZES)
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     kinds = ("fused", "unfused") if options.attention == "both" else (options.attention or "fused",)
     settings = [dataclasses.replace(PRESETS[preset], attention=kind, **given) for kind in kinds]
-    return {f"{preset}-{s.attention}": functools.partial(Training, s, corpus, arrays) for s in settings}
+    suffix = "-float32" if options.dtype == "float32" else ""
+    return {f"{preset}{suffix}-{s.attention}": functools.partial(Training, s, corpus, arrays) for s in settings}
 
 
 def run_all(
@@ -235,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     folder = options.out or (options.resume.parent if options.resume else Path("runs"))
     try:
-        arrays, corpus = select_arrays(options.device), load_corpus()
+        dtype = Training.saved_settings(options.resume).dtype if options.resume else options.dtype or "bfloat16"
+        arrays, corpus = select_arrays(options.device, dtype), load_corpus()
         line = zlib_bits_per_byte(corpus.held_out)
         print(f"{arrays.device}; {corpus}; zlib -9 needs {line:.3f} bit/byte for the held-out files")
         plans = plan_runs(options, arrays, corpus)

@@ -64,6 +64,8 @@ def test_head_groups_in_both_layouts(heads, layout):
 def test_each_feature(head_dim, name):
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 300, "seqlen_k": 430}
     given = options_of(name, "float32", sizes)
+    if name == "alibi by batch":  # slopes of 1 make scores of 400, whose rounding alone is an error of 3e-5
+        given["alibi_slopes"] *= np.float32(0.1)
     options = {key: cp.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
     dlse = cp.asarray(numbers((2, 4, 300), "float32"))
     run(draw((300, 430), (4, 2), head_dim), dlse=dlse, **options)

@@ -312,8 +312,10 @@ def cupy_arrays():
 
 
 @pytest.mark.gpu
-def test_products_on_the_gpu_are_bfloat16(cupy_arrays):
-    assert cupy_arrays._product == cupy_arrays._bfloat16_product
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_on_the_gpu_are_those_of_cublas(cupy_arrays, dtype):
+    own = CupyArrays(dtype)
+    assert own.dtype.name == dtype and own._product == own._blas_product
 
 
 @pytest.mark.gpu
@@ -322,11 +324,13 @@ def test_pointwise_functions_are_one_kernel_on_the_gpu(cupy_arrays):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("attention", ["fused", "unfused"])
-def test_the_gpu_trains_like_numpy(attention, corpus, cupy_arrays):
-    settings = dataclasses.replace(SMALL, attention=attention, steps=20)
+def test_the_gpu_trains_like_numpy(attention, dtype, corpus, cupy_arrays):
+    settings = dataclasses.replace(SMALL, attention=attention, steps=20, dtype=dtype)
     on_host = train(settings, corpus, settings.steps)
-    on_device = Training(settings, corpus, cupy_arrays)
+    on_device = Training(settings, corpus, CupyArrays(dtype))
     on_device.run_to(settings.steps)
     assert on_device.arrays.peak_bytes() > 0
-    np.testing.assert_allclose(on_device.curve.losses, on_host.curve.losses, rtol=0.02)
+    tolerance = 0.02 if dtype == "bfloat16" else 1e-3
+    np.testing.assert_allclose(on_device.curve.losses, on_host.curve.losses, rtol=tolerance)

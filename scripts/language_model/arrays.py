@@ -1,8 +1,8 @@
 """The array module under the language model: NumPy or CuPy, and the few things that the two do differently.
 
 The model is written once, on `Arrays`. NumPy computes in one dtype throughout. CuPy keeps activations and the operands
-of matrix products in bfloat16, and everything that adds up (products, residual stream, norms, softmax, loss, optimizer)
-in float32.
+of matrix products in bfloat16, unless float32 is asked for, and everything that adds up (products, residual stream,
+norms, softmax, loss, optimizer) in float32.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class NumpyArrays(Arrays):
 
 
 class CupyArrays(Arrays):
-    """CuPy on the current device, with bfloat16 matrix products on the tensor cores."""
+    """CuPy on the current device, with matrix products of bfloat16 on the tensor cores, or of float32."""
 
     memory_meaning = "what CuPy's memory pool took from the driver"
 
-    def __init__(self):
+    def __init__(self, dtype: str = "bfloat16"):
         import cupy
         import ml_dtypes
         from cupy.cuda import device, runtime
@@ -133,10 +133,11 @@ class CupyArrays(Arrays):
                 "pip install nvidia-cublas-cu12 (for CUDA 13: nvidia-cublas)"
             ) from error
         self.xp = cupy
-        self.dtype, self.wide = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+        bfloat16, self.wide = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+        self.dtype = {"bfloat16": bfloat16, "float32": self.wide}[dtype]
         self.device = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
         self._cublas, self._handle = cublas, device.get_cublas_handle
-        self._cuda_types = {self.dtype: runtime.CUDA_R_16BF, self.wide: runtime.CUDA_R_32F}
+        self._cuda_types = {bfloat16: runtime.CUDA_R_16BF, self.wide: runtime.CUDA_R_32F}
         # Read by cuBLAS on the host, at these addresses: the arrays live as long as self.
         self._factors = np.array([1, 0], np.float32)
         self._one, self._zero = self._factors.ctypes.data, self._factors[1:].ctypes.data
@@ -152,15 +153,17 @@ class CupyArrays(Arrays):
 
     def _choose_product(self) -> Callable:
         try:
-            if self._bfloat16_product_is_right():
-                return self._bfloat16_product
+            if self._blas_product_is_right():
+                return self._blas_product
             reason = "wrong results in a trial"
         except Exception as error:  # whatever this CuPy, cuBLAS or GPU objects to
             reason = f"{type(error).__name__}: {error}"
-        print(f"note: matrix products run in float32, because those in bfloat16 do not work here ({reason})")
+        print(
+            f"note: CuPy's matrix products in float32 take the place of cuBLAS' own, which do not work here ({reason})"
+        )
         return self._float32_product
 
-    def _bfloat16_product_is_right(self) -> bool:
+    def _blas_product_is_right(self) -> bool:
         xp, rng = self.xp, np.random.default_rng(0)
 
         def as_transposed_view(x):
@@ -174,12 +177,12 @@ class CupyArrays(Arrays):
                 for right in (b, as_transposed_view(b)):
                     for dtype, tolerance in ((self.dtype, 0.1), (self.wide, 1e-4)):
                         result = xp.full(wanted.shape, np.nan, np.float32).astype(dtype)
-                        self._bfloat16_product(left, right, result)
+                        self._blas_product(left, right, result)
                         if not np.allclose(result.get().astype(np.float32), wanted, rtol=0, atol=tolerance):
                             return False
         return True
 
-    def _bfloat16_product(self, a, b, out) -> None:
+    def _blas_product(self, a, b, out) -> None:
         # cuBLAS itself, because cupy.matmul of CuPy 14 refuses stacks of bfloat16 matrices (cupy/cupy#10317) and rounds
         # every product to bfloat16, weight gradients included. cuBLAS counts columns first: out^T = b^T a^T.
         (m, k), n = a.shape[-2:], b.shape[-1]
@@ -246,8 +249,8 @@ def _blas_form(matrix) -> tuple[int, int]:
     raise ValueError(f"a matrix must be contiguous along an axis, got {matrix.shape} with strides {matrix.strides}")
 
 
-def select_arrays(device: str) -> Arrays:
-    """`Arrays` for ``"cpu"``, ``"gpu"`` or ``"auto"``: the GPU if there is one.
+def select_arrays(device: str, dtype: str = "bfloat16") -> Arrays:
+    """`Arrays` for ``"cpu"``, ``"gpu"`` or ``"auto"``: the GPU if there is one. `dtype` is that of `CupyArrays`.
 
     Raises
     ------
@@ -264,7 +267,7 @@ def select_arrays(device: str) -> Arrays:
     except Exception as error:  # no CuPy, or CuPy without a driver, which raises its own kind
         found, reason = False, str(error)
     if found:
-        return CupyArrays()
+        return CupyArrays(dtype)
     if device == "gpu":
         raise SetupError(f"no GPU to train on: {reason}")
     return NumpyArrays()

@@ -46,6 +46,7 @@ class Settings:
     seed: int = 0
     attention: str = "fused"
     deterministic: bool = False
+    dtype: str = "bfloat16"  # on a GPU; that of NumPy's arrays is float32
 
     @property
     def tokens_per_step(self) -> int:
@@ -219,6 +220,15 @@ class Training:
         """
         try:
             return cls._load(path, corpus, arrays)
+        except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            raise SetupError(f"{path} is not a checkpoint of train_lm.py, or a damaged one ({error})") from error
+
+    @staticmethod
+    def saved_settings(path: Path) -> Settings:
+        """Those of a checkpoint. Raises like `load`."""
+        try:
+            with np.load(path) as saved:
+                return Settings(**json.loads(str(saved["settings"])))
         except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise SetupError(f"{path} is not a checkpoint of train_lm.py, or a damaged one ({error})") from error
 
