@@ -89,8 +89,8 @@ class Family(ABC):
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
         The constants of estimated times; None if there is nothing to choose.
-    query_rows, key_rows : sequence of int
-        Values of b_r and b_c that a sweep tries.
+    query_rows, key_rows, warps : sequence of int
+        Values of b_r, b_c and num_warps that a sweep tries.
     """
 
     name: str
@@ -112,6 +112,7 @@ class Family(ABC):
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
     key_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
+    warps: tuple[int, ...] = (2, 4, 8, 12, 16)
 
     @property
     def folder(self) -> str:
@@ -237,9 +238,9 @@ class Family(ABC):
 
     def candidate_tiles(self) -> Iterator[TileConfig]:
         """The tiles that a sweep tries, legal or not."""
-        warps, stages, blocks_per_sm = (2, 4, 8, 12, 16), (1, 2, 3, 4), (1, 2, 3, 4)
+        stages = blocks_per_sm = (1, 2, 3, 4)
         return itertools.starmap(
-            TileConfig, itertools.product(self.query_rows, self.key_rows, warps, stages, blocks_per_sm)
+            TileConfig, itertools.product(self.query_rows, self.key_rows, self.warps, stages, blocks_per_sm)
         )
 
 
