@@ -96,13 +96,6 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 96, TileConfig(64, 64, 4, 2, 2), 8, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
     Exemption("backward_dkdv", 256, TileConfig(32, 32, 4, 1), 16, SIBLING),
-    # simt, float32 and float64
-    Exemption("backward", 64, TileConfig(32, 32, 4, 1, 3), 24, MEASURED),
-    Exemption("backward", 256, TileConfig(32, 16, 4, 1, 2), 24, MEASURED),
-    Exemption("backward", 256, TileConfig(16, 8, 4), 104, SIBLING),
-    Exemption("backward_dq", 64, TileConfig(32, 32, 4, 1, 3), 24, MEASURED),
-    Exemption("backward_dq", 256, TileConfig(16, 8, 4), 48, SIBLING),
-    Exemption("backward_dkdv", 128, TileConfig(32, 32, 4, 1, 3), 12, MEASURED),
 )
 
 

@@ -202,10 +202,10 @@ class Toy(Simt):
     folder = "simt"
     dtypes = ("float32",)
     tiles = {
-        "forward": (TileRow(256, TileConfig(8, 16, 4)),),
-        "backward": (TileRow(256, TileConfig(8, 16, 4)),),
-        "backward_dq": (TileRow(256, TileConfig(4, 16, 2)),),
-        "backward_dkdv": (TileRow(256, TileConfig(16, 8, 4)),),
+        "forward": (TileRow(256, TileConfig(16, 16, 4)),),
+        "backward": (TileRow(256, TileConfig(16, 16, 4)),),
+        "backward_dq": (TileRow(256, TileConfig(8, 16, 2)),),
+        "backward_dkdv": (TileRow(256, TileConfig(16, 8, 2)),),
     }
 
     default_methods = ("single_pass",)
@@ -225,8 +225,8 @@ def test_a_family_that_is_in_the_list_is_chosen(toy):
     forward = forward_plan(problem("float32"), H100, STRIDES).stages
     single = backward_plan(problem("float32"), H100, STRIDES, None).stages
     assert [(s.spec.operation, s.spec.family) for s in single] == [("delta", "common"), ("backward", "toy")]
-    assert forward[0].spec.tile == TileConfig(8, 16, 4)
-    assert re.match("fa2_forward_toy_fp32_d64_r8_c16", forward[0].spec.symbol)
+    assert forward[0].spec.tile == TileConfig(16, 16, 4)
+    assert re.match("fa2_forward_toy_fp32_d64_r16_c16", forward[0].spec.symbol)
     assert 'kernels/simt/forward.cuh"' in render_kernel(forward[0].spec).text
 
 

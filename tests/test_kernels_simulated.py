@@ -170,19 +170,22 @@ def test_other_tiles_of_the_tensor_cores(launched, operation, head_dim, tile):
 @pytest.mark.parametrize(
     ("operation", "dtype", "head_dim", "tile"),
     (
-        ("forward", "float32", 40, TileConfig(1, 64, 1)),
-        ("forward", "float32", 64, TileConfig(64, 4, 8)),
-        ("forward", "float32", 64, TileConfig(32, 32, 32)),
-        ("forward", "float64", 40, TileConfig(24, 16, 12)),
-        ("backward", "float32", 64, TileConfig(48, 8, 12)),
-        ("backward", "float32", 64, TileConfig(1, 64, 1)),
-        ("backward", "float32", 40, TileConfig(32, 32, 32)),
+        ("forward", "float32", 40, TileConfig(4, 64, 1)),
+        ("forward", "float32", 64, TileConfig(64, 8, 2)),
+        ("forward", "float32", 64, TileConfig(32, 32, 8)),
+        ("forward", "float64", 40, TileConfig(48, 24, 12)),
+        ("backward", "float32", 64, TileConfig(48, 48, 12)),
+        ("backward", "float32", 64, TileConfig(16, 64, 2)),
+        ("backward", "float32", 40, TileConfig(32, 32, 8)),
+        ("backward", "float64", 64, TileConfig(4, 8, 1)),
         ("backward_dq", "float32", 64, TileConfig(48, 8, 12)),
         ("backward_dq", "float32", 64, TileConfig(4, 64, 1)),
-        ("backward_dq", "float32", 40, TileConfig(32, 32, 32)),
+        ("backward_dq", "float32", 64, TileConfig(64, 8, 2)),
+        ("backward_dq", "float64", 40, TileConfig(32, 32, 8)),
         ("backward_dkdv", "float32", 64, TileConfig(8, 48, 12)),
-        ("backward_dkdv", "float32", 64, TileConfig(64, 1, 1)),
-        ("backward_dkdv", "float32", 40, TileConfig(32, 32, 32)),
+        ("backward_dkdv", "float32", 64, TileConfig(64, 4, 1)),
+        ("backward_dkdv", "float32", 64, TileConfig(8, 64, 2)),
+        ("backward_dkdv", "float64", 40, TileConfig(32, 32, 8)),
     ),
     ids=str,
 )
@@ -249,6 +252,13 @@ def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, h
         assert {stage.spec.arch for stage in launched} == {"sm_80"}
 
 
+@pytest.mark.parametrize("head_dim", (59, 60))
+def test_ieee_arithmetic_before_ampere_copies_through_registers(monkeypatch, head_dim):
+    with simulated_gpu(monkeypatch, "sm_75") as launched:
+        check(draw("float32", (21, 27), head_dim), launched, causal=True, config=small_tiles("float32", head_dim))
+        assert {stage.spec.arch for stage in launched} == {"sm_75"}
+
+
 def test_rows_without_a_key_of_several_pairs_of_warps(launched):
     """Beyond head_dim 128 two warps share rows of O, which goes where all warps may still be copying Q."""
     tiles = {**small_tiles("float16", 160), "forward": TileConfig(64, 32, 4, 2)}
@@ -279,7 +289,7 @@ def joined(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, joined, backwards, shifted, gapped), ids=lambda view: view.__name__)
-@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59)))
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59), ("float32", 60)))
 def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype, head_dim, view):
     n = 32 if dtype in HALF else 8
     q, k, v, do = draw(dtype, (n + 3, 2 * n + 1), head_dim, batch=2, view=view)

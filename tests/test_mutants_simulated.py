@@ -182,7 +182,18 @@ HOPPER_COLUMNS = Problem(head_dim=96, lengths=(310, 150), hopper_tile=TileConfig
 HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileConfig(80, 128, 12, 2))
 HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 SIMT = Problem("float32", 59, (21, 27))
+SIMT_ALIGNED = Problem("float32", 60, (21, 27))  # whose rows are copied 16 bytes at a time
+SIMT_LEVEL = Problem("float32", 40, (11, 29), heads=(1, 1), scores=functools.partial(at_level, score=90.0))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
+#: The barriers behind copies to shared memory, as comments name them.
+SIMT_COPIES = (
+    ("forward", "Q and K are there"),
+    ("forward", "V is there"),
+    ("backward_dq", "Q, dO and V are there"),
+    ("backward_dq", "K is there"),
+    ("backward_dkdv", "K, V, dO, lse and delta are there"),
+    ("backward_dkdv", "Q is there"),
+)
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
 SHARES = Problem(lengths=(37, 230), num_splits=3)
@@ -1368,79 +1379,92 @@ MUTANTS = (
         "numbers",
         dataclasses.replace(SIMT, feature="dropout"),
     ),
-    Mutant(
-        "simt: no barrier after the copy",
-        "forward",
-        "params.v_strides.row, tile * kBc, params.seqlen_k);\n            __syncthreads();",
-        "params.v_strides.row, tile * kBc, params.seqlen_k);",
-        "race",
-        SIMT,
+    *(
+        Mutant(
+            f"simt: no wait, {name}",
+            operation,
+            f"wait_for_copies();\n            __syncthreads();  // {name}",
+            f"__syncthreads();  // {name}",
+            "race",
+            SIMT,
+        )
+        for operation, name in SIMT_COPIES
     ),
-    Mutant(
-        "simt: no barrier before the next copy",
-        "backward_dkdv",
-        "++tile) {\n                __syncthreads();",
-        "++tile) {",
-        "race",
-        SIMT,
+    *(
+        Mutant(f"simt: no barrier, {name}", operation, f"__syncthreads();  // {name}", f"// {name}", "race", SIMT)
+        for operation, name in (
+            *SIMT_COPIES,
+            ("backward", "P is there"),
+            ("backward", "P is used"),
+            ("backward", "dS is there"),
+            ("backward_dkdv", "dO, lse, delta and what was posted are free"),
+        )
     ),
-    Mutant(
-        "simt: no column predicate on load",
-        "forward",
-        "row < num_rows && column < kHeadDim ?",
-        "row < num_rows ?",
-        "bounds",
-        SIMT,
+    *(
+        Mutant(
+            f"simt: no column predicate on load{name}",
+            "forward",
+            "row < num_rows && column < kHeadDim);",
+            "row < num_rows);",
+            "bounds",
+            problem,
+        )
+        for name, problem in (("", SIMT), (" of vectors", SIMT_ALIGNED))
     ),
     Mutant(
         "simt: no row predicate on load",
         "backward_dq",
-        "row < num_rows && column < kHeadDim ?",
-        "column < kHeadDim ?",
+        "row < num_rows && column < kHeadDim);",
+        "column < kHeadDim);",
         "bounds",
         SIMT,
     ),
+    Mutant("simt: no row predicate on store", "backward_dq", "if (row >= num_rows) break;", "", "bounds", SIMT),
     Mutant(
-        "simt: no row predicate on store",
+        "simt: no column predicate on store",
         "backward_dq",
-        "if (first_row + r < num_rows && lane + 32 * c < kHeadDim)",
-        "if (lane + 32 * c < kHeadDim)",
-        "bounds",
+        "if (column + v < kHeadDim) first[v]",
+        "first[v]",
+        "blocks",
         SIMT,
     ),
     Mutant(
-        "simt: heads of a group dealt out in turn",
+        "simt: no column predicate on store of vectors",
+        "backward_dq",
+        "if (column < kHeadDim) *reinterpret_cast<Vec*>(first)",
+        "*reinterpret_cast<Vec*>(first)",
+        "blocks",
+        SIMT_ALIGNED,
+    ),
+    Mutant("simt: no row predicate on sums", "backward", "if (key >= num_keys) break;", "", "bounds", SIMT),
+    Mutant("simt: no column predicate on sums", "backward", "if (column < Rows::kHeadDim)", "", "bounds", SIMT),
+    Mutant(
+        "simt: query heads of another group",
         "backward_dkdv",
-        "where.head * params.heads_per_group + member;",
-        "where.head + member * (params.num_heads / params.heads_per_group);",
+        "int32 head = where.head * params.heads_per_group",
+        "int32 head = where.head",
         "numbers",
         SIMT_GROUPS,
     ),
     Mutant(
-        "simt: shared sums without atomics",
-        "backward",
-        "atomicAdd(&tile[j * kRowLength + lane + 32 * c], sum);",
-        "tile[j * kRowLength + lane + 32 * c] += sum;",
-        "race",
-        SIMT,
-    ),
-    Mutant(
         "simt: global sums overwritten",
         "backward",
-        "atomicAdd(&gmem[row * row_stride + column], scale * tile[index]);",
-        "gmem[row * row_stride + column] = scale * tile[index];",
+        "atomicAdd(&gmem[key * row_stride + column], scale * sums.value[i][c][v]);",
+        "gmem[key * row_stride + column] = scale * sums.value[i][c][v];",
         "blocks",
         SIMT,
     ),
     Mutant("simt: dS without delta", "backward_dq", "(ds(i, j) - delta(i, j));", "ds(i, j);", "numbers", SIMT),
+    Mutant("simt: rescale of the first row for all", "forward", "*= factor[i];", "*= factor[0];", "numbers", SIMT),
     Mutant(
-        "simt: rescale of the first row for all",
+        "simt: one chain of additions",
         "forward",
-        "Warp::scale_rows(o_rows, rescale[0]);",
-        "Warp::scale_rows(o_rows, Warp::of_row(rescale[0], 0));",
+        "kSumsInLevels = sizeof(Real) == 4;",
+        "kSumsInLevels = false;",
         "numbers",
-        SIMT,
+        SIMT_LEVEL,
     ),
+    Mutant("simt: longer chains", "forward", "kSumsInLevels ? 16", "kSumsInLevels ? 32", "numbers", SIMT_LEVEL),
     # What lanes have to do each for itself, and what must be over in the end
     Mutant(
         "one lane's proxy fence before the store of O",
@@ -1475,14 +1499,6 @@ MUTANTS = (
         "pin(scores_);",
         "wgmma fence",
         HOPPER_TILES,
-    ),
-    Mutant(
-        "simt: no barrier behind the shared sums",
-        "backward",
-        "Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);\n                __syncthreads();",
-        "Warp::scatter_add(dk_tile, smem_scores, q_rows, lane);",
-        "race",
-        SIMT,
     ),
     # Edges: packed sequences that start late, code for older GPUs, strides, extreme scores, long sums, roundings
     Mutant(

@@ -1,4 +1,4 @@
-"""The simt family: IEEE arithmetic in float32 and float64, with one warp lane for each column.
+"""The simt family: IEEE arithmetic in float32 and float64, with a grid of results in the registers of each lane.
 
 Its kernels are the simplest, and the best ones to read first.
 """
@@ -12,15 +12,14 @@ from .tile import TileConfig
 
 __all__ = ["SIMT", "Simt"]
 
-_H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
 _FLOAT, _DOUBLE = ("float32",), ("float64",)
 
-#: For each kernel: the side whose rows a warp holds in registers, the other side, and the number of such matrices.
-_ROWS_OF_WARPS = {
-    "forward": ("b_r", "b_c", 2),
-    "backward": ("b_r", "b_c", 3),
-    "backward_dq": ("b_r", "b_c", 3),
-    "backward_dkdv": ("b_c", "b_r", 4),
+#: For each kernel: the rows that a block owns, and those of a tile of its inner loop.
+_OWN_AND_OTHER = {
+    "forward": ("b_r", "b_c"),
+    "backward": ("b_r", "b_c"),
+    "backward_dq": ("b_r", "b_c"),
+    "backward_dkdv": ("b_c", "b_r"),
 }
 
 
@@ -34,46 +33,109 @@ class Simt(Family):
     head_dim_step = 1
     backward_owns = "queries"
     default_methods = ("two_pass",)
-    # The backward has tiles of 32 x 32 and four warps with eight rows each as long as registers suffice.
+    query_rows = key_rows = (4, *Family.query_rows)
+    warps = (1, 2, 4, 8)
+    # For each head_dim: the tile for the most shared memory first.
     tiles = {
         "forward": (
-            TileRow(128, TileConfig(64, 32, 8, 1, 2), _H100, dtypes=_FLOAT),
-            TileRow(256, TileConfig(32, 32, 8), _H100, dtypes=_FLOAT),
-            TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
-            TileRow(64, TileConfig(32, 16, 4, 1, 3), _H100, dtypes=_DOUBLE),
-            TileRow(256, TileConfig(16, 16, 4, 1, 2), _H100, dtypes=_DOUBLE),
+            TileRow(64, TileConfig(128, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(128, 64, 8), dtypes=_FLOAT),
+            TileRow(128, TileConfig(128, 32, 8), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(128, 32, 8), dtypes=_FLOAT),
+            TileRow(256, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(16, 8, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(64, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward": (
-            TileRow(64, TileConfig(32, 32, 4, 1, 4), _H100, dtypes=_FLOAT),
-            TileRow(128, TileConfig(32, 32, 4, 1, 3), _H100, dtypes=_FLOAT),
-            TileRow(256, TileConfig(32, 16, 4, 1, 2), _H100, dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(64, 32, 8), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
-            TileRow(256, TileConfig(16, 8, 4), dtypes=_FLOAT),
-            TileRow(64, TileConfig(32, 32, 4, 1, 3), _H100, dtypes=_DOUBLE),
-            TileRow(128, TileConfig(32, 16, 4, 1, 2), _H100, dtypes=_DOUBLE),
-            TileRow(256, TileConfig(8, 16, 4), dtypes=_DOUBLE),
-            TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 16, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
         ),
         "backward_dq": (
-            TileRow(64, TileConfig(32, 32, 4, 1, 4), _H100, dtypes=_FLOAT),
-            TileRow(128, TileConfig(32, 32, 4, 1, 3), _H100, dtypes=_FLOAT),
-            TileRow(256, TileConfig(32, 16, 4, 1, 2), _H100, dtypes=_FLOAT),
+            TileRow(64, TileConfig(128, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(64, 32, 8), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
-            TileRow(64, TileConfig(32, 32, 4, 1, 3), _H100, dtypes=_DOUBLE),
-            TileRow(128, TileConfig(32, 16, 4, 1, 2), _H100, dtypes=_DOUBLE),
-            TileRow(256, TileConfig(8, 16, 4, 1, 2), dtypes=_DOUBLE),
-            TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(64, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward_dkdv": (
-            TileRow(64, TileConfig(32, 32, 4, 1, 4), _H100, dtypes=_FLOAT),
-            TileRow(128, TileConfig(32, 32, 4, 1, 3), _H100, dtypes=_FLOAT),
-            TileRow(256, TileConfig(32, 32, 8), _H100, dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 128, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 64, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 64, 4), dtypes=_FLOAT),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 64, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 64, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 64, 8), dtypes=_FLOAT),
+            TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
-            TileRow(64, TileConfig(32, 32, 4, 1, 2), _H100, dtypes=_DOUBLE),
-            TileRow(128, TileConfig(32, 16, 4, 1, 2), _H100, dtypes=_DOUBLE),
-            TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
-            TileRow(256, TileConfig(8, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 64, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 64, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 32, 8), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(8, 4, 1), dtypes=_DOUBLE),
         ),
     }
 
@@ -81,30 +143,32 @@ class Simt(Family):
         return POINTER_RECORDS[operation]
 
     def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 32) * 32  # one lane for each column, in whole warps
+        return -(-head_dim // 32) * 32  # eight lanes share a row, with four columns each at a time
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         element = itemsize(dtype)
-        row = self.padded_head_dim(head_dim) * element
-        tiles = {
-            "forward": 2 * tile.b_c * row,
-            "backward": 4 * tile.b_c * row,
-            "backward_dq": 2 * tile.b_c * row,
-            "backward_dkdv": 2 * tile.b_r * row + 2 * tile.b_r * element,
-        }
-        return tiles[operation] + tile.b_r * tile.b_c * element
+        row = self.padded_head_dim(head_dim) * element + 16
+        own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
+        rows = own + 2 * other if operation == "forward" else 2 * (own + other)
+        statistics = 2 * other if operation == "backward_dkdv" else 0
+        return rows * row + (own * (other + 8) + statistics) * element
 
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
-        own_name, other_name, matrices = _ROWS_OF_WARPS[operation]
+        own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
-        rows_per_warp = own // tile.num_warps
-        if own % tile.num_warps or rows_per_warp not in (1, 2, 4, 8):
-            return f"{own_name}={own} does not give each of {tile.num_warps} warps 1, 2, 4 or 8 rows"
-        if other % (32 // rows_per_warp):
-            return f"{other_name}={other} is not a multiple of {32 // rows_per_warp}"
+        step = 4 * tile.num_warps
+        if own % step or own // step not in (1, 2, 4, 8):
+            return f"{own_name}={own} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 rows"
+        if other % 8 or other > 64:
+            return f"{other_name}={other} is not a multiple of 8 up to 64"
+        if operation == "backward" and (other % step or other // step not in (1, 2, 4, 8)):
+            return f"b_c={other} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 keys"
         if tile.num_stages != 1:
             return f"num_stages={tile.num_stages}: the simt family has one stage"
-        return register_shortage((matrices * rows_per_warp * head_dim // 32 + 16) * itemsize(dtype) // 4, 16, tile)
+        sums = head_dim // 8 * (2 if operation == "backward_dkdv" else 1)
+        # S, or S and dP; in float32, the sums over fewer columns as well.
+        scores = other // 8 * ((1 if operation == "forward" else 2) + (dtype == "float32"))
+        return register_shortage(own // step * (sums + scores) * itemsize(dtype) // 4, 24, tile)
 
 
 SIMT = Simt()

@@ -9,17 +9,20 @@
 // accumulated so far are multiplied by exp(old row_max - new row_max). O is divided by row_sum once, at the end.
 //
 //   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
-//   warp    owns kBr / kWarps of these rows; keeps their Q and O in registers
-//   lane    holds columns lane, lane + 32, ... of the warp's Q and O, and part of one row of S and P (see rows.cuh)
+//   warp    owns kBr / kWarps of these rows
+//   lane    holds a part of O, S and P of these rows, as microtile.cuh says, and computes their products
 //
 //   shared memory                   written by           read by
+//   Q [kBr][kRowLength]             all warps            each warp its rows, to compute S
 //   K [kBc][kRowLength]             all warps            all warps, to compute S
 //   V [kBc][kRowLength]             all warps            all warps, to compute O
-//   scores [kWarps][kBc][rows]      each warp its part   the same warp; holds S, then P
+//   P [kBr][kPostedLength]          each warp its rows   the same warp, to compute O
 //
-// The block synchronises twice per key tile. The first barrier comes before K and V are overwritten, because another
-// warp may still be reading the previous tile. The second comes before they are read, because every warp copies a part
-// of them. The scores of a warp are private to it, so __syncwarp is enough for them.
+// The copies of K and V are asynchronous: V arrives while S is computed, and the next K while O is. The block
+// synchronises twice per key tile, before it reads K and before it reads V. Either barrier follows each thread's wait
+// for its own copies, so that all of the tile is there; and behind it nobody reads the previous tile of the other
+// matrix any more, so that the copy of the next one can start. The P of a warp is private to it, so __syncwarp is
+// enough.
 #pragma once
 #include "common/exceptions.cuh"
 #include "common/online_softmax.cuh"
@@ -28,7 +31,7 @@
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
 #include "common/tile_range.cuh"
-#include "simt/rows.cuh"
+#include "simt/microtile.cuh"
 
 namespace fa2::simt {
 
@@ -37,61 +40,79 @@ struct Forward {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
-    using Warp = WarpRows<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
+    using Warp = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
+    using Rows = typename Warp::Rows;
     using Scores = typename Warp::Scores;
-    static_assert((2 * Warp::kTileElements + Spec::kWarps * Warp::kScoreElements) * sizeof(Real) == Spec::kSharedBytes);
+    static constexpr int kRows = Scores::kRows;
+    static_assert(((kBr + 2 * kBc) * Rows::kRowLength + kBr * Warp::kPostedLength) * sizeof(Real) ==
+                  Spec::kSharedBytes);
 
     __device__ static void run(const Params& params, char* smem) {
-        Real* k_tile = reinterpret_cast<Real*>(smem);
-        Real* v_tile = k_tile + Warp::kTileElements;
+        Real* q_rows = reinterpret_cast<Real*>(smem);
+        Real* k_tile = q_rows + kBr * Rows::kRowLength;
+        Real* v_tile = k_tile + kBc * Rows::kRowLength;
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Real* smem_scores = v_tile + Warp::kTileElements + warp * Warp::kScoreElements;
+        const Real* own_q = q_rows + warp * Warp::kOwn * Rows::kRowLength;
+        Real* posted = v_tile + kBc * Rows::kRowLength + warp * Warp::kPostedElements;
         const auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
-        const int32 first_row = where.tile * kBr + warp * Warp::kRows;
+        const int32 first_row = where.tile * kBr + warp * Warp::kOwn;
         const int32 head_kv = where.head / params.heads_per_group;
         if constexpr (Spec::kFallback)
             if (!common::is_exception<Spec>(params, where.batch, head_kv)) return;
         const Real* q = head_of(params.q, params.q_strides, where.batch, where.head);
         const Real* k = head_of(params.k, params.k_strides, where.batch, head_kv);
         const Real* v = head_of(params.v, params.v_strides, where.batch, head_kv);
+        const auto copy_keys = [&](Real* tile, const Real* gmem, const Strides& strides, int32 key_tile) {
+            Rows::template copy<kThreads, kBc>(tile, gmem, strides.row, key_tile * kBc, params.seqlen_k);
+        };
         const auto mask = common::mask_of<Spec>(params);
 
-        typename Warp::Rows q_rows, o_rows;
-        Warp::load_rows(q_rows, q, params.q_strides.row, first_row, params.seqlen_q, lane);
-        Warp::clear(o_rows);
-        common::OnlineSoftmax<Real, 1, Scores::kLanesPerRow, common::exp2_accurate> softmax;
+        typename Warp::Sums output;
+        output.clear();
+        common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp2_accurate> softmax;
         softmax.reset();
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
                                                                          common::window_of<Spec>(params));
+        if (tiles.begin < tiles.end) {
+            Rows::template copy<kThreads, kBr>(q_rows, q, params.q_strides.row, where.tile * kBr, params.seqlen_q);
+            copy_keys(k_tile, k, params.k_strides, tiles.begin);
+        }
         for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
-            __syncthreads();
-            Warp::template load_tile<kThreads>(k_tile, k, params.k_strides.row, tile * kBc, params.seqlen_k);
-            Warp::template load_tile<kThreads>(v_tile, v, params.v_strides.row, tile * kBc, params.seqlen_k);
-            __syncthreads();
+            wait_for_copies();
+            __syncthreads();  // Q and K are there, V is free
+            copy_keys(v_tile, v, params.v_strides, tile);
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores scores;
-            Warp::dot(scores, q_rows, k_tile, smem_scores, lane);
+            Warp::dot(scores, own_q, k_tile, lane);
+            wait_for_copies();
+            __syncthreads();  // V is there, K is free
+            if (tile + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tile + 1);
+
             common::scores_in_base2<Spec>(scores, params, score_tile);
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             if (masked) common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
-            Real rescale[1];
+            Real rescale[kRows];
             softmax.update(scores, rescale);  // S becomes P
-            Warp::scale_rows(o_rows, rescale[0]);
+            output.scale(rescale);
             common::drop<Spec>(scores, params, score_tile);
-            Warp::post(scores, smem_scores, lane);
-            Warp::accumulate(o_rows, smem_scores, v_tile, lane);
+            Warp::post(scores, posted, lane);
+            __syncwarp();
+            Warp::accumulate(output, posted, v_tile, lane);
         }
 
-        Real inverse_sum[1], lse[1];
+        Real inverse_sum[kRows], lse[kRows];
         common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, lse);
-        Warp::scale_rows(o_rows, inverse_sum[0]);
+        output.scale(inverse_sum);
         Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
-        Warp::store_rows(o_rows, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
-        const int32 row = first_row + Scores::row(0, lane);
-        if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q)
-            params.lse[common::first_statistic<Spec>(params, where.batch, where.head) + row] = lse[0];
+        Warp::store(output, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
+        Real* stats = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int32 row = first_row + Scores::row(i, lane);
+            if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q) stats[row] = lse[i];
+        }
     }
 };
 

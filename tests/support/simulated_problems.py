@@ -23,11 +23,19 @@ HOPPER = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
 
 
 def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
-    """Tiles of 32 rows (sm80) or 8 (simt; wide rows: 16 in the inner loop): a few dozen rows are several."""
+    """Tiles of 32 rows (sm80), or of 8 and 16 (simt): a few dozen rows are several."""
     if dtype in HALF:
         by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
         return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
-    by_rows, by_keys = (TileConfig(8, 8, 2),) * 2 if head_dim <= 128 else (TileConfig(8, 16, 4), TileConfig(16, 8, 4))
+    if head_dim <= 128:
+        alone = TileConfig(16, 16, 2)
+        return {
+            "forward": TileConfig(16, 8, 2),
+            "backward": TileConfig(8, 16, 2),
+            "backward_dq": alone,
+            "backward_dkdv": alone,
+        }
+    by_rows, by_keys = TileConfig(8, 16, 2), TileConfig(16, 8, 2)
     return {"forward": by_rows, "backward": by_rows, "backward_dq": by_rows, "backward_dkdv": by_keys}
 
 

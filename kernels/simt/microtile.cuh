@@ -1,0 +1,202 @@
+// The matrix products of a warp, from shared memory to registers. An SM does four times as many multiplications in a
+// cycle as it loads numbers from shared memory, so each number loaded must serve several products: a lane computes a
+// grid of results, for which it loads a vector of each row and one of each column of the grid. With 8 x 8 results, 16
+// loads of 128 bits serve 256 multiplications of floats.
+//
+//   own rows   kOwn rows in shared memory that belong to the warp (of Q, say)
+//   tile       kOther rows in shared memory that all warps of the block read (of K, say)
+//   scores     kOwn x kOther dot products of both: a lane holds every fourth row and every eighth column
+//   posted     a copy of the warp's scores in shared memory, [kOwn][kPostedLength], which all lanes can read
+//   sums       kOwn rows of `scores tile`: a lane holds every fourth row, and kVector columns out of every 8 * kVector
+//
+// The lanes form a grid of 4 x 8. The eight lanes of a row load the same address of the own rows, and the four of a
+// column the same address of the tile; shared memory reads each address once.
+#pragma once
+#include "simt/rows.cuh"
+
+namespace fa2::simt {
+
+template <class Real, int kOwn_, int kOther_, int kHeadDim>
+struct Microtile {
+    using Rows = SharedRows<Real, kHeadDim>;
+    using Vec = typename Rows::Vec;
+    static constexpr int kOwn = kOwn_;
+    static constexpr int kOther = kOther_;
+    static constexpr int kVector = Rows::kVector, kRowLength = Rows::kRowLength;
+    static constexpr int kRows = kOwn / 4;  // of a lane
+    // The padding moves the four rows that the warp writes at a time to different banks.
+    static constexpr int kPostedLength = kOther + 8;
+    static constexpr int kPostedElements = kOwn * kPostedLength;
+    static_assert(kOwn % 4 == 0);
+
+    struct Scores {
+        static constexpr int kRows = Microtile::kRows;
+        static constexpr int kLanesPerRow = 8;
+        static constexpr int kCols = kOther / kLanesPerRow;
+        static_assert(kOther % kLanesPerRow == 0);
+
+        Real value[kRows][kCols];
+
+        __device__ static int32 row(int i, int32 lane) { return lane / kLanesPerRow + 4 * i; }
+        __device__ static int32 col(int j, int32 lane) { return lane % kLanesPerRow + 8 * j; }
+        __device__ Real& operator()(int i, int j) { return value[i][j]; }
+        __device__ Real operator()(int i, int j) const { return value[i][j]; }
+    };
+
+    struct Sums {
+        static constexpr int kChunks = Rows::kColumns / (8 * kVector);
+
+        Real value[kRows][kChunks][kVector];
+
+        // The first of the kVector columns of a chunk.
+        __device__ static int32 col(int chunk, int32 lane) { return (8 * chunk + lane % 8) * kVector; }
+        __device__ void clear() {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) value[i][c][v] = 0;
+        }
+        __device__ void scale(const Real (&factor)[kRows]) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) value[i][c][v] *= factor[i];
+        }
+        // row i += x * (a row of a tile)
+        __device__ __forceinline__ void add_row(int i, Real x, const Vec (&row)[kChunks]) {
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) value[i][c][v] += x * row[c].item[v];
+        }
+    };
+
+    // scores = own tile^T. The products of kChain columns are summed on their own.
+    __device__ __forceinline__ static void dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
+        own += Scores::row(0, lane) * kRowLength;
+        tile += Scores::col(0, lane) * kRowLength;
+        constexpr int kUnroll = kRows < 8 ? 2 : 1;  // more rows leave no registers for the loads of two steps
+        clear(scores);
+#pragma unroll 1
+        for (int32 first = 0; first < Rows::kColumns; first += kChain) {
+            Scores part;
+            clear(part);
+#pragma unroll kUnroll
+            for (int32 column = first; column < first + kChain; column += kVector) {
+                Vec x[kRows];
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) x[i] = Rows::load(own + 4 * i * kRowLength + column);
+#pragma unroll
+                for (int j = 0; j < Scores::kCols; ++j) {
+                    const Vec y = Rows::load(tile + 8 * j * kRowLength + column);
+#pragma unroll
+                    for (int i = 0; i < kRows; ++i) part(i, j) = plus_products(part(i, j), x[i], y);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int j = 0; j < Scores::kCols; ++j) scores(i, j) += part(i, j);
+        }
+    }
+
+    // Copies scores to shared memory, where `accumulate` reads them after a barrier.
+    __device__ __forceinline__ static void post(const Scores& scores, Real* posted, int32 lane) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::kCols; ++j)
+                posted[Scores::row(i, lane) * kPostedLength + Scores::col(j, lane)] = scores(i, j);
+    }
+
+    // sums += posted tile
+    __device__ __forceinline__ static void accumulate(Sums& sums, const Real* posted, const Real* tile, int32 lane) {
+        posted += Scores::row(0, lane) * kPostedLength;
+#pragma unroll 2
+        for (int32 first = 0; first < kOther; first += kVector) {
+            Vec x[kRows];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) x[i] = Rows::load(posted + 4 * i * kPostedLength + first);
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) {
+                Vec row[Sums::kChunks];
+                load_row(row, tile + (first + v) * kRowLength, lane);
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) sums.add_row(i, x[i].item[v], row);
+            }
+        }
+    }
+
+    // sums += posted^T tile, of scores that other warps have posted with rows of kLength elements. Here a lane has
+    // kRows adjacent rows from `adjacent_row` on, whose scores are one load.
+    template <int kLength>
+    __device__ __forceinline__ static void accumulate_transposed(Sums& sums, const Real* posted, const Real* tile,
+                                                                 int32 lane) {
+        posted += adjacent_row(lane);
+#pragma unroll 2
+        for (int32 other = 0; other < kOther; ++other) {
+            const auto x = *reinterpret_cast<const Vector<Real, kRows>*>(posted + other * kLength);
+            Vec row[Sums::kChunks];
+            load_row(row, tile + other * kRowLength, lane);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) sums.add_row(i, x.item[i], row);
+        }
+    }
+    __device__ static int32 adjacent_row(int32 lane) { return lane / 8 * kRows; }
+
+    // Stores scale * sums to the rows of global memory from `first_row` on.
+    __device__ __forceinline__ static void store(const Sums& sums, Real scale, Real* gmem, int64 row_stride,
+                                                 int32 first_row, int32 num_rows, int32 lane) {
+        const bool in_vectors = Rows::in_vectors(gmem, row_stride);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int32 row = first_row + Scores::row(i, lane);
+            if (row >= num_rows) break;
+#pragma unroll
+            for (int c = 0; c < Sums::kChunks; ++c) {
+                const int32 column = Sums::col(c, lane);
+                Real* first = gmem + row * row_stride + column;
+                Vec x;
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) x.item[v] = scale * sums.value[i][c][v];
+                if (in_vectors) {
+                    if (column < kHeadDim) *reinterpret_cast<Vec*>(first) = x;
+                } else {
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v)
+                        if (column + v < kHeadDim) first[v] = x.item[v];
+                }
+            }
+        }
+    }
+
+  private:
+    // A sum rounds large scores once for each addition to it. In float, the digits of a large score are kept by fewer
+    // additions: those of a vector's products on their own, then of kChain columns' vectors, then of these sums.
+    static constexpr bool kSumsInLevels = sizeof(Real) == 4;
+    static constexpr int kChain = kSumsInLevels ? 16 : Rows::kColumns;
+
+    __device__ __forceinline__ static Real plus_products(Real sum, const Vec& x, const Vec& y) {
+        Real products = kSumsInLevels ? x.item[0] * y.item[0] : fma(x.item[0], y.item[0], sum);
+#pragma unroll
+        for (int v = 1; v < kVector; ++v) products = fma(x.item[v], y.item[v], products);
+        return kSumsInLevels ? sum + products : products;
+    }
+    __device__ __forceinline__ static void clear(Scores& scores) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::kCols; ++j) scores(i, j) = 0;
+    }
+    // This lane's columns of a row of a tile.
+    __device__ __forceinline__ static void load_row(Vec (&row)[Sums::kChunks], const Real* tile_row, int32 lane) {
+#pragma unroll
+        for (int c = 0; c < Sums::kChunks; ++c) row[c] = Rows::load(tile_row + Sums::col(c, lane));
+    }
+};
+
+}  // namespace fa2::simt
