@@ -787,7 +787,8 @@ def test_the_record_says_what_the_problem_says(dtype):
         for name in values.keys() & expected.keys():
             assert values[name] == pytest.approx(expected[name], rel=1e-6)
         seen |= values.keys()
-    assert seen >= expected.keys()
+    unused = {"scale_log2"} if dtype == "float64" else set()  # whose scores are natural
+    assert seen >= expected.keys() - unused
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))

@@ -32,6 +32,7 @@ class Simt(Family):
     row_alignment = 1
     head_dim_step = 1
     backward_owns = "queries"
+    has_natural_scores = True
     default_methods = ("two_pass",)
     query_rows = key_rows = (4, *Family.query_rows)
     warps = (1, 2, 4, 8)
@@ -140,7 +141,7 @@ class Simt(Family):
     }
 
     def record(self, operation: str) -> Record:
-        return POINTER_RECORDS[operation]
+        return POINTER_RECORDS[operation]._replace(reals=("softmax_scale",))  # there are no scores in base 2
 
     def padded_head_dim(self, head_dim: int) -> int:
         return -(-head_dim // 32) * 32  # eight lanes share a row, with four columns each at a time

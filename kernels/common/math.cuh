@@ -59,6 +59,21 @@ __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * st
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
 __device__ __forceinline__ double exp2_accurate(double x) { return exp2(x); }
 
+// e^x with a relative error of 2^-22: the rounding error of x log2(e), multiplied by ln 2, is added to the exponent to
+// first order. Numbers below 2^-126 become zero. Where the result is zero or nearly infinite, the correction may be NaN.
+__device__ __forceinline__ float exp_accurate(float x) {
+    constexpr float kHigh = static_cast<float>(kLn2), kLow = static_cast<float>(kLn2 - kHigh);
+    const float base2 = x * static_cast<float>(kLog2e);
+    const float rest = fma(base2, -kLow, fma(base2, -kHigh, x));
+    const float y = exp2_approx(base2);
+    return fabsf(x) < 88.0f ? fma(y, rest, y) : y;
+}
+__device__ __forceinline__ double exp_accurate(double x) { return exp(x); }
+
+// a * b, rounded before anything is added to it: the compiler may not make an FMA of it.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 // tanh with a relative error of 4e-7. The error must be relative because the cap multiplies an absolute one.
 // 1 - 2 / (e^2x + 1) has an absolute error of 1e-7, and gives 1 if the exponential overflows to infinity and -1 if it
 // underflows to zero. For small x that error is too large, and a polynomial takes over (4e-8 relative, fitted like

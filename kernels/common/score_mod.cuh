@@ -15,7 +15,7 @@
 
 namespace fa2::common {
 
-// True if a score is more than product times scale. `score` then also scales it to base 2, unless kScalesInExponent.
+// True if a score is more than product times scale. `score` then also scales it, unless kScalesInExponent.
 template <class Spec>
 inline constexpr bool kModifiesScores =
     Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask || Spec::kKeyPadding;
@@ -82,7 +82,7 @@ template <class Spec, bool kAlibi = Spec::kAlibi>
 struct HeadTerms {};
 template <class Spec>
 struct HeadTerms<Spec, true> {
-    typename ElementTraits<typename Spec::Element>::Accum slope;  // in base 2, or in the units of unscaled scores
+    typename ElementTraits<typename Spec::Element>::Accum slope;  // in the kernel's units, or those of unscaled scores
 };
 
 template <class Spec>
@@ -132,22 +132,21 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     }
 
     // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: unscaled if
-    // kScalesInExponent, otherwise in base 2. `term` holds the element's bias and visibility from the arrays.
+    // kScalesInExponent, otherwise in the kernel's units. `term` holds the element's bias and visibility from the
+    // arrays. kRounded: every kernel computes the same bits, wherever the compiler would make an FMA.
+    template <bool kRounded = false>
     __device__ __forceinline__ Real score(Real capped, const Position& first, int32 queries, int32 keys,
                                           const typename Arrays::Term& term) const {
         Real x = capped;
-        if constexpr (!kScalesInExponent<Spec>) {
-            if constexpr (!Spec::kSoftcap)
-                x *= product_scale<Spec>(params_);
-            else
-                x *= kFast ? params_.capped_log2 : params_.softcap_log2 * (kUnit * Real(kLn2));
-        }
+        if constexpr (!kScalesInExponent<Spec>) x = kRounded ? rounded_product(x, capped_scale()) : x * capped_scale();
         if constexpr (Spec::kAlibi) {
             // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
             // element costs one addition. Keys that a causal mask leaves visible have distances of zero or more;
             // otherwise, giving slope * distance the sign of the slope yields slope * |distance|.
             const Real offset = static_cast<Real>(queries - keys);
-            if constexpr (!kScalesInExponent<Spec>)
+            if constexpr (kRounded)
+                x = fma(-terms_.slope, magnitude(first.distance + offset), x);
+            else if constexpr (!kScalesInExponent<Spec>)
                 x -= terms_.slope * magnitude(first.distance + offset);
             else if constexpr (Spec::kCausal)
                 x -= fma(terms_.slope, offset, first.distance);
@@ -165,6 +164,16 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     }
 
   private:
+    // The factor from capped products to scores.
+    __device__ __forceinline__ Real capped_scale() const {
+        if constexpr (!Spec::kSoftcap)
+            return product_scale<Spec>(params_);
+        else if constexpr (kFast)
+            return params_.capped_log2;
+        else
+            return params_.softcap_log2 * Real(kLn2);
+    }
+
     const Record& params_;
     const int32 batch_, head_;
     const HeadTerms<Spec> terms_;

@@ -60,22 +60,24 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
         for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
             for (int i = 0; i < Fragment::kRows; ++i)
-                scores(i, j) = mod.score(scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0),
-                                         mod.at(first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0)));
+                scores(i, j) = mod.template score<true>(
+                    scores(i, j), first, Fragment::row(i, 0), Fragment::col(j, 0),
+                    mod.at(first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0)));
     }
 }
 
-// Turns products into scores in base 2, for element types whose scores are not scaled in the exponent.
+// Turns products into natural scores, for element types whose scores are not scaled in the exponent.
 template <class Spec, class Fragment, class Record>
-__device__ __forceinline__ void scores_in_base2(Fragment& scores, const Record& params, const ScoreTile& tile) {
-    static_assert(!kScalesInExponent<Spec>);
+__device__ __forceinline__ void natural_scores(Fragment& scores, const Record& params, const ScoreTile& tile) {
+    static_assert(kNaturalScores<Spec> && !kScalesInExponent<Spec>);
     if constexpr (kModifiesScores<Spec>) {
         modify_scores<Spec>(scores, params, tile);
     } else {
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
-            for (int i = 0; i < Fragment::kRows; ++i) scores(i, j) *= params.scale_log2;
+            for (int i = 0; i < Fragment::kRows; ++i)
+                scores(i, j) = rounded_product(scores(i, j), params.softmax_scale);
     }
 }
 

@@ -106,9 +106,9 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
             const Real capped = mod.capped(x(i, j));
-            const Real score = mod.score(capped, mod.position(query, key), 0, 0, mod.at(query, key));
+            const Real score = mod.template score<true>(capped, mod.position(query, key), 0, 0, mod.at(query, key));
             const bool hidden = masked && mask.hides(query, key);
-            const Real probability = hidden ? Real(0) : exp2_accurate(score - lse(i, j));
+            const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
             const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
@@ -143,7 +143,7 @@ __device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real de
 }
 
 // P = exp(S - lse) and dS = P o (dP - delta), one element at a time. `p` holds the products Q K^T and is replaced by P;
-// `ds` holds dP and is replaced by dS. lse(i, j), in base 2, and delta(i, j) are those of the element's query; an lse
+// `ds` holds dP and is replaced by dS. lse(i, j), which is natural, and delta(i, j) are those of the element's query; an lse
 // of +inf makes P zero in rows past the end and in rows without a visible key. The operator that joins
 // the two sides of `outside`, `|` or `||`, decides which the compiler compares first: both are as measured.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Lse, class Delta>
@@ -163,7 +163,8 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
-            for (int j = 0; j < Fragment::kCols; ++j) p(i, j) = exp2_accurate(p(i, j) * params.scale_log2 - lse(i, j));
+            for (int j = 0; j < Fragment::kCols; ++j)
+                p(i, j) = exp_accurate(rounded_product(p(i, j), params.softmax_scale) - lse(i, j));
         if (outside.behind | outside.before) {
             if constexpr (kTransposed)
                 mask_transposed(p, mask, tile.position, Real(0));

@@ -15,7 +15,7 @@
 //   Q [kBr][kRowLength]             all warps            all warps, to compute S^T and dK
 //   dO [kBr][kRowLength]            all warps            all warps, to compute dP^T and dV
 //   posted [kBc][kPostedLength]     each warp its rows   the same warp; holds P^T, then dS^T
-//   lse [kBr], in base 2            all warps            all warps, to compute P^T
+//   lse [kBr]                       all warps            all warps, to compute P^T
 //   delta [kBr]                     all warps            all warps, to compute dS^T
 //
 // The block synchronises three times per query tile: before it reads dO, where the copy of Q starts; before it reads Q;
@@ -72,8 +72,7 @@ struct BackwardDkdv {
                 // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
                 const int32 row = tile * kBr + index;
                 const bool valid = row < params.seqlen_q && params.lse[first_stat + row] != -common::infinity<Real>();
-                lse_tile[index] =
-                    valid ? params.lse[first_stat + row] * Real(common::kLog2e) : common::infinity<Real>();
+                lse_tile[index] = valid ? params.lse[first_stat + row] : common::infinity<Real>();
                 delta_tile[index] = valid ? params.delta[first_stat + row] : Real(0);
             }
         };

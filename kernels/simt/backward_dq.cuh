@@ -72,12 +72,12 @@ struct BackwardDq {
 
         // An lse of +inf makes P zero in rows past the end and in rows without a visible key.
         const int64 first_stat = common::first_statistic<Spec>(params, where.batch, where.head);
-        Real lse_log2[kRows], delta[kRows];
+        Real lse[kRows], delta[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int32 row = first_row + Scores::row(i, lane);
             const bool valid = row < params.seqlen_q && params.lse[first_stat + row] != -common::infinity<Real>();
-            lse_log2[i] = valid ? params.lse[first_stat + row] * Real(common::kLog2e) : common::infinity<Real>();
+            lse[i] = valid ? params.lse[first_stat + row] : common::infinity<Real>();
             delta[i] = valid ? params.delta[first_stat + row] : Real(0);
         }
         typename Warp::Sums dq;
@@ -112,7 +112,7 @@ struct BackwardDq {
             saved.save(p);
             const common::OutsideFull outside{tile >= tiles.full_end, tiles.kLeftLimit && tile < tiles.full_begin};
             common::differentiate_softmax<false, Spec>(
-                p, ds, mask, outside, params, score_tile, [&](int i, int) { return lse_log2[i]; },
+                p, ds, mask, outside, params, score_tile, [&](int i, int) { return lse[i]; },
                 [&](int i, int) { return delta[i]; });
             common::write_dbias<Spec>(ds, params, score_tile);
             saved.take_derivative(ds, params);

@@ -69,7 +69,7 @@ struct Forward {
 
         typename Warp::Sums output;
         output.clear();
-        common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp2_accurate> softmax;
+        common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true> softmax;
         softmax.reset();
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
@@ -90,7 +90,7 @@ struct Forward {
             __syncthreads();  // V is there, K is free
             if (tile + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tile + 1);
 
-            common::scores_in_base2<Spec>(scores, params, score_tile);
+            common::natural_scores<Spec>(scores, params, score_tile);
             const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
             if (masked) common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
             Real rescale[kRows];

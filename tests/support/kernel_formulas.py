@@ -26,8 +26,7 @@ class _Formulas:
 
     def _forward(self) -> None:
         q, k, v = self.launch.array("q"), self.launch.array("k"), self.launch.array("v")
-        scale = self.values["scale_log2"] / np.log2(np.e)
-        o, lse = reference.forward(q, k, v, causal=self.spec.causal, softmax_scale=scale)
+        o, lse = reference.forward(q, k, v, causal=self.spec.causal, softmax_scale=self._scale())
         o_of_kernel, lse_of_kernel = (
             self._output_shares() if self.spec.is_split else map(self.launch.array, ("o", "lse"))
         )
@@ -87,7 +86,7 @@ class _Formulas:
     def _gradients(self) -> tuple:
         """From lse and delta as they lie in memory, like the kernels."""
         q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
-        lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self.values["softmax_scale"]
+        lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self._scale()
         group = self.values["heads_per_group"]
         q, k, v, do = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, do))
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -100,6 +99,10 @@ class _Formulas:
         dk, dv = scale * ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
         dk, dv = (x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:]).sum(2) for x in (dk, dv))
         return tuple(x.transpose(0, 2, 1, 3) for x in (scale * ds @ k, dk, dv))
+
+    def _scale(self) -> float:
+        values = self.values
+        return values["softmax_scale"] if "softmax_scale" in values else values["scale_log2"] / np.log2(np.e)
 
     def _shares(self, copies: int) -> np.ndarray:
         """The copies of dk and dv in plain order."""

@@ -1,0 +1,72 @@
+"""How accurate IEEE arithmetic is where scores are large, executed without a GPU: the promised errors, and scores that
+all kernels compute to the same bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.feature_cases import numbers
+from support.float32_data import check_promise, data
+from support.simulated_problems import draw, small_tiles
+from support.simulator import simulated_gpu
+
+pytestmark = pytest.mark.simulated
+
+METHODS = ("single_pass", "two_pass")
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch) as stages:
+        yield stages
+
+
+@pytest.mark.parametrize("kind", ("large scores", "rows", "outliers", "spread rows"))
+def test_errors_are_those_of_float32(launched, kind):
+    inputs = tuple(map(place, data(kind, 41, 59)))
+    q, k, v, do = inputs
+    how = {"causal": True, "family": "simt", "config": small_tiles("float32", 59)}
+    o, lse = forward(q, k, v, **how)
+    for method in METHODS:
+        gradients = backward(q, k, v, o, lse, do, method=method, **how)
+        check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal=True)
+
+
+def dominated(dtype: str, rows: int, head_dim: int) -> tuple[np.ndarray, ...]:
+    """Inputs that give one score of each row, that of the key with its number, a probability of exactly one."""
+    q, k, v, do = draw(dtype, (rows, rows), head_dim, (1, 1))
+    direction = numbers((rows, head_dim), "float64")
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    for x, seed in ((q, 1), (k, 2)):
+        length = np.random.default_rng(seed).uniform(3000, 4000, (rows, 1))
+        x[0, :, 0] = length * direction
+    return q, k, v, do
+
+
+FEATURES = {
+    "plain": lambda dtype, rows: {},
+    "causal": lambda dtype, rows: {"causal": True},
+    "softcap": lambda dtype, rows: {"softcap": 3e7},
+    "alibi": lambda dtype, rows: {"alibi_slopes": place(np.full(1, 1000 / 3, dtype))},
+    "bias": lambda dtype, rows: {"bias": place(1000 * numbers((1, 1, rows, rows), dtype))},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_scores_have_the_same_bits_in_all_kernels(launched, dtype, feature):
+    """The lse of a row that one score dominates is that score. If the backward finds it too, P is one and dV is dO."""
+    rows, head_dim = 24, 40
+    q, k, v, do = dominated(dtype, rows, head_dim)
+    how = {"family": "simt", "config": small_tiles(dtype, head_dim), **FEATURES[feature](dtype, rows)}
+    o, lse = forward(q, k, v, **how)
+    np.testing.assert_array_equal(o, v)
+    for method in METHODS:
+        _, _, dv = backward(q, k, v, o, lse, do, method=method, **how)
+        np.testing.assert_array_equal(dv, do, err_msg=method)
