@@ -1455,7 +1455,14 @@ MUTANTS = (
         SIMT,
     ),
     Mutant("simt: dS without delta", "backward_dq", "(ds(i, j) - delta(i, j));", "ds(i, j);", "numbers", SIMT),
-    Mutant("simt: rescale of the first row for all", "forward", "*= factor[i];", "*= factor[0];", "numbers", SIMT),
+    Mutant(
+        "simt: rescale of the first row for all",
+        "forward",
+        "fma(sum, factor[i], of_tile)",
+        "fma(sum, factor[0], of_tile)",
+        "numbers",
+        SIMT,
+    ),
     Mutant(
         "simt: one chain of additions",
         "forward",

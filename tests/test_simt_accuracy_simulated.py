@@ -1,5 +1,5 @@
-"""How accurate IEEE arithmetic is where scores are large, executed without a GPU: the promised errors, and scores that
-all kernels compute to the same bit."""
+"""How accurate IEEE arithmetic is where scores are large and sums long, executed without a GPU: the promised errors,
+and scores that all kernels compute to the same bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from support.feature_cases import numbers
 from support.float32_data import check_promise, data
 from support.simulated_problems import draw, small_tiles
 from support.simulator import simulated_gpu
+
+from fa2cupy import TileConfig, reference
 
 pytestmark = pytest.mark.simulated
 
@@ -70,3 +72,24 @@ def test_scores_have_the_same_bits_in_all_kernels(launched, dtype, feature):
     for method in METHODS:
         _, _, dv = backward(q, k, v, o, lse, do, method=method, **how)
         np.testing.assert_array_equal(dv, do, err_msg=method)
+
+
+def test_long_sums_are_cut_in_tiles(launched):
+    """One chain of 2048 additions would leave errors of 1.6e-6 and more of the largest number."""
+    inputs = data("positive", 2048, 32)
+    tile = TileConfig(16, 32, 2)
+    for few, names in ((("q", "do"), ("o",)), (("k", "v"), ("dk", "dv"))):
+        arrays = dict(zip(("q", "k", "v", "do"), inputs, strict=True))
+        arrays = {name: place(x[:, :16] if name in few else x) for name, x in arrays.items()}
+        q, k, v, do = arrays.values()
+        o, lse = forward(q, k, v, family="simt", config=tile)
+        found = {"o": o}
+        if "dk" in names:
+            config = {"backward_dq": tile, "backward_dkdv": TileConfig(32, 16, 2)}
+            gradients = backward(q, k, v, o, lse, do, family="simt", method="two_pass", config=config)
+            found = dict(zip(GRADIENTS, gradients, strict=True))
+        exact_o, exact_lse = reference.forward(q, k, v)
+        exact = {"o": exact_o, **dict(zip(GRADIENTS, reference.backward(q, k, v, exact_o, exact_lse, do), strict=True))}
+        for name in names:
+            error = abs(found[name] - exact[name]).max() / abs(exact[name]).max()
+            assert error <= 8e-7, (name, error)

@@ -36,7 +36,7 @@ struct BackwardDkdv {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = true, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
-    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
+    using Warp = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim, 2>;
     using Rows = typename Warp::Rows;
     using Scores = typename Warp::Scores;
     static_assert((2 * (kBr + kBc) * Rows::kRowLength + kBc * Warp::kPostedLength + 2 * kBr) * sizeof(Real) ==

@@ -95,11 +95,10 @@ struct Forward {
             if (masked) common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
             Real rescale[kRows];
             softmax.update(scores, rescale);  // S becomes P
-            output.scale(rescale);
             common::drop<Spec>(scores, params, score_tile);
             Warp::post(scores, posted, lane);
             __syncwarp();
-            Warp::accumulate(output, posted, v_tile, lane);
+            Warp::accumulate(output, rescale, posted, v_tile, lane);
         }
 
         Real inverse_sum[kRows], lse[kRows];

@@ -16,7 +16,8 @@
 
 namespace fa2::simt {
 
-template <class Real, int kOwn_, int kOther_, int kHeadDim>
+// kSumsOfLane: the sums that a lane holds side by side.
+template <class Real, int kOwn_, int kOther_, int kHeadDim, int kSumsOfLane = 1>
 struct Microtile {
     using Rows = SharedRows<Real, kHeadDim>;
     using Vec = typename Rows::Vec;
@@ -43,8 +44,10 @@ struct Microtile {
         __device__ Real operator()(int i, int j) const { return value[i][j]; }
     };
 
-    struct Sums {
-        static constexpr int kChunks = Rows::kColumns / (8 * kVector);
+    // Sums of kChunks_ chunks, each of kVector columns of a lane.
+    template <int kChunks_>
+    struct SumsOf {
+        static constexpr int kChunks = kChunks_;
 
         Real value[kRows][kChunks][kVector];
 
@@ -66,7 +69,7 @@ struct Microtile {
 #pragma unroll
                     for (int v = 0; v < kVector; ++v) value[i][c][v] *= factor[i];
         }
-        // row i += x * (a row of a tile)
+        // row i += x * (these columns of a row of a tile)
         __device__ __forceinline__ void add_row(int i, Real x, const Vec (&row)[kChunks]) {
 #pragma unroll
             for (int c = 0; c < kChunks; ++c)
@@ -74,6 +77,7 @@ struct Microtile {
                 for (int v = 0; v < kVector; ++v) value[i][c][v] += x * row[c].item[v];
         }
     };
+    using Sums = SumsOf<Rows::kColumns / (8 * kVector)>;
 
     // scores = own tile^T. The products of kChain columns are summed on their own.
     __device__ __forceinline__ static void dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
@@ -115,20 +119,13 @@ struct Microtile {
 
     // sums += posted tile
     __device__ __forceinline__ static void accumulate(Sums& sums, const Real* posted, const Real* tile, int32 lane) {
-        posted += Scores::row(0, lane) * kPostedLength;
-#pragma unroll 2
-        for (int32 first = 0; first < kOther; first += kVector) {
-            Vec x[kRows];
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) x[i] = Rows::load(posted + 4 * i * kPostedLength + first);
-#pragma unroll
-            for (int v = 0; v < kVector; ++v) {
-                Vec row[Sums::kChunks];
-                load_row(row, tile + (first + v) * kRowLength, lane);
-#pragma unroll
-                for (int i = 0; i < kRows; ++i) sums.add_row(i, x[i].item[v], row);
-            }
-        }
+        join_products(sums, posted, tile, lane, [](Real sum, int, Real of_tile) { return sum + of_tile; });
+    }
+    // sums = factor sums + posted tile, with a factor for each row.
+    __device__ __forceinline__ static void accumulate(Sums& sums, const Real (&factor)[kRows], const Real* posted,
+                                                      const Real* tile, int32 lane) {
+        join_products(sums, posted, tile, lane,
+                      [&](Real sum, int i, Real of_tile) { return fma(sum, factor[i], of_tile); });
     }
 
     // sums += posted^T tile, of scores that other warps have posted with rows of kLength elements. Here a lane has
@@ -141,7 +138,7 @@ struct Microtile {
         for (int32 other = 0; other < kOther; ++other) {
             const auto x = *reinterpret_cast<const Vector<Real, kRows>*>(posted + other * kLength);
             Vec row[Sums::kChunks];
-            load_row(row, tile + other * kRowLength, lane);
+            load_row(row, tile + other * kRowLength + Sums::col(0, lane));
 #pragma unroll
             for (int i = 0; i < kRows; ++i) sums.add_row(i, x.item[i], row);
         }
@@ -192,10 +189,51 @@ struct Microtile {
 #pragma unroll
             for (int j = 0; j < Scores::kCols; ++j) scores(i, j) = 0;
     }
-    // This lane's columns of a row of a tile.
-    __device__ __forceinline__ static void load_row(Vec (&row)[Sums::kChunks], const Real* tile_row, int32 lane) {
+    // Some chunks of a row of a tile, from this lane's part of the first one on.
+    template <int kChunks>
+    __device__ __forceinline__ static void load_row(Vec (&row)[kChunks], const Real* first) {
 #pragma unroll
-        for (int c = 0; c < Sums::kChunks; ++c) row[c] = Rows::load(tile_row + Sums::col(c, lane));
+        for (int c = 0; c < kChunks; ++c) row[c] = Rows::load(first + Sums::col(c, 0));
+    }
+    // sums = join(sums, row, posted tile). The products of a tile are summed on their own, so that a long sequence does
+    // not make one long chain of additions, each of which rounds the sum of all products before it. There are registers
+    // for kAtOnce chunks of these sums at a time.
+    template <class Join>
+    __device__ __forceinline__ static void join_products(Sums& sums, const Real* posted, const Real* tile, int32 lane,
+                                                         const Join& join) {
+        constexpr int kRegistersOfChunk = sizeof(SumsOf<1>) / 4;
+        constexpr int kRegisters = kSumsOfLane * Sums::kChunks * kRegistersOfChunk <= 64 ? 64 : 32;
+        constexpr int kAtOnce = common::min_of(Sums::kChunks, common::max_of(1, kRegisters / kRegistersOfChunk));
+        static_assert(Sums::kChunks % kAtOnce == 0);
+        posted += Scores::row(0, lane) * kPostedLength;
+        tile += Sums::col(0, lane);
+#pragma unroll
+        for (int chunk = 0; chunk < Sums::kChunks; chunk += kAtOnce) {
+            SumsOf<kAtOnce> part;
+            part.clear();
+#pragma unroll 2
+            for (int32 first = 0; first < kOther; first += kVector) {
+                Vec x[kRows];
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) x[i] = Rows::load(posted + 4 * i * kPostedLength + first);
+#pragma unroll
+                for (int v = 0; v < kVector; ++v) {
+                    Vec row[kAtOnce];
+                    load_row(row, tile + (first + v) * kRowLength + Sums::col(chunk, 0));
+#pragma unroll
+                    for (int i = 0; i < kRows; ++i) part.add_row(i, x[i].item[v], row);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kRows; ++i)
+#pragma unroll
+                for (int c = 0; c < kAtOnce; ++c)
+#pragma unroll
+                    for (int v = 0; v < kVector; ++v) {
+                        Real& sum = sums.value[i][chunk + c][v];
+                        sum = join(sum, i, part.value[i][c][v]);
+                    }
+        }
     }
 };
 
