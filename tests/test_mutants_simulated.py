@@ -1205,7 +1205,7 @@ MUTANTS = (
     Mutant(
         "dbias of one row of a warp",
         "backward_dq",
-        "sum = column_sum<Fragment::kLanesPerRow>(sum);",
+        "sum = column_sum<kLanes, kStep>(sum);",
         "",
         "numbers",
         Problem(feature="bias of keys"),

@@ -152,7 +152,7 @@ class Simt(Family):
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
         rows = own + 2 * other if operation == "forward" else 2 * (own + other)
         statistics = 2 * other if operation == "backward_dkdv" else 0
-        return rows * row + (own * (other + 8) + statistics) * element
+        return rows * row + (own * (other + 8 + other % 16) + statistics) * element
 
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
         own_name, other_name = _OWN_AND_OTHER[operation]

@@ -231,8 +231,7 @@ template <class Spec>
 inline constexpr bool kWritesDbias = Spec::kDbias;
 
 // Adds the gradient of the scores to that of a broadcast bias, of which `sums` is the fragment's first element. Sums
-// over a broadcast axis use the fragment layout: lanes that share a row are neighbours, lanes that share a column are
-// kLanesPerRow apart.
+// over a broadcast axis use the fragment layout: of the lanes that share a row or a column, the first adds the sum.
 template <class Spec, class Fragment, class Real>
 __device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const ScoreStrides& strides, int32 queries,
                                           int32 keys, int32 lane) {
@@ -240,6 +239,7 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const 
         add_elements<Spec>(ds, sums, strides, queries, keys, lane);
         return;
     }
+    constexpr int kLanes = Fragment::kLanesPerRow, kStep = Fragment::kLaneStep;
     const auto element = [&](int i, int j) {
         return Fragment::row(i, lane) < queries && Fragment::col(j, lane) < keys ? ds(i, j) : Real(0);
     };
@@ -250,12 +250,12 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const 
             Real sum = 0;
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) sum += element(i, j);
-            sum = row_sum<Fragment::kLanesPerRow>(sum);
+            sum = row_sum<kLanes, kStep>(sum);
             all += sum;
-            if (strides.row != 0 && lane % Fragment::kLanesPerRow == 0 && Fragment::row(i, lane) < queries)
+            if (strides.row != 0 && lane / kStep % kLanes == 0 && Fragment::row(i, lane) < queries)
                 atomicAdd(sums + Fragment::row(i, lane) * strides.row, sum);
         }
-        all = column_sum<Fragment::kLanesPerRow>(all);
+        all = column_sum<kLanes, kStep>(all);
         if (strides.row == 0 && lane == 0) atomicAdd(sums, all);
         return;
     }
@@ -264,8 +264,8 @@ __device__ __forceinline__ void add_dbias(const Fragment& ds, Real* sums, const 
         Real sum = 0;
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) sum += element(i, j);
-        sum = column_sum<Fragment::kLanesPerRow>(sum);
-        if (lane < Fragment::kLanesPerRow && Fragment::col(j, lane) < keys)
+        sum = column_sum<kLanes, kStep>(sum);
+        if (lane % kStep == 0 && lane < kStep * kLanes && Fragment::col(j, lane) < keys)
             atomicAdd(sums + Fragment::col(j, lane) * strides.column, sum);
     }
 }

@@ -5,7 +5,8 @@
 //   (i, j)             element of this lane, i < kRows, j < kCols
 //   row(i, lane)       its row within the warp's tile
 //   col(j, lane)       its column within the warp's tile
-//   kLanesPerRow       number of lanes that share a row; these lanes are neighbours
+//   kLanesPerRow       number of lanes that share a row
+//   kLaneStep          the distance from one of these lanes to the next; both numbers are powers of two
 #pragma once
 #include "common/types.cuh"
 
@@ -22,7 +23,7 @@ template <int kN8>
 struct QuadFragment {
     static constexpr int kRows = 2;
     static constexpr int kCols = 2 * kN8;
-    static constexpr int kLanesPerRow = 4;
+    static constexpr int kLanesPerRow = 4, kLaneStep = 1;
 
     float value[kN8][4];
 

@@ -102,24 +102,25 @@ __device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 
-// Reductions over the kLanes neighbouring lanes that share a row. All of these lanes get the result.
-template <int kLanes, class T>
+// Reductions over the kLanes lanes that share a row, each kStep lanes from the next. All of these lanes get the result.
+template <int kLanes, int kStep = 1, class T>
 __device__ __forceinline__ T row_maximum(T x) {
 #pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) x = maximum(x, __shfl_xor_sync(kFullWarp, x, mask));
+    for (int mask = kStep; mask < kStep * kLanes; mask *= 2) x = maximum(x, __shfl_xor_sync(kFullWarp, x, mask));
     return x;
 }
-template <int kLanes, class T>
+template <int kLanes, int kStep = 1, class T>
 __device__ __forceinline__ T row_sum(T x) {
 #pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+    for (int mask = kStep; mask < kStep * kLanes; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
     return x;
 }
-// Sum over the lanes that share a column, which are kLanes apart.
-template <int kLanes, class T>
+// Sum over the lanes that share a column: all that differ from each other in what does not tell lanes of a row apart.
+template <int kLanes, int kStep = 1, class T>
 __device__ __forceinline__ T column_sum(T x) {
 #pragma unroll
-    for (int mask = kLanes; mask < 32; mask *= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+    for (int mask = 1; mask < 32; mask *= 2)
+        if (mask < kStep || mask >= kStep * kLanes) x += __shfl_xor_sync(kFullWarp, x, mask);
     return x;
 }
 

@@ -15,8 +15,8 @@
 
 namespace fa2::common {
 
-// kExp is the exponential of the base, which is 2 unless kNatural.
-template <class Real, int kRows, int kLanesPerRow, Real (*kExp)(Real), bool kNatural = false>
+// kExp is the exponential of the base, which is 2 unless kNatural. kLaneStep: see the fragment contract.
+template <class Real, int kRows, int kLanesPerRow, Real (*kExp)(Real), bool kNatural = false, int kLaneStep = 1>
 struct OnlineSoftmax {
     // The largest share of a row sum that is kept. No term is negative, so it bounds each term as well, far below the
     // largest float16 (65504).
@@ -94,7 +94,7 @@ struct OnlineSoftmax {
             highest[i] = row_shift[i];
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j) highest[i] = maximum(highest[i], scores(i, j));
-            highest[i] = row_maximum<kLanesPerRow>(highest[i]);
+            highest[i] = row_maximum<kLanesPerRow, kLaneStep>(highest[i]);
         }
     }
 
@@ -137,7 +137,8 @@ struct OnlineSoftmax {
                 even = maximum(even, scores(i, j));
                 odd = maximum(odd, scores(i, j + 1));
             }
-            const Real highest = maximum(row_shift[i], row_maximum<kLanesPerRow>(maximum(even, odd)) * scale_log2);
+            const Real highest =
+                maximum(row_shift[i], row_maximum<kLanesPerRow, kLaneStep>(maximum(even, odd)) * scale_log2);
             const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
             rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest;
@@ -164,7 +165,7 @@ struct OnlineSoftmax {
     __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
         Real total[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow>(sum[i]);
+        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow, kLaneStep>(sum[i]);
         finish(total, inverse, lse);
     }
 
@@ -184,7 +185,7 @@ struct OnlineSoftmax {
     __device__ void finish(Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {
         Real total[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow>(sum[i]);
+        for (int i = 0; i < kRows; ++i) total[i] = row_sum<kLanesPerRow, kLaneStep>(sum[i]);
         finish(total, sink, inverse, lse);
     }
 };

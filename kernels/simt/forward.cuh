@@ -69,7 +69,7 @@ struct Forward {
 
         typename Warp::Sums output;
         output.clear();
-        common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true> softmax;
+        common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true, Scores::kLaneStep> softmax;
         softmax.reset();
 
         const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
@@ -110,7 +110,7 @@ struct Forward {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int32 row = first_row + Scores::row(i, lane);
-            if (lane % Scores::kLanesPerRow == 0 && row < params.seqlen_q) stats[row] = lse[i];
+            if (Warp::lane_column(lane) == 0 && row < params.seqlen_q) stats[row] = lse[i];
         }
     }
 };

@@ -10,7 +10,10 @@
 //   sums       kOwn rows of `scores tile`: a lane holds every fourth row, and kVector columns out of every 8 * kVector
 //
 // The lanes form a grid of 4 x 8. The eight lanes of a row load the same address of the own rows, and the four of a
-// column the same address of the tile; shared memory reads each address once.
+// column the same address of the tile. Shared memory reads 128 bits for a quarter of the warp at a time, or for half of
+// it where either every two neighbours, or every two lanes at a distance of two, load the same address. Hence the
+// numbers of lanes: the lowest bit is of the row, the next three are the column, and the highest is of the row again.
+// Either load then takes two steps, and not four.
 #pragma once
 #include "simt/rows.cuh"
 
@@ -25,21 +28,25 @@ struct Microtile {
     static constexpr int kOther = kOther_;
     static constexpr int kVector = Rows::kVector, kRowLength = Rows::kRowLength;
     static constexpr int kRows = kOwn / 4;  // of a lane
-    // The padding moves the four rows that the warp writes at a time to different banks.
-    static constexpr int kPostedLength = kOther + 8;
+    // The padding moves the four rows that the warp writes at a time to different banks: an odd multiple of 8 does.
+    static constexpr int kPostedLength = kOther + 8 + kOther % 16;
     static constexpr int kPostedElements = kOwn * kPostedLength;
     static_assert(kOwn % 4 == 0);
 
+    // A lane's place in the grid.
+    __device__ static int32 lane_row(int32 lane) { return lane % 2 + lane / 16 * 2; }
+    __device__ static int32 lane_column(int32 lane) { return lane / 2 % 8; }
+
     struct Scores {
         static constexpr int kRows = Microtile::kRows;
-        static constexpr int kLanesPerRow = 8;
+        static constexpr int kLanesPerRow = 8, kLaneStep = 2;
         static constexpr int kCols = kOther / kLanesPerRow;
         static_assert(kOther % kLanesPerRow == 0);
 
         Real value[kRows][kCols];
 
-        __device__ static int32 row(int i, int32 lane) { return lane / kLanesPerRow + 4 * i; }
-        __device__ static int32 col(int j, int32 lane) { return lane % kLanesPerRow + 8 * j; }
+        __device__ static int32 row(int i, int32 lane) { return lane_row(lane) + 4 * i; }
+        __device__ static int32 col(int j, int32 lane) { return lane_column(lane) + 8 * j; }
         __device__ Real& operator()(int i, int j) { return value[i][j]; }
         __device__ Real operator()(int i, int j) const { return value[i][j]; }
     };
@@ -52,7 +59,7 @@ struct Microtile {
         Real value[kRows][kChunks][kVector];
 
         // The first of the kVector columns of a chunk.
-        __device__ static int32 col(int chunk, int32 lane) { return (8 * chunk + lane % 8) * kVector; }
+        __device__ static int32 col(int chunk, int32 lane) { return (8 * chunk + lane_column(lane)) * kVector; }
         __device__ void clear() {
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
@@ -143,7 +150,7 @@ struct Microtile {
             for (int i = 0; i < kRows; ++i) sums.add_row(i, x.item[i], row);
         }
     }
-    __device__ static int32 adjacent_row(int32 lane) { return lane / 8 * kRows; }
+    __device__ static int32 adjacent_row(int32 lane) { return lane_row(lane) * kRows; }
 
     // Stores scale * sums to the rows of global memory from `first_row` on.
     __device__ __forceinline__ static void store(const Sums& sums, Real scale, Real* gmem, int64 row_stride,
