@@ -139,10 +139,18 @@ struct BackwardDq {
                     params.dq_strides.row, first_row, params.seqlen_q, lane);
     }
 
+    // True if the GPU adds four neighbouring elements at a time.
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool kAddsVectors = sizeof(Real) == 4;
+#else
+    static constexpr bool kAddsVectors = false;
+#endif
+
     // Adds scale * posted^T rows to the block's share of dK or dV, the rows of global memory from `first_key` on.
     __device__ __forceinline__ static void add_to_keys(const Real* posted, const Real* rows, Real scale, Real* gmem,
                                                        int64 row_stride, int32 first_key, int32 num_keys) {
         const int32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * Keys::kOwn;
+        const bool in_vectors = Rows::in_vectors(gmem, row_stride);
         typename Keys::Sums sums;
         sums.clear();
         Keys::template accumulate_transposed<Warp::kPostedLength>(sums, posted + own, rows, lane);
@@ -151,13 +159,20 @@ struct BackwardDq {
             const int32 key = first_key + own + Keys::adjacent_row(lane) + i;
             if (key >= num_keys) break;
 #pragma unroll
-            for (int c = 0; c < Keys::Sums::kChunks; ++c)
-#pragma unroll
-                for (int v = 0; v < Keys::kVector; ++v) {
-                    const int32 column = Keys::Sums::col(c, lane) + v;
-                    if (column < Rows::kHeadDim)
-                        atomicAdd(&gmem[key * row_stride + column], scale * sums.value[i][c][v]);
+            for (int c = 0; c < Keys::Sums::kChunks; ++c) {
+                const int32 column = Keys::Sums::col(c, lane);
+                const auto x = sums.scaled(i, c, scale);
+                Real* first = gmem + key * row_stride + column;
+                if constexpr (kAddsVectors) {
+                    if (in_vectors) {
+                        if (column < Rows::kHeadDim) common::add_global(first, x.item);
+                        continue;
+                    }
                 }
+#pragma unroll
+                for (int v = 0; v < Keys::kVector; ++v)
+                    if (column + v < Rows::kHeadDim) atomicAdd(first + v, x.item[v]);
+            }
         }
     }
 };

@@ -76,6 +76,12 @@ struct Microtile {
 #pragma unroll
                     for (int v = 0; v < kVector; ++v) value[i][c][v] *= factor[i];
         }
+        __device__ Vec scaled(int i, int chunk, Real scale) const {
+            Vec x;
+#pragma unroll
+            for (int v = 0; v < kVector; ++v) x.item[v] = scale * value[i][chunk][v];
+            return x;
+        }
         // row i += x * (these columns of a row of a tile)
         __device__ __forceinline__ void add_row(int i, Real x, const Vec (&row)[kChunks]) {
 #pragma unroll
@@ -164,9 +170,7 @@ struct Microtile {
             for (int c = 0; c < Sums::kChunks; ++c) {
                 const int32 column = Sums::col(c, lane);
                 Real* first = gmem + row * row_stride + column;
-                Vec x;
-#pragma unroll
-                for (int v = 0; v < kVector; ++v) x.item[v] = scale * sums.value[i][c][v];
+                const Vec x = sums.scaled(i, c, scale);
                 if (in_vectors) {
                     if (column < kHeadDim) *reinterpret_cast<Vec*>(first) = x;
                 } else {
