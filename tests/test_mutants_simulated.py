@@ -1486,7 +1486,7 @@ MUTANTS = (
         "numbers",
         SIMT_LEVEL,
     ),
-    Mutant("simt: longer chains", "forward", "kSumsInLevels ? 16", "kSumsInLevels ? 32", "numbers", SIMT_LEVEL),
+    Mutant("simt: longer chains", "forward", "kSumsInLevels ? 8", "kSumsInLevels ? 32", "numbers", SIMT_LEVEL),
     # What lanes have to do each for itself, and what must be over in the end
     Mutant(
         "one lane's proxy fence before the store of O",

@@ -96,7 +96,7 @@ struct Microtile {
     __device__ __forceinline__ static void dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
         own += Scores::row(0, lane) * kRowLength;
         tile += Scores::col(0, lane) * kRowLength;
-        constexpr int kUnroll = kRows < 8 ? 2 : 1;  // more rows leave no registers for the loads of two steps
+        constexpr int kUnroll = kSumsInLevels || kRows < 8 ? 2 : 1;  // more doubles leave no registers for two steps
         clear(scores);
 #pragma unroll 1
         for (int32 first = 0; first < Rows::kColumns; first += kChain) {
@@ -184,15 +184,14 @@ struct Microtile {
 
   private:
     // A sum rounds large scores once for each addition to it. In float, the digits of a large score are kept by fewer
-    // additions: those of a vector's products on their own, then of kChain columns' vectors, then of these sums.
+    // additions: those of the products of kChain columns on their own, then of these sums.
     static constexpr bool kSumsInLevels = sizeof(Real) == 4;
-    static constexpr int kChain = kSumsInLevels ? 16 : Rows::kColumns;
+    static constexpr int kChain = kSumsInLevels ? 8 : Rows::kColumns;
 
     __device__ __forceinline__ static Real plus_products(Real sum, const Vec& x, const Vec& y) {
-        Real products = kSumsInLevels ? x.item[0] * y.item[0] : fma(x.item[0], y.item[0], sum);
 #pragma unroll
-        for (int v = 1; v < kVector; ++v) products = fma(x.item[v], y.item[v], products);
-        return kSumsInLevels ? sum + products : products;
+        for (int v = 0; v < kVector; ++v) sum = fma(x.item[v], y.item[v], sum);
+        return sum;
     }
     __device__ __forceinline__ static void clear(Scores& scores) {
 #pragma unroll
