@@ -151,27 +151,32 @@ struct BackwardDq {
                                                        int64 row_stride, int32 first_key, int32 num_keys) {
         const int32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * Keys::kOwn;
         const bool in_vectors = Rows::in_vectors(gmem, row_stride);
-        typename Keys::Sums sums;
-        sums.clear();
-        Keys::template accumulate_transposed<Warp::kPostedLength>(sums, posted + own, rows, lane);
+        constexpr int kAtOnce = Keys::chunks_beside(sizeof(typename Warp::Sums));
 #pragma unroll
-        for (int i = 0; i < Keys::kRows; ++i) {
-            const int32 key = first_key + own + Keys::adjacent_row(lane) + i;
-            if (key >= num_keys) break;
+        for (int chunk = 0; chunk < Keys::Sums::kChunks; chunk += kAtOnce) {
+            typename Keys::template SumsOf<kAtOnce> sums;
+            sums.clear();
+            const int32 first_column = Keys::Sums::col(chunk, 0);
+            Keys::template accumulate_transposed<Warp::kPostedLength>(sums, posted + own, rows + first_column, lane);
 #pragma unroll
-            for (int c = 0; c < Keys::Sums::kChunks; ++c) {
-                const int32 column = Keys::Sums::col(c, lane);
-                const auto x = sums.scaled(i, c, scale);
-                Real* first = gmem + key * row_stride + column;
-                if constexpr (kAddsVectors) {
-                    if (in_vectors) {
-                        if (column < Rows::kHeadDim) common::add_global(first, x.item);
-                        continue;
+            for (int i = 0; i < Keys::kRows; ++i) {
+                const int32 key = first_key + own + Keys::adjacent_row(lane) + i;
+                if (key >= num_keys) break;
+#pragma unroll
+                for (int c = 0; c < kAtOnce; ++c) {
+                    const int32 column = Keys::Sums::col(chunk + c, lane);
+                    const auto x = sums.scaled(i, c, scale);
+                    Real* first = gmem + key * row_stride + column;
+                    if constexpr (kAddsVectors) {
+                        if (in_vectors) {
+                            if (column < Rows::kHeadDim) common::add_global(first, x.item);
+                            continue;
+                        }
                     }
-                }
 #pragma unroll
-                for (int v = 0; v < Keys::kVector; ++v)
-                    if (column + v < Rows::kHeadDim) atomicAdd(first + v, x.item[v]);
+                    for (int v = 0; v < Keys::kVector; ++v)
+                        if (column + v < Rows::kHeadDim) atomicAdd(first + v, x.item[v]);
+                }
             }
         }
     }

@@ -92,6 +92,15 @@ struct Microtile {
     };
     using Sums = SumsOf<Rows::kColumns / (8 * kVector)>;
 
+    // The chunks of further sums that a lane adds up at a time, beside sums of so many bytes: all in one pass over a
+    // tile if 64 registers suffice. Beside sums of more than 64 registers there are only 32.
+    __host__ __device__ static constexpr int chunks_beside(int bytes) {
+        const int available = 4 * (bytes <= 4 * 64 ? 64 : 32);
+        int chunks = 1;
+        while (2 * chunks * int(sizeof(SumsOf<1>)) <= available && Sums::kChunks % (2 * chunks) == 0) chunks *= 2;
+        return chunks;
+    }
+
     // scores = own tile^T. The products of kChain columns are summed on their own.
     __device__ __forceinline__ static void dot(Scores& scores, const Real* own, const Real* tile, int32 lane) {
         own += Scores::row(0, lane) * kRowLength;
@@ -141,16 +150,16 @@ struct Microtile {
                       [&](Real sum, int i, Real of_tile) { return fma(sum, factor[i], of_tile); });
     }
 
-    // sums += posted^T tile, of scores that other warps have posted with rows of kLength elements. Here a lane has
-    // kRows adjacent rows from `adjacent_row` on, whose scores are one load.
-    template <int kLength>
-    __device__ __forceinline__ static void accumulate_transposed(Sums& sums, const Real* posted, const Real* tile,
-                                                                 int32 lane) {
+    // sums += posted^T tile, of scores that other warps have posted with rows of kLength elements, in some chunks of
+    // columns from `tile` on. Here a lane has kRows adjacent rows from `adjacent_row` on, whose scores are one load.
+    template <int kLength, int kChunks>
+    __device__ __forceinline__ static void accumulate_transposed(SumsOf<kChunks>& sums, const Real* posted,
+                                                                 const Real* tile, int32 lane) {
         posted += adjacent_row(lane);
 #pragma unroll 2
         for (int32 other = 0; other < kOther; ++other) {
             const auto x = *reinterpret_cast<const Vector<Real, kRows>*>(posted + other * kLength);
-            Vec row[Sums::kChunks];
+            Vec row[kChunks];
             load_row(row, tile + other * kRowLength + Sums::col(0, lane));
 #pragma unroll
             for (int i = 0; i < kRows; ++i) sums.add_row(i, x.item[i], row);
@@ -211,10 +220,7 @@ struct Microtile {
     template <class Join>
     __device__ __forceinline__ static void join_products(Sums& sums, const Real* posted, const Real* tile, int32 lane,
                                                          const Join& join) {
-        constexpr int kRegistersOfChunk = sizeof(SumsOf<1>) / 4;
-        constexpr int kRegisters = kSumsOfLane * Sums::kChunks * kRegistersOfChunk <= 64 ? 64 : 32;
-        constexpr int kAtOnce = common::min_of(Sums::kChunks, common::max_of(1, kRegisters / kRegistersOfChunk));
-        static_assert(Sums::kChunks % kAtOnce == 0);
+        constexpr int kAtOnce = chunks_beside(kSumsOfLane * sizeof(Sums));
         posted += Scores::row(0, lane) * kPostedLength;
         tile += Sums::col(0, lane);
 #pragma unroll
