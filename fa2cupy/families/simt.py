@@ -34,15 +34,17 @@ class Simt(Family):
     backward_owns = "queries"
     has_natural_scores = True
     default_methods = ("two_pass",)
-    query_rows = key_rows = (4, *Family.query_rows)
+    query_rows = (4, *Family.query_rows)
+    key_rows = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
     warps = (1, 2, 4, 8)
     # For each head_dim: the tile for the most shared memory first.
     tiles = {
         "forward": (
+            TileRow(64, TileConfig(128, 48, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(128, 32, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
-            TileRow(128, TileConfig(128, 64, 8), dtypes=_FLOAT),
+            TileRow(128, TileConfig(256, 32, 8), dtypes=_FLOAT),
             TileRow(128, TileConfig(128, 32, 8), dtypes=_FLOAT),
             TileRow(128, TileConfig(64, 32, 4), dtypes=_FLOAT),
             TileRow(128, TileConfig(32, 16, 4), dtypes=_FLOAT),
@@ -57,13 +59,13 @@ class Simt(Family):
             TileRow(128, TileConfig(64, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(16, 8, 4), dtypes=_DOUBLE),
-            TileRow(256, TileConfig(32, 32, 4), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(64, 16, 8), dtypes=_DOUBLE),
             TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward": (
-            TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 32, 4, 1, 3), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 32, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(64, 32, 4), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
@@ -75,14 +77,13 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_FLOAT),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_FLOAT),
-            TileRow(64, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
-            TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
+            TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
-            TileRow(128, TileConfig(32, 16, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
+            TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(8, 8, 2), dtypes=_DOUBLE),
         ),
@@ -103,7 +104,7 @@ class Simt(Family):
             TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
-            TileRow(128, TileConfig(64, 16, 4), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(64, 32, 8), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
@@ -113,7 +114,7 @@ class Simt(Family):
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
         ),
         "backward_dkdv": (
-            TileRow(64, TileConfig(32, 128, 4, 1, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 64, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 64, 4), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
@@ -129,7 +130,7 @@ class Simt(Family):
             TileRow(64, TileConfig(32, 32, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(16, 16, 4), dtypes=_DOUBLE),
-            TileRow(128, TileConfig(16, 64, 8), dtypes=_DOUBLE),
+            TileRow(128, TileConfig(32, 64, 8), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 32, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(16, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(8, 8, 2), dtypes=_DOUBLE),
