@@ -1993,10 +1993,10 @@ MUTANTS = (
         PARTS,
     ),
     Mutant(
-        "parts: the statistics of one's own query",
+        "parts: the statistics of the first lane's queries",
         "backward_dkdv",
-        "Scores::col(j, lane_) % 32",
-        "lane_",
+        "Scores::col(0, lane_) * 4 + ",
+        "",
         "numbers",
         PARTS,
     ),
@@ -2006,6 +2006,14 @@ MUTANTS = (
         "step(head_kv * params.heads_per_group + member, tile);",
         "step(head_kv * params.heads_per_group, tile);",
         "numbers",
+        PARTS_OF_GROUPS,
+    ),
+    Mutant(
+        "parts: statistics are stored over those of another step",
+        "backward_dkdv",
+        "            mbarrier_wait(memory_.empty_query(ring.slot()), ring.parity() ^ 1);\n",
+        "",
+        "race",
         PARTS_OF_GROUPS,
     ),
     Mutant(

@@ -90,7 +90,7 @@ class Sm90Float32(Family):
         row = 2 * -(-head_dim // 64) * 128
         if operation == "backward_dkdv":
             own, other = 2 * tile.b_c * row, tile.b_r * row
-            fixed = 8 * (2 + 4 * tile.num_stages)
+            fixed = 8 * (2 + 4 * tile.num_stages) + tile.num_stages * 2 * 4 * tile.b_r
         else:
             operands = {"forward": 1, "backward_dq": 2}[operation]
             own, other = operands * tile.b_r * row, tile.b_c * row

@@ -8,6 +8,7 @@
 // copies operands to shared memory; its consumer warp groups own 64 keys each.
 //
 //   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same | barriers
+//   statistics [kStages][lse, delta][kBr]
 #pragma once
 #include "common/exceptions.cuh"
 #include "sm90_float32/backward_dkdv_consumer.cuh"
@@ -31,7 +32,7 @@ struct BackwardDkdv {
         const int32 group = __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0);
         if (group == 0) {
             deallocate_registers<Shape::kProducerRegisters>();
-            if (threadIdx.x == 0) produce_queries<Spec>(params, memory, where, tiles);
+            DkdvProducer<Spec, Shape>(params, memory, where).run(tiles);
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
             DkdvConsumer<Spec>(params, memory, where, group - 1).run(tiles);

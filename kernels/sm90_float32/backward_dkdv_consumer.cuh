@@ -7,7 +7,7 @@
 //                                   -> release Q's stage
 //
 // Where dK and dV have two panels, they leave few registers. P^T is then made again from its parts if nothing else needs
-// it.
+// it, and the panels of a gradient have one product's registers.
 #pragma once
 #include "common/mask.cuh"
 #include "common/statistics.cuh"
@@ -26,6 +26,7 @@ class DkdvConsumer {
     using Products = ColumnProducts<kD / 16, kPanels, kBc, kBr, true, Scores>;
     using Panel = QuadFragment<kPanelColumns / 8>;
     using Gradient = Panel[kPanels];
+    using Parts = FragmentParts<kBr / 8>;
     static constexpr bool kUnitesParts = kPanels > 1 && !common::kTakesWeights<Spec>;
 
   public:
@@ -78,12 +79,7 @@ class DkdvConsumer {
             score_unit[c] = key_unit_ * query_unit[c];
             dp_unit[c] = value_unit_ * dout_unit[c];
         }
-        // Each lane loads the statistics of some of the tile's queries; all lanes of a warp exchange them when needed.
-        RowStatistics own[kBr / 32];
-        const int64 first_stat = common::first_statistic<Spec>(params_, where_.batch, head);
-#pragma unroll
-        for (int n = 0; n < kBr / 32; ++n) own[n] = row_statistics(params_, first_stat, first_query + 32 * n + lane_);
-
+        const uint32 lse = memory_.statistics(queries_.slot()), delta = lse + Shape::kStatisticBytes;
         const uint64 queries = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
         const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
         Products products;
@@ -95,8 +91,8 @@ class DkdvConsumer {
         const common::ScoreTile position{where_.batch, head, first_query, first_key_, lane_};
         Scores p;
         take_probabilities<true, Spec>(scores, FloatProbabilities<kBr / 8>{p}, masked, params_, position,
-                                       [&](int j) { return from_lane(own[j / 8].lse, j); });
-        FragmentParts<kBr / 8> parts;
+                                       statistics_at(lse));
+        Parts parts;
         const float probability_scale[2] = {kProbabilityScale, kProbabilityScale};
         parts.set_scaled(p, probability_scale);
 
@@ -108,46 +104,75 @@ class DkdvConsumer {
         }
 
         Scores dp;
-        const auto comparand = [&](int j, int c) { return Comparand(own[j / 8].delta, dp_unit[c]); };
-        start_dp<true>(dp, [&](int j, int c) { return from_lane(comparand(j, c).start, j); });
+        start_dp(dp, delta, dp_unit);
         Products::issue_from(dp, value_operand_, douts);
         if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
         wgmma_wait<0>();
         pin(dp);
         if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));
         douts_.advance();
-        take_gradients<true, Spec>(
-            scores, dp, dp_unit, params_, [&](int j, int c) { return from_lane(comparand(j, c).rest, j); },
-            [&](int j) { return from_lane(own[j / 8].delta, j); });
+        take_gradients(scores, dp, delta, dp_unit);
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);
         parts.set_scaled(scores, scale);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c)
             add_product(dk_, parts, queries, c, {inverse[0] * query_unit[c], inverse[1] * query_unit[c]});
+        __syncwarp();  // all lanes have read the statistics
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
         queries_.advance();
+    }
+
+    // A statistic of the queries of this lane's columns.
+    struct Statistics {
+        float x[Scores::kCols];
+
+        __device__ __forceinline__ float operator()(int j) const { return x[j]; }
+    };
+    __device__ __forceinline__ Statistics statistics_at(uint32 address) const {
+        Statistics of;
+#pragma unroll
+        for (int j = 0; j < Scores::kCols; j += 2) {
+            float pair[2];
+            load_shared(address + Scores::col(0, lane_) * 4 + Scores::col(j, 0) * 4, pair);
+            of.x[j] = pair[0], of.x[j + 1] = pair[1];
+        }
+        return of;
+    }
+    __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
+        const Statistics of = statistics_at(delta);
+        sm90_float32::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
+    }
+    __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
+                                                   const float (&unit)[kChunks]) const {
+        const Statistics of = statistics_at(delta);
+        sm90_float32::take_gradients<true, Spec>(
+            weights, dp, unit, params_, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);
     }
 
     struct RowFactors {
         float of_row[2];
     };
     // gradient += factor parts rows, panel by panel, on chunk number `chunk` of the tile's rows.
-    __device__ __forceinline__ static void add_product(Gradient& gradient, const FragmentParts<kBr / 8>& parts,
-                                                       uint64 rows, int chunk, const RowFactors& factor) {
+    __device__ __forceinline__ void add_product(Gradient& gradient, const Parts& parts, uint64 rows, int chunk,
+                                                const RowFactors& factor) const {
+        Panel product;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            Panel product;
-            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), chunk);
+            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), chunk,
+                                         [&](Panel& x, const OperandA& a, uint64 b) {
+                                             // The compiler would add one product while the next one is computed, and
+                                             // spill what their registers have held. It cannot know that this one
+                                             // does not start from the other.
+                                             if (panel > 0)
+                                                 wgmma_output_in_place(x, a, b, params_.num_heads < 0);
+                                             else
+                                                 wgmma_first_output(x, a, b);
+                                         });
             wgmma_wait<0>();
             pin(product);
             add_rows(gradient[panel], product, factor.of_row);
         }
-    }
-
-    // The number of the query of column j; x is that of the lane's own query.
-    __device__ __forceinline__ float from_lane(float x, int j) const {
-        return __shfl_sync(common::kFullWarp, x, Scores::col(j, lane_) % 32);
     }
 
     __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {

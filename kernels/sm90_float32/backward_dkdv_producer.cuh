@@ -1,37 +1,83 @@
-// The producer of the dK and dV kernel: one thread copies the parts of K and V, and then those of Q and dO of each step.
+// The producer warp group of the dK and dV kernel. Jobs of its warps:
+//
+//   0       one thread copies the parts of K and V once, and then those of Q and dO of each step
+//   1       prepares the statistics of each step's queries
 #pragma once
 #include "sm90_float32/backward_dkdv_shape.cuh"
+#include "sm90_float32/softmax_gradient.cuh"
 
 namespace fa2::sm90_float32 {
 
-template <class Spec, class Record, class Tiles>
-__device__ __forceinline__ void produce_queries(const Record& params, const DkdvMemory<DkdvShape<Spec>>& memory,
-                                                const common::TileCoordinates& where, const Tiles& tiles) {
-    using Shape = DkdvShape<Spec>;
+template <class Spec, class Shape>
+class DkdvProducer {
+    using Memory = DkdvMemory<Shape>;
     using Layout = PartsLayout<Spec::kHeadDim>;
-    if (tiles.begin >= tiles.end) return;
-    const int32 num_heads_kv = params.num_heads / params.heads_per_group;
-    const int32 first_key = first_part_row<Spec, true>(params, where.batch) + where.tile * Shape::kBc;
-    const int32 keys =
-        Layout::row_of(head_with_parts<Spec>(where.batch, num_heads_kv, where.head), params.k_blocks, first_key);
-    load_rows<Shape::kBc, Spec::kHeadDim>(params.k_parts, keys, params.k_blocks, memory.key(), memory.full_key());
-    load_rows<Shape::kBc, Spec::kHeadDim>(params.v_parts, keys, params.k_blocks, memory.value(), memory.full_value());
-    RingPosition<Shape::kStages> queries;
-    RingPosition<Shape::kDoutStages> douts;
-    for_each_step(params, where.head, tiles, [&](int32 head, int32 tile) {
-        const int32 first_query = first_part_row<Spec, false>(params, where.batch) + tile * Shape::kBr;
-        const int32 row =
-            Layout::row_of(head_with_parts<Spec>(where.batch, params.num_heads, head), params.q_blocks, first_query);
-        const uint32 query = queries.slot(), dout = douts.slot();
-        mbarrier_wait(memory.empty_query(query), queries.parity() ^ 1);
-        load_rows<Shape::kBr, Spec::kHeadDim>(params.q_parts, row, params.q_blocks, memory.query(query),
-                                              memory.full_query(query));
-        mbarrier_wait(memory.empty_dout(dout), douts.parity() ^ 1);
-        load_rows<Shape::kBr, Spec::kHeadDim>(params.dout_parts, row, params.q_blocks, memory.dout(dout),
-                                              memory.full_dout(dout));
-        queries.advance();
-        douts.advance();
-    });
-}
+    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc;
+
+  public:
+    __device__ DkdvProducer(const Params& params, const Memory& memory, const common::TileCoordinates& where)
+        : params_(params), memory_(memory), where_(where) {}
+
+    template <class Tiles>
+    __device__ __forceinline__ void run(const Tiles& tiles) const {
+        const int32 warp = threadIdx.x / 32;
+        if (threadIdx.x == 0) copy(tiles);
+        if (warp == 1) prepare_statistics(tiles);
+    }
+
+  private:
+    template <class Tiles>
+    __device__ __forceinline__ void copy(const Tiles& tiles) const {
+        if (tiles.begin >= tiles.end) return;
+        const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
+        const int32 first_key = first_part_row<Spec, true>(params_, where_.batch) + where_.tile * kBc;
+        const int32 keys =
+            Layout::row_of(head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head), params_.k_blocks, first_key);
+        load_rows<kBc, Spec::kHeadDim>(params_.k_parts, keys, params_.k_blocks, memory_.key(), memory_.full_key());
+        load_rows<kBc, Spec::kHeadDim>(params_.v_parts, keys, params_.k_blocks, memory_.value(), memory_.full_value());
+        RingPosition<Shape::kStages> queries;
+        RingPosition<Shape::kDoutStages> douts;
+        for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
+            const int32 first_query = first_part_row<Spec, false>(params_, where_.batch) + tile * kBr;
+            const int32 row = Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head),
+                                             params_.q_blocks, first_query);
+            const uint32 query = queries.slot(), dout = douts.slot();
+            mbarrier_wait(memory_.empty_query(query), queries.parity() ^ 1);
+            load_rows<kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_blocks, memory_.query(query),
+                                           memory_.full_query(query));
+            mbarrier_wait(memory_.empty_dout(dout), douts.parity() ^ 1);
+            load_rows<kBr, Spec::kHeadDim>(params_.dout_parts, row, params_.q_blocks, memory_.dout(dout),
+                                           memory_.full_dout(dout));
+            queries.advance();
+            douts.advance();
+        });
+    }
+
+    // The loads of a step are in flight while the warp waits for the stage to be released.
+    template <class Tiles>
+    __device__ __forceinline__ void prepare_statistics(const Tiles& tiles) const {
+        const int32 lane = threadIdx.x % 32;
+        RingPosition<Shape::kStages> ring;
+        for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
+            const int64 first = common::first_statistic<Spec>(params_, where_.batch, head);
+            RowStatistics own[kBr / 32];
+#pragma unroll
+            for (int n = 0; n < kBr / 32; ++n) own[n] = row_statistics(params_, first, tile * kBr + 32 * n + lane);
+            mbarrier_wait(memory_.empty_query(ring.slot()), ring.parity() ^ 1);
+            const uint32 statistics = memory_.statistics(ring.slot()) + 4 * lane;
+#pragma unroll
+            for (int n = 0; n < kBr / 32; ++n) {
+                store_shared(statistics + 128 * n, own[n].lse);
+                store_shared(statistics + 128 * n + Shape::kStatisticBytes, own[n].delta);
+            }
+            mbarrier_arrive(memory_.full_query(ring.slot()));
+            ring.advance();
+        });
+    }
+
+    const Params& params_;
+    const Memory memory_;
+    const common::TileCoordinates& where_;
+};
 
 }  // namespace fa2::sm90_float32

@@ -15,7 +15,9 @@ struct DkdvShape {
     static constexpr int kKeyBytes = kParts * kPanels * kBc * kPanelRowBytes;
     static constexpr int kQueryBytes = kParts * kPanels * kBr * kPanelRowBytes;
     static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages);
-    static constexpr int kWithoutDout = kAlignment + 2 * kKeyBytes + kStages * kQueryBytes + kBarrierBytes;
+    static constexpr int kStatisticBytes = 4 * kBr;
+    static constexpr int kWithoutDout =
+        kAlignment + 2 * kKeyBytes + kStages * (kQueryBytes + 2 * kStatisticBytes) + kBarrierBytes;
     // dO has one stage where shared memory does not hold as many as Q has.
     static constexpr int kDoutStages = kWithoutDout + kStages * kQueryBytes <= kMaxSharedBytes ? kStages : 1;
     static constexpr int kSharedBytes = kWithoutDout + kDoutStages * kQueryBytes;
@@ -39,6 +41,10 @@ struct DkdvMemory {
     __device__ uint32 query(uint32 stage) const { return base + 2 * Shape::kKeyBytes + stage * Shape::kQueryBytes; }
     __device__ uint32 dout(uint32 stage) const { return query(kStages) + stage * Shape::kQueryBytes; }
     __device__ uint32 barrier(uint32 index) const { return dout(Shape::kDoutStages) + 8 * index; }
+    // Statistics of the queries in a stage: lse of all, then delta.
+    __device__ uint32 statistics(uint32 stage) const {
+        return barrier(0) + Shape::kBarrierBytes + stage * (2 * Shape::kStatisticBytes);
+    }
     // Full: the data have arrived. Empty: all consumer warps have finished reading them.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
@@ -48,10 +54,11 @@ struct DkdvMemory {
     __device__ uint32 empty_dout(uint32 stage) const { return barrier(2 + 3 * kStages + stage); }
 
     __device__ void init_barriers() const {
+        constexpr uint32 kWarpSize = 32;
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
         for (uint32 i = 0; i < kStages; ++i) {
-            mbarrier_init(full_query(i), 1);
+            mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that copies, and the lanes of the statistics
             mbarrier_init(full_dout(i), 1);
             mbarrier_init(empty_query(i), 4 * Shape::kGroups);
             mbarrier_init(empty_dout(i), 4 * Shape::kGroups);

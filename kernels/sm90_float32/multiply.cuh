@@ -35,15 +35,17 @@ struct FragmentParts {
                 for (int part = 0; part < kParts; ++part) word[part][n][i] = take_part(even, odd);
             }
     }
-    // x = factor times the sum of the parts.
+    // x = factor times the sum of the parts. The sign of the high parts is turned twice: from the same words as
+    // `set_scaled` the compiler would keep their numbers in registers in the meantime, as many as x has.
     __device__ __forceinline__ void unite(QuadFragment<kN8>& x, float factor) const {
 #pragma unroll
         for (int n = 0; n < kN8; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const uint32 high = word[0][n][i], low = word[1][n][i];
-                x.value[n][2 * i] = (common::unpack_lo<float16>(high) + common::unpack_lo<float16>(low)) * factor;
-                x.value[n][2 * i + 1] = (common::unpack_hi<float16>(high) + common::unpack_hi<float16>(low)) * factor;
+                const uint32 minus_high = word[0][n][i] ^ 0x80008000, low = word[1][n][i];
+                x.value[n][2 * i] = (common::unpack_lo<float16>(low) - common::unpack_lo<float16>(minus_high)) * factor;
+                x.value[n][2 * i + 1] =
+                    (common::unpack_hi<float16>(low) - common::unpack_hi<float16>(minus_high)) * factor;
             }
     }
     __device__ __forceinline__ OperandA k16(int part, int s) const {
@@ -188,8 +190,10 @@ struct ColumnProducts {
 };
 
 // Issues x = p rows, for chunk number `chunk` of the rows of a tile of kRows; `rows` is the tile's MN-major descriptor.
-template <int kPanels, int kRows, class Output, class Operand>
-__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
+// first_step(x, a, b) is the first k-step, which overwrites x.
+template <int kPanels, int kRows, class Output, class Operand, class FirstStep>
+__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk,
+                                               const FirstStep& first_step) {
     constexpr int kPartBytes = kPanels * kRows * kPanelRowBytes, kSteps = kUnitRows / 16;
     wgmma_fence();
 #pragma unroll
@@ -199,12 +203,17 @@ __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint
             const OperandA a = p.k16(part_of_product<true>(t), s);
             const uint64 b = rows + part_of_product<false>(t) * kPartBytes / 16 + along_rows(s);
             if (t == 0 && s == chunk * kSteps)
-                wgmma_first_output(x, a, b);
+                first_step(x, a, b);
             else
                 wgmma_output(x, a, b);
         }
     wgmma_commit();
     pin(x);
+}
+template <int kPanels, int kRows, class Output, class Operand>
+__device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
+    multiply_chunk<kPanels, kRows>(x, p, rows, chunk,
+                                   [](Output& y, const OperandA& a, uint64 b) { wgmma_first_output(y, a, b); });
 }
 
 }  // namespace fa2::sm90_float32
