@@ -6,8 +6,9 @@
 //   for each panel:  T = dS^T Q     -> dK += unit T
 //                                   -> release Q's stage
 //
-// Where dK and dV have two panels, they leave few registers. P^T is then made again from its parts if nothing else needs
-// it, and the panels of a gradient have one product's registers.
+// With one panel, dP^T is issued behind S^T, and is in flight while P^T is computed; dV is, while dS^T is. Where dK and dV
+// have two panels, they leave few registers. P^T is then made again from its parts if nothing else needs it, and the
+// panels of a gradient have one product's registers.
 #pragma once
 #include "common/mask.cuh"
 #include "common/statistics.cuh"
@@ -27,6 +28,9 @@ class DkdvConsumer {
     using Panel = QuadFragment<kPanelColumns / 8>;
     using Gradient = Panel[kPanels];
     using Parts = FragmentParts<kBr / 8>;
+    // True if registers suffice for P beside dP and the product of dV, so that two products are in flight at a time.
+    static constexpr bool kOverlaps = kPanels == 1 && !Products::kTwoChains;
+    static_assert(kChunks == 1);
     static constexpr bool kUnitesParts = kPanels > 1 && !common::kTakesWeights<Spec>;
 
   public:
@@ -84,8 +88,17 @@ class DkdvConsumer {
         const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
         Products products;
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        Scores dp;
+        if constexpr (kOverlaps) {
+            start_dp(dp, delta, dp_unit);
+            pin(dp);
+        }
         products.issue(key_operand_, queries);
-        wgmma_wait<0>();
+        if constexpr (kOverlaps) {
+            mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
+            Products::issue_from(dp, value_operand_, douts);
+        }
+        wgmma_wait<kOverlaps ? 1 : 0>();
         Scores& scores = products.sum();
         scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
         const common::ScoreTile position{where_.batch, head, first_query, first_key_, lane_};
@@ -96,31 +109,47 @@ class DkdvConsumer {
         const float probability_scale[2] = {kProbabilityScale, kProbabilityScale};
         parts.set_scaled(p, probability_scale);
 
-        mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const float unit = dout_unit[c] / kProbabilityScale;
-            add_product(dv_, parts, douts, c, {unit, unit});
-        }
-
-        Scores dp;
-        start_dp(dp, delta, dp_unit);
-        Products::issue_from(dp, value_operand_, douts);
-        if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
-        wgmma_wait<0>();
-        pin(dp);
-        if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));
-        douts_.advance();
-        take_gradients(scores, dp, delta, dp_unit);
         float scale[2], inverse[2];
-        row_scales(scores, scale, inverse);
+        const auto take_ds = [&] {
+            take_gradients(scores, dp, delta, dp_unit);
+            row_scales(scores, scale, inverse);
+        };
+        const float dv_unit = dout_unit[0] / kProbabilityScale;
+        const RowFactors dv_units = {dv_unit, dv_unit};
+        if constexpr (kOverlaps) {
+            Panel product;
+            multiply_chunk<kPanels, kBr>(product, parts, douts, 0);
+            wgmma_wait<1>();
+            pin(dp);
+            take_ds();
+            wgmma_wait<0>();
+            pin(product);
+            release_dout();
+            add_rows(dv_[0], product, dv_units.of_row);
+        } else {
+            mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
+            add_product(dv_, parts, douts, dv_units);
+            start_dp(dp, delta, dp_unit);
+            Products::issue_from(dp, value_operand_, douts);
+            if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
+            wgmma_wait<0>();
+            pin(dp);
+            release_dout();
+            take_ds();
+        }
         parts.set_scaled(scores, scale);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c)
-            add_product(dk_, parts, queries, c, {inverse[0] * query_unit[c], inverse[1] * query_unit[c]});
+        add_product(dk_, parts, queries, {inverse[0] * query_unit[0], inverse[1] * query_unit[0]});
+        release_query();
+    }
+
+    __device__ __forceinline__ void release_query() {
         __syncwarp();  // all lanes have read the statistics
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
         queries_.advance();
+    }
+    __device__ __forceinline__ void release_dout() {
+        if (lane_ == 0) mbarrier_arrive(memory_.empty_dout(douts_.slot()));
+        douts_.advance();
     }
 
     // A statistic of the queries of this lane's columns.
@@ -153,13 +182,13 @@ class DkdvConsumer {
     struct RowFactors {
         float of_row[2];
     };
-    // gradient += factor parts rows, panel by panel, on chunk number `chunk` of the tile's rows.
-    __device__ __forceinline__ void add_product(Gradient& gradient, const Parts& parts, uint64 rows, int chunk,
+    // gradient += factor parts rows, panel by panel.
+    __device__ __forceinline__ void add_product(Gradient& gradient, const Parts& parts, uint64 rows,
                                                 const RowFactors& factor) const {
         Panel product;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), chunk,
+            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), 0,
                                          [&](Panel& x, const OperandA& a, uint64 b) {
                                              // The compiler would add one product while the next one is computed, and
                                              // spill what their registers have held. It cannot know that this one
