@@ -9,6 +9,7 @@ from support.float32_data import KINDS, check_promise, data
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import METHODS
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")
@@ -23,22 +24,22 @@ HEADS = ((2, 2), (4, 2), (3, 1))
 def _device():
     if DeviceInfo.current().compute_capability != 90:
         pytest.skip("needs a GPU of compute capability 9.0")
-    fa2cupy.precompile(dtypes="float32", head_dims=(32, 59, 64, 96, 128), methods="two_pass", family="sm90")
+    fa2cupy.precompile(dtypes="float32", head_dims=(32, 59, 64, 96, 128), family="sm90")
 
 
-def run(inputs: tuple, *, dlse=None, **options) -> dict:
-    """All results, written into arrays of NaN."""
+def run(inputs: tuple, *, dlse=None, **options) -> None:
+    """All results, written into arrays of NaN; the gradients by both methods."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = {"return_dsink": True} if "sink" in options else {}
     names = (*GRADIENTS, *(["dsink"] if more else []))
     how = {**options, "family": "sm90"}
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
-    out = expected.unwritten(*names)
-    gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, out=out, **more, **how)
-    results = {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
-    expected.check(spec="split", **results)
-    return results
+    for method in METHODS:
+        out = expected.unwritten(*names)
+        gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, out=out, method=method, **more, **how)
+        results = {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
+        expected.check(spec=f"split, {method}", **results)
 
 
 def draw(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, batch: int = 2, **options) -> tuple:
@@ -82,27 +83,29 @@ def test_packed_sequences():
 @pytest.mark.parametrize("rows", (65, 128, 1000, 4096))
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_those_of_float32(kind, head_dim, rows, causal):
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_are_those_of_float32(method, kind, head_dim, rows, causal):
     inputs = tuple(map(cp.asarray, data(kind, rows, head_dim)))
     q, k, v, do = inputs
     o, lse = fa2cupy.forward(q, k, v, causal=causal, precision="split")
-    gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=causal, precision="split")
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=causal, precision="split", method=method)
     results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
     if kind == "subnormal":  # whose products with anything small are nothing in float32
         results = {name: results[name] for name in ("o", "dv")}
     check_promise(inputs, results, causal)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", (np.inf, np.nan))
 @pytest.mark.parametrize("name", ("q", "k", "v", "do"))
-def test_infinities_and_nan_come_out_as_of_ieee_arithmetic(name, value):
+def test_infinities_and_nan_come_out_as_of_ieee_arithmetic(name, value, method):
     inputs = dict(zip(("q", "k", "v", "do"), draw((260, 390), (4, 2), 64), strict=True))
     inputs[name][1, 200, -1, 7] = value
     q, k, v, do = inputs.values()
     results = []
     for precision in ("split", "ieee"):
         o, lse = fa2cupy.forward(q, k, v, causal=True, precision=precision)
-        how = {"causal": True, "precision": precision, "method": "two_pass"}
+        how = {"causal": True, "precision": precision, "method": method if precision == "split" else "two_pass"}
         results.append((o, lse, *fa2cupy.backward(q, k, v, o, lse, do, **how)))
     for split, ieee in zip(*results, strict=True):
         assert (cp.isnan(split) == cp.isnan(ieee)).all() and (cp.isinf(split) == cp.isinf(ieee)).all()
@@ -113,6 +116,8 @@ def test_results_are_the_same_in_every_run():
     first = None
     for _ in range(5):
         o, lse = fa2cupy.forward(q, k, v, causal=True, precision="split")
-        results = (o, lse, *fa2cupy.backward(q, k, v, o, lse, do, causal=True, precision="split"))
+        how = {"causal": True, "precision": "split"}
+        by_atomics = fa2cupy.backward(q, k, v, o, lse, do, method="single_pass", **how)
+        results = (o, lse, *by_atomics[1:], *fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **how))
         first = first or results
         assert all((x == y).all() for x, y in zip(first, results, strict=True))

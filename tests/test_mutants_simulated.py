@@ -60,6 +60,7 @@ CATCHES = {
     "input": (AssertionError, "is an input, and was written"),
     "counter": (AssertionError, "tile counter is left at"),
     "numbers": (AssertionError, "% of the allowed"),
+    "misaligned": (ptxsim.PtxError, "misaligned global access"),
     "root mean square": (AssertionError, "root mean square .* % of the allowed"),
 }
 
@@ -2024,6 +2025,102 @@ MUTANTS = (
         "numbers",
         dataclasses.replace(PARTS, head_dim=128),
     ),
+    Mutant(
+        "parts: dQ of dS with a scale for each key",
+        "backward",
+        "factor[i] = common::pack<float16>(unit[i] * inverse, unit[i] * inverse);",
+        "factor[i] = 0x3c003c00;",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: the largest unit of a lane's own keys",
+        "backward",
+        "unit = max_of(unit, __shfl_xor_sync(common::kFullWarp, unit, mask));",
+        ";",
+        "numbers",
+        PARTS_OF_SMALL_GRADIENTS,
+    ),
+    Mutant(
+        "parts: units of dS are read before the other warps have given theirs",
+        "backward",
+        "        barrier_sync(kGroupBarrier + group_, kGroupThreads);\n",
+        "",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dS is not fenced",
+        "backward",
+        "            async_proxy_fence();\n            mbarrier_arrive(memory_.full_ds(group));",
+        "            mbarrier_arrive(memory_.full_ds(group));",
+        "proxy",
+        PARTS,
+    ),
+    Mutant(
+        "parts: nobody waits for dS",
+        "backward",
+        "        mbarrier_wait(memory_.full_ds(group_), ds_.parity());\n",
+        "",
+        "race",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dQ is added in flight",
+        "backward",
+        "                wgmma_wait<0>();\n            pin(product[panel]);",
+        "                ;\n            pin(product[panel]);",
+        "in flight",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dQ of the first panel of K twice",
+        "backward",
+        "key_rows() + panel * kKeyPanel);",
+        "key_rows());",
+        "numbers",
+        dataclasses.replace(PARTS, head_dim=128),
+    ),
+    Mutant(
+        "parts: dQ without the unit of K",
+        "backward",
+        "store_ds(parts, inverse) * key_unit_;",
+        "store_ds(parts, inverse);",
+        "numbers",
+        PARTS,
+    ),
+    Mutant(
+        "parts: dQ of another query head",
+        "backward",
+        "common::first_workspace_tile<Spec>(params, where_.batch, head)",
+        "common::first_workspace_tile<Spec>(params, where_.batch, where_.head)",
+        "numbers",
+        PARTS_OF_GROUPS,
+    ),
+    Mutant(
+        "parts: Q is released before dK is there",
+        "backward",
+        "                wgmma_wait<1>();\n                pin(product);\n                release_query();",
+        "                release_query();\n                wgmma_wait<1>();\n                pin(product);",
+        "race",
+        PARTS_OF_GROUPS,
+    ),
+    Mutant(
+        "parts: dQ of rows that are not there",
+        "convert_dq",
+        "if (row >= rows.length || column >= Spec::kHeadDim) continue;",
+        "if (column >= Spec::kHeadDim) continue;",
+        "bounds",
+        PARTS,
+    ),
+    Mutant(
+        "parts: pairs of dQ at any address",
+        "convert_dq",
+        "const bool in_pairs = reinterpret_cast<uint64>(dq) % 8 == 0 && params.dq_strides.row % 2 == 0;",
+        "const bool in_pairs = true;",
+        "misaligned",
+        dataclasses.replace(PARTS, head_dim=59),
+    ),
     *(
         Mutant(
             f"{name}: operands with a bit less",
@@ -2084,7 +2181,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             return
         o, lse = reference.forward(q, k, v, **asked)
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
-        two_pass = problem.precision or operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
+        two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
         method = "two_pass" if two_pass else "single_pass"
         extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}
         names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in extra))

@@ -465,6 +465,19 @@ def test_single_pass_on_tensor_cores_adds_dq_up_in_a_workspace_that_delta_clears
     assert (record(delta)["dq_accum_bytes"], record(delta)["shares_bytes"]) == (of_dq, 0)
 
 
+def test_single_pass_of_parts_is_the_default_and_kernels_of_two_pass_store_what_it_leaves():
+    plan = plans.backward_plan(problem(dtype="float32", head_dim=59), H100, STRIDES, None, family="sm90")
+    kernels = [(stage.spec.operation, stage.spec.is_fallback) for stage in plan.stages]
+    main, convert = plan.stages[2:4]
+    assert kernels[:4] == [(name, False) for name in ("delta", "split_gradients", "backward", "convert_dq")]
+    assert kernels[4:] == [("backward_dq", True), ("backward_dkdv", True)]
+    assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
+    assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
+    of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
+    assert workspace_sizes(plan)["dq_accum"] == of_dq == record(plan.stages[0])["dq_accum_bytes"]
+    assert plan.cleared == ("exceptions",)
+
+
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
 def test_delta_clears_the_shares_of_single_pass(family):
     plan = plans.backward_plan(problem(), H100, STRIDES, "single_pass", family=family, num_splits=2)

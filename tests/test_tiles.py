@@ -245,7 +245,7 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     # By key tiles sm90 has two main loops, too.
     cases += [(name, "sm90", "float16", head_dim) for name in ("backward", "backward_dkdv") for head_dim in (96, 256)]
     # Of two parts V, or dO, has fewer stages where shared memory is short.
-    of_parts = ("forward", "backward_dq", "backward_dkdv")
+    of_parts = ("forward", "backward", "backward_dq", "backward_dkdv")
     cases += [(name, "sm90", "float32", head_dim) for name in of_parts for head_dim in (64, 128)]
     return [*cases, ("forward", "sm80", "float16", 160)]
 

@@ -183,7 +183,7 @@ def choose(
                 reasons.append(reason)
             else:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                fallback = _fallback(family, tiled, method, problem, device)
+                fallback = _fallback(call, family, problem, device)
                 choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
@@ -219,16 +219,13 @@ def choose_tile(
     return tuned or family.default_tile(operation, problem, device)
 
 
-def _fallback(
-    family: Family,
-    operations: Sequence[str],
-    method: str | None,
-    problem: AttentionProblem,
-    device: DeviceInfo,
-) -> Choice | None:
+def _fallback(call: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> Choice | None:
     """The kernels of IEEE arithmetic that compute heads which parts of float32 data do not represent well."""
     if not family.multiplies_parts:
         return None
+    # Those of `two_pass` overwrite gradients, and so what other kernels have left there.
+    method = "two_pass" if call == "backward" else None
+    operations = METHODS[method] if method else (call,)
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ..problem.attention import AttentionProblem
 from ..problem.features import FEATURES, features_in_registers
 from ..problem.strides import AnyStrides
-from .device import DeviceInfo
 from .family import Family, TileRow
 from .records import LENGTHS, PARTS, SCHEDULE, Record
 from .tile import TileConfig
@@ -19,7 +18,12 @@ _SHORTEST = 128  # rows of q and of k
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 #: For each kernel, the side whose rows its warp groups own, and the other side.
-_SIDES = {"forward": ("b_r", "b_c"), "backward_dq": ("b_r", "b_c"), "backward_dkdv": ("b_c", "b_r")}
+_SIDES = {
+    "forward": ("b_r", "b_c"),
+    "backward": ("b_c", "b_r"),
+    "backward_dq": ("b_r", "b_c"),
+    "backward_dkdv": ("b_c", "b_r"),
+}
 
 _INPUTS = (
     "q_parts:input_parts k_parts:input_parts v_parts:input_parts q_units:input_accum k_units:input_accum "
@@ -29,6 +33,9 @@ _GRADIENT_INPUTS = f"{_INPUTS} dout_parts:input_parts dout_units:input_accum lse
 _INTS = (*LENGTHS, *SCHEDULE, *PARTS)
 _RECORDS = {
     "forward": Record(f"{_INPUTS} o:output lse:output_accum tile_counter:counter", ("o",), ("softmax_scale",), _INTS),
+    "backward": Record(
+        f"{_GRADIENT_INPUTS} dk:output dv:output dq_accum:output_accum", ("dk", "dv"), ("softmax_scale",), _INTS
+    ),
     "backward_dq": Record(f"{_GRADIENT_INPUTS} dq:output tile_counter:counter", ("dq",), ("softmax_scale",), _INTS),
     "backward_dkdv": Record(f"{_GRADIENT_INPUTS} dk:output dv:output", ("dk", "dv"), ("softmax_scale",), _INTS),
 }
@@ -39,7 +46,6 @@ class Sm90Float32(Family):
 
     name = "sm90"
     folder = "sm90_float32"
-    operations = ("forward", "backward_dq", "backward_dkdv")
     dtypes = ("float32",)
     min_compute_capability = max_compute_capability = 90
     row_alignment = 1
@@ -49,7 +55,7 @@ class Sm90Float32(Family):
     multiplies_parts = True
     features = tuple(name for name in FEATURES if name not in ("dbias", "full_dbias"))
     backward_owns = "keys"
-    default_methods = ("two_pass",)
+    default_methods = ("single_pass",)
     query_rows = (64, 128)
     key_rows = (64, 128)
     # Two consumer warp groups of 4 warps have 64 rows each, and one more loads.
@@ -59,13 +65,10 @@ class Sm90Float32(Family):
             TileRow(128, TileConfig(128, 64, 12, 2), features=features_in_registers(1)),
             TileRow(128, TileConfig(128, 128, 12, 1)),
         ),
+        "backward": (TileRow(64, TileConfig(64, 128, 12, 2)), TileRow(128, TileConfig(64, 128, 12, 1))),
         "backward_dq": (TileRow(64, TileConfig(128, 128, 12, 2)), TileRow(128, TileConfig(128, 64, 12, 2))),
         "backward_dkdv": (TileRow(128, TileConfig(64, 128, 12, 2)),),
     }
-
-    def supports(self, operation: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
-        # Of the methods of a backward it has only one.
-        return super().supports("backward_dq" if operation == "backward" else operation, dtype, device, features)
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         if self.padded_head_dim(problem.head_dim) > _LARGEST_HEAD_DIM:
@@ -88,9 +91,11 @@ class Sm90Float32(Family):
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
         # two parts. The operand that is used second has one stage where that many of the first do not fit.
         row = 2 * -(-head_dim // 64) * 128
-        if operation == "backward_dkdv":
+        if _SIDES[operation][0] == "b_c":
             own, other = 2 * tile.b_c * row, tile.b_r * row
             fixed = 8 * (2 + 4 * tile.num_stages) + tile.num_stages * 2 * 4 * tile.b_r
+            if operation == "backward":  # two warp groups have dS, units of it, and barriers
+                fixed += 2 * (2 * tile.b_r * 128 + 4 * 4 + 2 * 8)
         else:
             operands = {"forward": 1, "backward_dq": 2}[operation]
             own, other = operands * tile.b_r * row, tile.b_c * row
@@ -109,8 +114,8 @@ class Sm90Float32(Family):
                 f"{own}={rows} and num_warps={tile.num_warps} are not 64 rows for each of two warp groups of 4 warps, "
                 "and one more that loads"
             )
-        if others not in ((64,) if operation == "backward_dkdv" else (64, 128)):
-            return f"{other}={others} is not 64{'' if operation == 'backward_dkdv' else ' or 128'}"
+        if others not in ((64,) if own == "b_c" else (64, 128)):
+            return f"{other}={others} is not 64{'' if own == 'b_c' else ' or 128'}"
         if tile.num_stages > 4:
             return f"num_stages={tile.num_stages} is more than 4"
         if tile.blocks_per_sm != 1:

@@ -4,11 +4,13 @@
 //   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dV = P^T dO           dK = scale dS^T Q
 //
+// With kWithDq (backward.cuh) it also adds dQ = scale dS K up in a workspace. Its key tiles do so in any order.
+//
 // A block owns kBc keys of one K/V head and loops over the query tiles of all query heads that share it. Its producer
 // copies operands to shared memory; its consumer warp groups own 64 keys each.
 //
-//   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same | barriers
-//   statistics [kStages][lse, delta][kBr]
+//   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same
+//   dS [group][part][kBr] | barriers | statistics [kStages][lse, delta][kBr] | units of dS [group][warp]
 #pragma once
 #include "common/exceptions.cuh"
 #include "sm90_float32/backward_dkdv_consumer.cuh"
@@ -16,9 +18,9 @@
 
 namespace fa2::sm90_float32 {
 
-template <class Spec>
+template <class Spec, bool kWithDq = false>
 struct BackwardDkdv {
-    using Shape = DkdvShape<Spec>;
+    using Shape = DkdvShape<Spec, kWithDq>;
     static constexpr bool kByKeys = true, kFindsSequences = false;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
@@ -35,7 +37,7 @@ struct BackwardDkdv {
             DkdvProducer<Spec, Shape>(params, memory, where).run(tiles);
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
-            DkdvConsumer<Spec>(params, memory, where, group - 1).run(tiles);
+            DkdvConsumer<Spec, Shape>(params, memory, where, group - 1).run(tiles);
         }
     }
 };

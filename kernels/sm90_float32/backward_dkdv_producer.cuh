@@ -1,7 +1,8 @@
-// The producer warp group of the dK and dV kernel. Jobs of its warps:
+// The producer warp group of the kernels that own keys. Jobs of its warps:
 //
 //   0       one thread copies the parts of K and V once, and then those of Q and dO of each step
 //   1       prepares the statistics of each step's queries
+//   2, 3    with dQ: one thread makes dS, which a consumer warp group writes, visible to wgmma
 #pragma once
 #include "sm90_float32/backward_dkdv_shape.cuh"
 #include "sm90_float32/softmax_gradient.cuh"
@@ -23,6 +24,7 @@ class DkdvProducer {
         const int32 warp = threadIdx.x / 32;
         if (threadIdx.x == 0) copy(tiles);
         if (warp == 1) prepare_statistics(tiles);
+        if (Shape::kWithDq && warp >= 2 && threadIdx.x % 32 == 0) pass_ds_on(tiles, warp - 2);
     }
 
   private:
@@ -71,6 +73,19 @@ class DkdvProducer {
                 store_shared(statistics + 128 * n + Shape::kStatisticBytes, own[n].delta);
             }
             mbarrier_arrive(memory_.full_query(ring.slot()));
+            ring.advance();
+        });
+    }
+
+    // A fence waits for all outstanding memory operations of its thread. Consumer threads have additions to dQ in
+    // flight for most of a step, so a thread of the producer fences the dS that they write.
+    template <class Tiles>
+    __device__ __forceinline__ void pass_ds_on(const Tiles& tiles, int32 group) const {
+        RingPosition<1> ring;
+        for_each_step(params_, where_.head, tiles, [&](int32, int32) {
+            mbarrier_wait(memory_.written_ds(group), ring.parity());
+            async_proxy_fence();
+            mbarrier_arrive(memory_.full_ds(group));
             ring.advance();
         });
     }

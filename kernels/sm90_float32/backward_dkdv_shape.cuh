@@ -1,12 +1,14 @@
-// Sizes, shared-memory map and barriers of the dK and dV kernel.
+// Sizes, shared-memory map and barriers of the dK and dV kernel, and of the kernel that computes dQ as well.
 #pragma once
 #include "common/tile_range.cuh"
+#include "sm90/dq_workspace.cuh"
 #include "sm90_float32/parts.cuh"
 
 namespace fa2::sm90_float32 {
 
-template <class Spec>
+template <class Spec, bool kDq>
 struct DkdvShape {
+    static constexpr bool kWithDq = kDq;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
     static constexpr int kGroups = kBc / kGroupRows;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16), kPanels = ceil_div(kD, kPanelColumns);
@@ -14,10 +16,13 @@ struct DkdvShape {
 
     static constexpr int kKeyBytes = kParts * kPanels * kBc * kPanelRowBytes;
     static constexpr int kQueryBytes = kParts * kPanels * kBr * kPanelRowBytes;
-    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages);
+    // dS of a warp group's 64 keys, as the left operand of dQ: a panel of queries by keys for each part.
+    static constexpr int kDsPanelBytes = kBr * kPanelRowBytes, kDsBytes = kDq ? kParts * kDsPanelBytes : 0;
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + (kDq ? 2 * kGroups : 0));
     static constexpr int kStatisticBytes = 4 * kBr;
-    static constexpr int kWithoutDout =
-        kAlignment + 2 * kKeyBytes + kStages * (kQueryBytes + 2 * kStatisticBytes) + kBarrierBytes;
+    static constexpr int kUnitBytes = kDq ? 4 * 4 : 0;  // of a warp group's dS, one for each warp
+    static constexpr int kWithoutDout = kAlignment + 2 * kKeyBytes + kStages * (kQueryBytes + 2 * kStatisticBytes) +
+                                        kGroups * (kDsBytes + kUnitBytes) + kBarrierBytes;
     // dO has one stage where shared memory does not hold as many as Q has.
     static constexpr int kDoutStages = kWithoutDout + kStages * kQueryBytes <= kMaxSharedBytes ? kStages : 1;
     static constexpr int kSharedBytes = kWithoutDout + kDoutStages * kQueryBytes;
@@ -40,28 +45,37 @@ struct DkdvMemory {
     __device__ uint32 value() const { return base + Shape::kKeyBytes; }
     __device__ uint32 query(uint32 stage) const { return base + 2 * Shape::kKeyBytes + stage * Shape::kQueryBytes; }
     __device__ uint32 dout(uint32 stage) const { return query(kStages) + stage * Shape::kQueryBytes; }
-    __device__ uint32 barrier(uint32 index) const { return dout(Shape::kDoutStages) + 8 * index; }
+    __device__ uint32 ds(uint32 group) const { return dout(Shape::kDoutStages) + group * Shape::kDsBytes; }
+    __device__ uint32 barrier(uint32 index) const { return ds(Shape::kGroups) + 8 * index; }
     // Statistics of the queries in a stage: lse of all, then delta.
     __device__ uint32 statistics(uint32 stage) const {
         return barrier(0) + Shape::kBarrierBytes + stage * (2 * Shape::kStatisticBytes);
     }
-    // Full: the data have arrived. Empty: all consumer warps have finished reading them.
+    __device__ uint32 ds_unit(uint32 group) const { return statistics(kStages) + group * Shape::kUnitBytes; }
+    // Full: the data have arrived. Empty: all consumer warps have finished reading them. Written: the consumers have
+    // written dS, but it has not been fenced yet.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
     __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
     __device__ uint32 empty_query(uint32 stage) const { return barrier(2 + kStages + stage); }
     __device__ uint32 full_dout(uint32 stage) const { return barrier(2 + 2 * kStages + stage); }
     __device__ uint32 empty_dout(uint32 stage) const { return barrier(2 + 3 * kStages + stage); }
+    __device__ uint32 written_ds(uint32 group) const { return barrier(2 + 4 * kStages + group); }
+    __device__ uint32 full_ds(uint32 group) const { return barrier(2 + 4 * kStages + Shape::kGroups + group); }
 
     __device__ void init_barriers() const {
-        constexpr uint32 kWarpSize = 32;
+        constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4;
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
         for (uint32 i = 0; i < kStages; ++i) {
             mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that copies, and the lanes of the statistics
             mbarrier_init(full_dout(i), 1);
-            mbarrier_init(empty_query(i), 4 * Shape::kGroups);
-            mbarrier_init(empty_dout(i), 4 * Shape::kGroups);
+            mbarrier_init(empty_query(i), kWarpsOfGroup * Shape::kGroups);
+            mbarrier_init(empty_dout(i), kWarpsOfGroup * Shape::kGroups);
+        }
+        for (uint32 group = 0; Shape::kWithDq && group < Shape::kGroups; ++group) {
+            mbarrier_init(written_ds(group), kWarpsOfGroup);
+            mbarrier_init(full_ds(group), 1);
         }
         mbarrier_init_fence();
     }

@@ -53,6 +53,13 @@ struct FragmentParts {
     }
 };
 
+// The product of two pairs of float16 numbers.
+__device__ __forceinline__ uint32 multiply_halves(uint32 x, uint32 y) {
+    uint32 z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
 // The powers of two that bring the largest magnitude of each row of a warp's fragment into [2^13, 2^14).
 template <int kN8>
 __device__ __forceinline__ void row_scales(const QuadFragment<kN8>& x, float (&scale)[2], float (&inverse)[2]) {

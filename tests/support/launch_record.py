@@ -37,10 +37,13 @@ class Launch:
         The record's other members, and the strides of what the maps describe.
     cleared : tuple of str
         What the plan has set to zero before its first stage.
+    before_fallback : bool
+        True if kernels of IEEE arithmetic write some heads of its results after it.
     """
 
     def __init__(self, plan: Plan, stage: Stage, addresses: dict[str, int]):
         self.stage, self.spec, self.cleared = stage, stage.spec, plan.cleared
+        self.before_fallback = any(one.spec.is_fallback for one in plan.stages) and not self.spec.is_fallback
         layout = self.spec.params
         self._kinds = kinds = {field.name: field.kind for field in layout.fields}
         self.pointers = {

@@ -84,9 +84,10 @@ def of_parts() -> None:
 
 
 def check_parts(q, k, v, do, options: dict) -> None:
-    """Forward and backward."""
+    """Forward and both backward methods."""
     o, lse = fa2cupy.forward(q, k, v, family="sm90", **options)
-    fa2cupy.backward(q, k, v, o, lse, do, family="sm90", **options)
+    for method in ("single_pass", "two_pass"):
+        fa2cupy.backward(q, k, v, o, lse, do, family="sm90", method=method, **options)
 
 
 def with_settings() -> None:

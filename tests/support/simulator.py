@@ -23,7 +23,6 @@ from support.fake_gpu import fake_gpu
 from support.launch_record import TILE_COUNTER, WORKSPACES, Launch, memory_at
 
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.families.records import EXCEPTIONS
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.compiler import compile_options
 from fa2cupy.jit.source import render_kernel
@@ -136,8 +135,7 @@ def _execute(
         written = buffer.finish(spec)
         if not buffer.is_output:
             continue
-        leaves_heads = EXCEPTIONS in launch.pointers and not spec.is_fallback
-        of_several = spec.operation.startswith("clear_") or name in WORKSPACES or leaves_heads
+        of_several = spec.operation.startswith("clear_") or name in WORKSPACES or launch.before_fallback
         if of_several:
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
