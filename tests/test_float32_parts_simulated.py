@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("cupy")
 
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import numbers, options_of
-from support.float32_data import KINDS, check_promise, data
+from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from support.float32_parts import split_parts
 from support.launch_record import Launch
 from support.simulated_problems import HOPPER, draw
@@ -247,7 +249,30 @@ def test_errors_are_those_of_float32(monkeypatch, method, kind, rows):
         results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
         if kind == "subnormal":  # whose products with anything small are nothing in float32
             results = {name: results[name] for name in ("o", "dv")}
-        check_promise(inputs, results, causal=True)
+        check_promise(inputs, results, True, orders_of(kind))
+
+
+@pytest.mark.sample(turn=(0,))
+@pytest.mark.parametrize("turn", range(8))
+def test_errors_are_those_of_float32_for_mixtures(monkeypatch, turn):
+    """Drawn by hypothesis; a turn draws its own."""
+
+    @seed(turn)
+    @settings(max_examples=2, deadline=None, database=None)
+    @given(
+        how=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MIXTURES.items()}),
+        rows=st.integers(1, 300),
+        causal=st.booleans(),
+    )
+    def run(how, rows, causal):
+        inputs = tuple(map(place, mixture(turn, rows, 64, **how)))
+        q, k, v, do = inputs
+        o, lse = forward(q, k, v, causal=causal)
+        gradients = backward(q, k, v, o, lse, do, causal=causal)
+        check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal, orders_of("mixture"))
+
+    with simulated_gpu(monkeypatch, cuts_sums=True):
+        run()
 
 
 def test_sums_over_keys_are_cut_in_chunks(monkeypatch):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 from support.feature_cases import ROWS, numbers, options_of
-from support.float32_data import KINDS, check_promise, data
+from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
@@ -92,7 +94,30 @@ def test_errors_are_those_of_float32(method, kind, head_dim, rows, causal):
     results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
     if kind == "subnormal":  # whose products with anything small are nothing in float32
         results = {name: results[name] for name in ("o", "dv")}
-    check_promise(inputs, results, causal)
+    check_promise(inputs, results, causal, orders_of(kind))
+
+
+@pytest.mark.parametrize("turn", range(12))
+def test_errors_are_those_of_float32_for_mixtures(turn):
+    """Drawn by hypothesis, and computed as a caller has it who says nothing. A turn draws its own, so that several can
+    run at a time."""
+
+    @seed(turn)
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(
+        how=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MIXTURES.items()}),
+        rows=st.integers(1, 2048),
+        head_dim=st.sampled_from((59, 64, 128)),
+        causal=st.booleans(),
+    )
+    def run(how, rows, head_dim, causal):
+        inputs = tuple(map(cp.asarray, mixture(turn, rows, head_dim, **how)))
+        q, k, v, do = inputs
+        o, lse = fa2cupy.forward(q, k, v, causal=causal)
+        gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=causal)
+        check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal, orders_of("mixture"))
+
+    run()
 
 
 @pytest.mark.parametrize("method", METHODS)
