@@ -144,8 +144,10 @@ def forward(
     at least 128 rows of q and of k, and in `backward` without a gradient of a bias; other calls compute as with
     ``"ieee"``. So do K/V heads whose values two float16 numbers do not represent well, which the GPU finds without the
     host: of their 64 rows of q, k, v or do that share a scale, a row's or a column's largest value is less than 2**-12
-    of the largest of all, or that is outside 2**-50 to 2**50, infinite or NaN. The call allocates the float16 matrices:
-    as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64 and lengths to one of 128.
+    of the largest of all, or that is outside 2**-50 to 2**50, infinite or NaN. Errors are those of float32 arithmetic,
+    with one exception: where a single column of q and k makes scores above 30, these have 22 bits in place of 24. The
+    call allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of
+    64 and lengths to one of 128.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
