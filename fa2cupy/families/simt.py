@@ -55,7 +55,6 @@ class Simt(Family):
             TileRow(64, TileConfig(64, 32, 4), dtypes=_DOUBLE),
             TileRow(64, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(64, 32, 8), dtypes=_DOUBLE),
-            TileRow(128, TileConfig(64, 16, 4, 1, 2), dtypes=_DOUBLE),
             TileRow(128, TileConfig(64, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(128, TileConfig(16, 8, 4), dtypes=_DOUBLE),
@@ -116,7 +115,6 @@ class Simt(Family):
         ),
         "backward_dkdv": (
             TileRow(64, TileConfig(64, 128, 8), dtypes=_FLOAT),
-            TileRow(64, TileConfig(32, 64, 4, 1, 2), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 64, 4), dtypes=_FLOAT),
             TileRow(64, TileConfig(32, 32, 4), dtypes=_FLOAT),
             TileRow(128, TileConfig(32, 64, 4, 1, 2), dtypes=_FLOAT),
