@@ -73,17 +73,26 @@ def mixture(seed: int, rows: int, head_dim: int, **how: Any) -> tuple[np.ndarray
 
 
 def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
-    """The formulas with whole matrices, in one dtype, on the arrays' device."""
+    """The formulas with whole matrices, in one dtype, on the arrays' device.
+
+    The last three are bounds: of what the gradients lose where `backward` has a lse that is rounded to float32.
+    """
     q, k, v, do = (x[0, :, 0].astype(dtype) for x in inputs)
     scale = np.dtype(dtype).type(q.shape[1] ** -0.5)
     scores = (q @ k.T) * scale
     if causal:
         scores = np.tril(scores) + np.triu(np.full_like(scores, -np.inf), 1)
-    p = np.exp(scores - scores.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
+    highest = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - highest)
+    total = p.sum(axis=1, keepdims=True)
+    p /= total
     o = p @ v
     ds = p * (do @ v.T - (do * o).sum(axis=1, keepdims=True))
-    return {"o": o, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
+    results = {"o": o, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
+    rounding = abs(highest + np.log(total)) * np.dtype(dtype).type(2.0**-24)
+    lost, p = abs(ds) * rounding, p * rounding
+    bounds = {"dq": lost @ abs(k) * scale, "dk": lost.T @ abs(q) * scale, "dv": p.T @ abs(do)}
+    return results | {f"lost {name}": x for name, x in bounds.items()}
 
 
 def orders_of(kind: str) -> int:
@@ -95,6 +104,8 @@ def orders_of(kind: str) -> int:
 def check_promise(inputs: tuple, results: dict, causal: bool, orders: int = 1) -> None:
     """Errors are at most 2 (o) or 3 times (gradients) those of naive float32 arithmetic, beside a floor.
 
+    Naive arithmetic has no lse that is rounded to float32, which alone may cost gradients more than all that it does
+    itself: scores of 100, made by one column, have few other errors. The floor has that, too.
     `orders`: of how many orders of the columns the largest error of naive arithmetic is taken (`orders_of`).
     """
     exact = _naive(inputs, "float64", causal)
@@ -102,9 +113,10 @@ def check_promise(inputs: tuple, results: dict, causal: bool, orders: int = 1) -
     for order in range(orders):
         rotated = _naive(tuple(np.roll(x, 7 * order, axis=-1) for x in inputs), "float32", causal)
         plain.append({name: np.roll(x, -7 * order, axis=-1) for name, x in rotated.items()})
-    for name, right in exact.items():
-        if name not in results:
-            continue
+    for name, result in results.items():
+        right = exact[name]
         factor, floor = (2, 1e-6) if name == "o" else (3, 2e-6)
-        error, *usual = (float(abs(x - right).max()) for x in (results[name][0, :, 0], *(x[name] for x in plain)))
-        assert error <= factor * max(usual) + floor * float(abs(right).max()), (name, error, max(usual))
+        lost = 0.0 if name == "o" else float(exact[f"lost {name}"].max())
+        error, *usual = (float(abs(x - right).max()) for x in (result[0, :, 0], *(x[name] for x in plain)))
+        allowed = factor * max(usual) + floor * float(abs(right).max()) + lost
+        assert error <= allowed, (name, error, max(usual), lost)
