@@ -191,6 +191,9 @@ def spoil(inputs: tuple, kind: str) -> tuple:
         q[..., 2:, 3] *= np.float32(1e-5)
     elif kind == "tiny":
         v[:, :, 1] *= np.float32(1e-25)
+    elif kind == "large terms":
+        q[:, :, 2:, 5] *= 12
+        k[:, :, 1, 5] *= 12
     elif kind == "large":
         q[:, :, 2:] *= np.float32(1e15)
     else:
@@ -198,8 +201,8 @@ def spoil(inputs: tuple, kind: str) -> tuple:
     return inputs
 
 
-@pytest.mark.sample(kind=("small rows", "small columns", "tiny", "nan"))
-@pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large", "infinity", "nan"))
+@pytest.mark.sample(kind=("small rows", "small columns", "tiny", "large terms", "nan"))
+@pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, method, kind):
     """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
     inputs = spoil(draw("float32", (100, 110), 40, (4, 2)), kind)

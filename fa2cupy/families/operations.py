@@ -91,7 +91,7 @@ OPERATIONS = {
                 "q:input k:input v:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
                 "q_units:output_accum k_units:output_accum v_units:output_accum exceptions:output_int",
                 ("q", "k", "v"),
-                (),
+                ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
         ),
@@ -105,7 +105,7 @@ OPERATIONS = {
                 "dout_parts:output_parts q_units:output_accum k_units:output_accum v_units:output_accum "
                 "dout_units:output_accum exceptions:output_int",
                 ("q", "k", "v", "dout"),
-                (),
+                ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
         ),

@@ -52,7 +52,8 @@ LENGTHS = ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k")
 SCHEDULE = ("num_tiles", "scheduled_heads", "batch", "heads_per_section")
 #: Of kernels that read parts of float32 data: blocks of rows that share a unit, for each head of queries and of keys.
 PARTS = ("q_blocks", "k_blocks")
-#: The workspace with a number for each K/V head, not 0 if kernels that multiply parts leave it to the fallback.
+#: The workspace that begins with a number for each K/V head, not 0 if kernels that multiply parts leave it to the
+#: fallback.
 EXCEPTIONS = "exceptions"
 #: Factors of kernels of gradients: from products to scores in base 2, and from dS to dQ and dK.
 SCALES = ("scale_log2", "softmax_scale")

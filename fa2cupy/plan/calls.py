@@ -116,7 +116,9 @@ def _with_parts(
         workspaces.append(Workspace(f"{name}_parts", 2 * blocks * PART_ROWS * columns * itemsize("float16")))
         workspaces.append(Workspace(f"{name}_units", blocks * itemsize("float32")))
         all_blocks += blocks
-    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * itemsize("float32")))
+    # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
+    of_head = 1 + 2 * columns + 1
+    workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * itemsize("float32")))
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
     others = StageLayout(problem, layout.device, fallback.family, layout.strides, extras, is_fallback=True)

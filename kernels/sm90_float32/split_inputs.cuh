@@ -8,6 +8,10 @@
 // row, or a column, whose largest element is smaller than 2^-kSpread of that loses bits. Magnitudes beyond 2^+-50 could
 // take products of two units out of the range of float32. Infinities and NaN have no parts. A row or a column of zeros
 // loses nothing.
+//
+// Nor are heads left to parts whose scores may have a term above kLargestTerm, that of one column of Q and K. A part's
+// last bit is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum; one that a single
+// term makes has no others.
 #pragma once
 #include "sm90_float32/parts.cuh"
 
@@ -22,6 +26,7 @@ struct SplitInputs {
     static constexpr int kColumns = Layout::kPanels * kPanelColumns;
     static constexpr int kChunks = kColumns / (8 * kThreadsPerRow);  // of a thread
     static constexpr int kSpread = 12;
+    static constexpr float kLargestTerm = 32.0f;
     static_assert(kThreads % kUnitRows == 0 && kColumns % (8 * kThreadsPerRow) == 0 && 32 % kThreadsPerRow == 0);
 
     // An input with its parts.
@@ -44,16 +49,16 @@ struct SplitInputs {
         const int32 of_q = params.batch * params.num_heads * params.q_blocks;
         const int32 of_k = params.batch * num_heads_kv * params.k_blocks;
         if (block < of_q)
-            split<false>(params, q, block);
+            split<false, true>(params, q, block);
         else if (block < of_q + of_k)
-            split<true>(params, k, block - of_q);
+            split<true, true>(params, k, block - of_q);
         else if (!kWithDout || block < of_q + 2 * of_k)
-            split<true>(params, v, block - of_q - of_k);
+            split<true, false>(params, v, block - of_q - of_k);
         else if constexpr (kWithDout)
-            split<false>(params,
-                         {params.dout, params.dout_strides, params.dout_parts, params.dout_units, params.num_heads,
-                          params.q_blocks, params.heads_per_group},
-                         block - of_q - 2 * of_k);
+            split<false, false>(params,
+                                {params.dout, params.dout_strides, params.dout_parts, params.dout_units,
+                                 params.num_heads, params.q_blocks, params.heads_per_group},
+                                block - of_q - 2 * of_k);
     }
 
   private:
@@ -63,7 +68,8 @@ struct SplitInputs {
     // Exponents of the largest element of a block, so that the product of two units is a normal number.
     static constexpr int32 kSmallest = kExponentBias - 50, kLargest = kExponentBias + 50;
 
-    template <bool kOfKeys>
+    // kOfScores: the matrix is Q or K.
+    template <bool kOfKeys, bool kOfScores>
     __device__ static void split(const Params& params, const Matrix& matrix, int32 index) {
         const int32 block = index % matrix.num_blocks, head_index = index / matrix.num_blocks;
         const int32 batch = head_index / matrix.num_heads, head = head_index % matrix.num_heads;
@@ -73,7 +79,9 @@ struct SplitInputs {
         float value[kChunks][8];
         const bool valid = row < rows.length;
         load(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
-        const uint32 largest = largest_of_block(value, params, head_index / matrix.heads_per_group);
+        const int32 head_kv = head_index / matrix.heads_per_group;
+        const uint32 largest = largest_of_block<kOfScores>(value, params, head_kv, kOfKeys);
+        if constexpr (kOfScores) check_terms(params, head_kv);
 
         const int32 exponent = static_cast<int32>(largest >> 23);
         const bool has_scale = largest != 0 && exponent != kNoNumber;
@@ -124,8 +132,10 @@ struct SplitInputs {
     }
 
     // The bits of the largest magnitude, which have the order of magnitudes; NaN is the largest. Marks the K/V head if
-    // its values are an exception.
-    __device__ static uint32 largest_of_block(const float (&value)[kChunks][8], const Params& params, int32 head_kv) {
+    // its values are an exception. kOfScores: the largest of the head's columns are updated.
+    template <bool kOfScores>
+    __device__ static uint32 largest_of_block(const float (&value)[kChunks][8], const Params& params, int32 head_kv,
+                                              bool of_keys) {
         __shared__ uint32 of_columns[Spec::kWarps][kColumns];
         __shared__ uint32 of_warps[Spec::kWarps];
         const int32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -154,11 +164,42 @@ struct SplitInputs {
 #pragma unroll
             for (int w = 0; w < Spec::kWarps; ++w) of_column = max_of(of_column, of_columns[w][column]);
             exception |= loses_bits(of_column, largest);
+            if (kOfScores && of_column != 0)
+                atomicMax(largest_of_columns(params, head_kv, of_keys) + column, of_column);
         }
         const int32 exponent = static_cast<int32>(largest >> 23);
         exception |= largest != 0 && (exponent < kSmallest || exponent > kLargest);
         if (exception) atomicOr(&params.exceptions[head_kv], 1);
         return largest;
+    }
+
+    // Behind the marks of all K/V heads, `exceptions` has for each head the largest magnitudes of the columns of Q and of
+    // K, and the number of blocks that have updated them.
+    __device__ static uint32* largest_of_columns(const Params& params, int32 head_kv, bool of_keys) {
+        const int32 num_batches = Spec::kVarlen ? 1 : params.batch;
+        const int32 num_marks = num_batches * (params.num_heads / params.heads_per_group);
+        return reinterpret_cast<uint32*>(params.exceptions) + num_marks + head_kv * (2 * kColumns + 1) +
+               (of_keys ? kColumns : 0);
+    }
+    // The last block of the head marks it if a column may make too large a term of scores.
+    __device__ static void check_terms(const Params& params, int32 head_kv) {
+        __shared__ bool is_last;
+        uint32* of_queries = largest_of_columns(params, head_kv, false);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const uint32 num_blocks = params.heads_per_group * params.q_blocks + params.k_blocks;
+            is_last = atomicAdd(of_queries + 2 * kColumns, 1u) == num_blocks - 1;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        __threadfence();
+        for (int32 column = threadIdx.x; column < kColumns; column += kThreads) {
+            const float of_query = __uint_as_float(atomicOr(of_queries + column, 0u));
+            const float of_key = __uint_as_float(atomicOr(of_queries + kColumns + column, 0u));
+            if (fabsf(params.softmax_scale) * of_query * of_key > kLargestTerm)
+                atomicOr(&params.exceptions[head_kv], 1);
+        }
     }
 
     __device__ static uint32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
