@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .families.choice import choose_family
 from .families.device import DeviceInfo, current_device
 from .families.operations import METHODS
+from .families.simt import SIMT
 from .families.tile import TileConfig
 from .jit.cache import cached_kernel
 from .jit.compiler import CompiledKernel
@@ -108,10 +109,17 @@ def precompile(
     for device, dtype, head_dim, masked, method, names in itertools.product(
         devices, dtypes, head_dims, masks, passes, combinations
     ):
-        call = (device, dtype, head_dim, masked, method, family)
-        for num_splits in _numbers_of_splits(*call):
-            specs |= dict.fromkeys(default_specs(*call, features=names, config=config, num_splits=num_splits))
+        for one in _families(device, dtype, method, family):
+            call = (device, dtype, head_dim, masked, method, one)
+            for num_splits in _numbers_of_splits(*call):
+                specs |= dict.fromkeys(default_specs(*call, features=names, config=config, num_splits=num_splits))
     return _compile_all(list(specs), jobs or os.cpu_count() or 1, progress)
+
+
+def _families(device: DeviceInfo, dtype: str, method: str | None, family: str | None) -> list[str | None]:
+    """The family; where that of parts is the default one, IEEE arithmetic as well, which short calls have."""
+    chosen = choose_family("backward" if method else "forward", dtype, device, family)
+    return [family, SIMT.name] if family is None and chosen.multiplies_parts else [family]
 
 
 def _numbers_of_splits(

@@ -67,9 +67,9 @@ def forward(
         than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
         it.
     precision : {None, "ieee", "split"}, optional
-        Arithmetic of float32 data on the GPU. ``"ieee"``, which is the default, multiplies on CUDA cores. ``"split"``
-        also allows tensor cores, where they are about as accurate and there are kernels (see Notes). NumPy checks it
-        and computes as ever.
+        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are as accurate as float32
+        arithmetic and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
+        ``"split"``, on tensor cores for short sequences, too. NumPy checks it and computes as ever.
 
     Returns
     -------
@@ -138,16 +138,17 @@ def forward(
     up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
     them take less than 64 MiB.
 
-    With ``precision="split"`` a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the
-    four products of these, which tensor cores add up in float32 (Ootomo and Yokota 2022, with sums over keys cut into
-    chunks of 64 that are added up in float32). There are such kernels for compute capability 9.0, head_dim up to 128,
-    at least 128 rows of q and of k, and in `backward` without a gradient of a bias; other calls compute as with
-    ``"ieee"``. So do K/V heads whose values two float16 numbers do not represent well, which the GPU finds without the
-    host: of their 64 rows of q, k, v or do that share a scale, a row's or a column's largest value is less than 2**-12
-    of the largest of all, or that is outside 2**-50 to 2**50, infinite or NaN. Errors are those of float32 arithmetic,
-    with one exception: where a single column of q and k makes scores above 30, these have 22 bits in place of 24. The
-    call allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of
-    64 and lengths to one of 128.
+    On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
+    products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
+    that are added up in float32). There are such kernels for compute capability 9.0, head_dim up to 128, and in
+    `backward` without a gradient of a bias. None takes them from 128 rows of q and of k on. The largest errors are then
+    at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6 and 2e-6 of the largest
+    result; the README has what was measured. K/V heads whose values two float16 numbers do not represent that well are
+    computed on CUDA cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or do a
+    row's or a column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to 2**50,
+    infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call allocates the
+    float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64 and lengths to
+    one of 128.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
@@ -285,7 +286,7 @@ def backward(
     ``fa2cupy/problem/features.py`` has the terms that features add. Errors are those of `forward`.
 
     On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
-    for float64); in ``single_pass`` of 16-bit data, and of float32 data with ``precision="split"``, a float32 dq, with
+    for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with
     rows rounded up to whole tiles of up to 128 and head_dim to a multiple of 16; where blocks share tiles of 16-bit
     data, float32 copies of dk and dv, rounded up alike: one in ``single_pass``, and `num_splits` in ``two_pass``, by
     default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
@@ -293,13 +294,13 @@ def backward(
     its graph.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
-    atomic additions varies: for float16, bfloat16, and float32 with ``precision="split"``, in dq, which is added up in
+    atomic additions varies: for float16, bfloat16, and float32 on tensor cores, in dq, which is added up in
     a float32 workspace of its size, and in dk and dv where blocks share tiles, and otherwise for float32 and float64 in
     dk and dv. Its other results are bit-reproducible.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
-    constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). With ``precision="split"``, it is
-    ``single_pass``.
+    constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
+    cores it is ``single_pass``.
     """
     if keywords:
         check_keywords(backward, keywords)

@@ -143,7 +143,7 @@ def test_what_the_caller_asks_for_is_taken():
 
 
 def test_a_family_without_split_kernels_says_so():
-    call = problem(dtype="float32")
+    call = problem(dtype="float64")
     assert splits(call) == splits(call, num_splits=1) == 1
     with pytest.raises(Exception, match="^family 'simt' has no kernels for num_splits=2$"):
         splits(call, num_splits=2)

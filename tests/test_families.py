@@ -155,7 +155,9 @@ LONG = {"seqlen_q": 200, "seqlen_k": 300}
 @pytest.mark.parametrize(
     ("precision", "changes", "device", "call", "more", "wanted"),
     (
-        (None, {}, "sm_90", "forward", {}, "simt"),
+        (None, {}, "sm_90", "forward", {}, "sm90"),
+        (None, {}, "sm_90", "backward", {"deterministic": True}, "sm90"),
+        (None, {"seqlen_q": 127}, "sm_90", "forward", {}, "simt"),
         ("ieee", {}, "sm_90", "forward", {}, "simt"),
         ("split", {}, "sm_90", "forward", {}, "sm90"),
         ("split", {}, "sm_90", "backward", {}, "sm90"),
@@ -164,8 +166,8 @@ LONG = {"seqlen_q": 200, "seqlen_k": 300}
         ("split", {}, "sm_90", "backward", {"method": "two_pass"}, "sm90"),
         ("split", {}, "sm_80", "forward", {}, "simt"),
         ("split", {"head_dim": 160}, "sm_90", "forward", {}, "simt"),
-        ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "simt"),
-        ("split", {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
+        ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "sm90"),
+        (None, {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
         ("split", {"num_heads": 0}, "sm_90", "backward", {}, "simt"),
         (None, {"seqlen_q": 127}, "sm_90", "forward", {"family": "sm90"}, "sm90"),
     ),

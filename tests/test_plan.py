@@ -57,8 +57,15 @@ def forward_plan(
     return plans.forward_plan(problem(**changes), device, STRIDES, config, family, num_splits)
 
 
-def backward_plan(method: str, device: DeviceInfo = H100, with_delta: bool = True, **changes) -> Plan:
-    return plans.backward_plan(problem(**changes), device, STRIDES, method, with_delta=with_delta)
+def backward_plan(
+    method: str, device: DeviceInfo = H100, with_delta: bool = True, family: str | None = None, **changes
+) -> Plan:
+    return plans.backward_plan(problem(**changes), device, STRIDES, method, family=family, with_delta=with_delta)
+
+
+def ieee(dtype: str) -> str | None:
+    """The family, where IEEE arithmetic is not the only one."""
+    return "simt" if dtype == "float32" else None
 
 
 def operations(plan: Plan) -> list[str]:
@@ -280,8 +287,8 @@ def packed_stages(dtype: str, method: str | None, offsets: dict[str, list[int]],
     of_call = problem_from_arrays(q, k, k, **arrays, **longest)
     strides = dict.fromkeys(TENSORS, of_call.kernel_strides(q.shape))
     if method is None:
-        return list(plans.forward_plan(of_call, H100, strides).stages)
-    return list(plans.backward_plan(of_call, H100, strides, method).stages)
+        return list(plans.forward_plan(of_call, H100, strides, family=ieee(dtype)).stages)
+    return list(plans.backward_plan(of_call, H100, strides, method, family=ieee(dtype)).stages)
 
 
 def packed_calls() -> list[tuple[str, str | None]]:
@@ -441,7 +448,7 @@ def test_delta_is_one_launch_with_a_row_for_every_group_of_lanes():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_delta", (True, False))
 def test_two_pass_has_a_launch_by_query_tiles_and_one_by_key_tiles_and_needs_nothing_else(dtype, with_delta):
-    plan = backward_plan("two_pass", dtype=dtype, with_delta=with_delta)
+    plan = backward_plan("two_pass", dtype=dtype, with_delta=with_delta, family=ieee(dtype))
     assert operations(plan) == ["delta"] * with_delta + ["backward_dq", "backward_dkdv"]
     dq, dkdv = plan.stages[-2:]
     assert dq.blocks == -(-300 // dq.spec.tile.b_r) * 8 * 3
@@ -538,7 +545,7 @@ def test_problems_that_the_hopper_backward_does_not_know_fall_back_to_sm80(chang
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
 def test_single_pass_on_simt_adds_to_cleared_dk_and_dv(dtype, itemsize):
-    plan = backward_plan("single_pass", dtype=dtype)
+    plan = backward_plan("single_pass", dtype=dtype, family="simt")
     assert operations(plan) == ["delta", "backward"]
     main = plan.stages[1]
     assert main.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
@@ -569,7 +576,7 @@ def test_nothing_grows_with_the_product_of_the_lengths():
             sum(w.nbytes for w in backward_plan(method, dtype=dtype, seqlen_q=length, seqlen_k=length).workspaces)
             for length in (4096, 8192)
         ]
-        assert nbytes[1] == 2 * nbytes[0]
+        assert nbytes[0] < nbytes[1] <= 2 * nbytes[0]
 
 
 # ------------------------------------------------------------------------------------------------------- empty problems

@@ -450,7 +450,9 @@ def test_the_operation_the_dtype_and_the_device_call_for_the_family():
         for operation in ("backward", "backward_dkdv"):
             assert choose_family(operation, dtype, H100).name == "sm90"
         assert choose_family("delta", dtype, H100).name == "sm90"  # one kernel for all
-    assert choose_family("forward", "float32", H100).name == choose_family("backward", "float64", P100).name == "simt"
+    assert choose_family("forward", "float32", H100).name == "sm90"
+    assert choose_family("forward", "float32", H100, precision="ieee").name == "simt"
+    assert choose_family("backward", "float64", P100).name == "simt"
 
 
 def test_a_family_that_does_not_fit_is_refused_with_those_that_there_are():

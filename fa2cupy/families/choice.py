@@ -177,8 +177,9 @@ def choose(
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
-            if reason is None and options.family is None and not family.is_accurate(problem):
-                reason = "would be less accurate than float32 arithmetic"
+            is_chosen = options.family is not None or options.precision == "split"
+            if reason is None and not is_chosen and not family.is_accurate(problem):
+                reason = "is not known to be as accurate as float32 arithmetic for this problem"
             if reason is not None:
                 reasons.append(reason)
             else:
@@ -221,7 +222,7 @@ def choose_tile(
 
 def _fallback(call: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> Choice | None:
     """The kernels of IEEE arithmetic that compute heads which parts of float32 data do not represent well."""
-    if not family.multiplies_parts:
+    if not family.multiplies_parts or call not in ("forward", "backward"):
         return None
     # Those of `two_pass` overwrite gradients, and so what other kernels have left there.
     method = "two_pass" if call == "backward" else None
@@ -308,7 +309,7 @@ def _supporting(
     operation_named(operation)
     if family is not None:
         family_named(family)
-    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, family, precision)]
+    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, precision)]
     supporting = [one for one in candidates if one.supports(operation, dtype, device, features)]
     if not supporting:
         reason = _why_none(candidates, operation, dtype, device, family, features)
@@ -316,9 +317,9 @@ def _supporting(
     return supporting
 
 
-def _has_precision(one: Family, family: str | None, precision: str | None) -> bool:
-    """True if a family computes with the precision that the caller requests; by name, None is any."""
-    return not one.multiplies_parts or precision == "split" or (precision is None and family is not None)
+def _has_precision(one: Family, precision: str | None) -> bool:
+    """True if a family computes with the precision that the caller requests."""
+    return not one.multiplies_parts or precision != "ieee"
 
 
 def _why_none(

@@ -139,7 +139,7 @@ class Family(ABC):
         return None
 
     def is_accurate(self, problem: AttentionProblem) -> bool:
-        """True if its results for a problem are about as accurate as the dtype's arithmetic."""
+        """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
         return True
 
     @property

@@ -119,6 +119,8 @@ def _with_parts(
     # For each K/V head a mark, the largest elements of the columns of q and k, and a count of blocks.
     of_head = 1 + 2 * columns + 1
     workspaces.append(Workspace(EXCEPTIONS, problem.batch * problem.num_heads_kv * of_head * itemsize("float32")))
+    if not any(stage.blocks for stage in tiled):
+        all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
     others = StageLayout(problem, layout.device, fallback.family, layout.strides, extras, is_fallback=True)
