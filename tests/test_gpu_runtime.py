@@ -42,8 +42,8 @@ def has_float32_parts(dtype: str) -> bool:
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
-    # What single_pass adds up atomically is not promised: dq on tensor cores (dk and dv, too, where blocks share tiles),
-    # dk and dv elsewhere.
+    # What single_pass adds up atomically is not promised: dq on tensor cores (dk and dv, too, where blocks share
+    # tiles), dk and dv elsewhere.
     once = {"causal": True, "method": "single_pass", "num_splits": 1}
     both = {
         "single_pass": fa2cupy.backward(q, k, v, o, lse, do, **once),
@@ -325,9 +325,9 @@ def test_arrays_of_a_device_that_is_not_current():
 @pytest.mark.parametrize("num_splits", (1, None))
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_memory_beyond_the_results_does_not_grow_with_the_square(dtype, num_splits, request):
-    """lse, delta, in single_pass on tensor cores one float32 dq, for pairs of float16 numbers the bytes of their arrays,
-    and where blocks share tiles four float32 copies of their results at most; a score matrix of this length would be
-    1 GB or more."""
+    """lse, delta, in single_pass on tensor cores one float32 dq, for pairs of float16 numbers the bytes of their
+    arrays, and where blocks share tiles four float32 copies of their results at most; a score matrix of this length
+    would be 1 GB or more."""
     if request.config.getoption("--isolate"):
         pytest.skip("measures CuPy's pool, which --isolate does without")
     seqlen = 65536 if dtype == "float16" else 16384

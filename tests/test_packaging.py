@@ -180,9 +180,8 @@ for dtype in ("float16", "float32"):
             print(render_kernel(spec).digest)
 """
     )
-    assert (
-        len(set(output.split())) == len(output.split()) - 2
-    )  # both methods have the same delta kernel, in both dtypes
+    # Both methods have the same delta kernel, in both dtypes, and in float32 the same parts and fallback kernels.
+    assert len(set(output.split())) == len(output.split()) - 5
 
 
 def test_installed_wheel_attends_on_numpy_arrays(run_installed):
