@@ -75,7 +75,8 @@ def mixture(seed: int, rows: int, head_dim: int, **how: Any) -> tuple[np.ndarray
 def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
     """The formulas with whole matrices, in one dtype, on the arrays' device.
 
-    The last three are bounds: of what the gradients lose where `backward` has a lse that is rounded to float32.
+    The last three are bounds of what the gradients lose by roundings that naive arithmetic does without, or is spared
+    by chance: of the lse that `backward` has, and of dP and delta, which are equal where one key has all the weight.
     """
     q, k, v, do = (x[0, :, 0].astype(dtype) for x in inputs)
     scale = np.dtype(dtype).type(q.shape[1] ** -0.5)
@@ -87,11 +88,16 @@ def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
     total = p.sum(axis=1, keepdims=True)
     p /= total
     o = p @ v
-    ds = p * (do @ v.T - (do * o).sum(axis=1, keepdims=True))
+    dp, delta = do @ v.T, (do * o).sum(axis=1, keepdims=True)
+    ds = p * (dp - delta)
     results = {"o": o, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
-    rounding = abs(highest + np.log(total)) * np.dtype(dtype).type(2.0**-24)
-    lost, p = abs(ds) * rounding, p * rounding
-    bounds = {"dq": lost @ abs(k) * scale, "dk": lost.T @ abs(q) * scale, "dv": p.T @ abs(do)}
+    rounding = np.dtype(dtype).type(2.0**-24)
+    of_lse, of_ds = abs(highest + np.log(total)) * rounding, p * np.hypot(dp, delta) * rounding
+    bounds = {
+        "dq": (abs(ds) * of_lse @ abs(k) + np.sqrt(of_ds**2 @ k**2)) * scale,
+        "dk": ((abs(ds) * of_lse).T @ abs(q) + np.sqrt((of_ds**2).T @ q**2)) * scale,
+        "dv": (p * of_lse).T @ abs(do),
+    }
     return results | {f"lost {name}": x for name, x in bounds.items()}
 
 
@@ -105,7 +111,8 @@ def check_promise(inputs: tuple, results: dict, causal: bool, orders: int = 1) -
     """Errors are at most 2 (o) or 3 times (gradients) those of naive float32 arithmetic, beside a floor.
 
     Naive arithmetic has no lse that is rounded to float32, which alone may cost gradients more than all that it does
-    itself: scores of 100, made by one column, have few other errors. The floor has that, too.
+    itself: scores of 100, made by one column, have few other errors. Of dP and delta of a row with one key it has the
+    same rounding error, or another, as its library adds the columns up. The floor has both.
     `orders`: of how many orders of the columns the largest error of naive arithmetic is taken (`orders_of`).
     """
     exact = _naive(inputs, "float64", causal)
