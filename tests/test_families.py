@@ -185,12 +185,6 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
         assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == operations
 
 
-def test_a_gradient_of_a_bias_has_no_kernel_of_parts():
-    options, given = CallOptions(precision="split"), problem("float32", **LONG)
-    chosen = choose("backward", given, H100, STRIDES, options, extras=("dbias", "full_dbias"), is_launched=False)
-    assert chosen.family.name == "simt"
-
-
 def test_a_family_that_does_not_have_the_precision():
     with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernels for float32"):
         choose("forward", problem("float32"), H100, STRIDES, CallOptions(family="sm90", precision="ieee"))

@@ -146,6 +146,32 @@ def test_features_together(launched, method):
     check(draw("float32", lengths, 128), launched, method, causal=True, **features_of(names, lengths))
 
 
+@pytest.mark.sample(repeated=("", "hq"))
+@pytest.mark.parametrize("repeated", ("", "b", "hq", "k"))
+@pytest.mark.parametrize("softcap", (None, 2.0), ids=("", "softcap"))
+def test_the_gradient_of_a_bias(launched, repeated, softcap):
+    """Also of heads that are left to IEEE arithmetic, into an array of the caller's, with tiles that are skipped."""
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, 64, (2, 2), batch=2)
+    inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
+    shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, *lengths), strict=True))
+    options = {"bias": place(numbers(shape, "float32")), "window": (9, 70), "softcap": softcap}
+    # What is the same for all keys has the gradient 0 without one for lse.
+    dlse = place(numbers((2, 2, 150), "float32")) if "k" in repeated else None
+    expected = Expectation(*inputs, dlse=dlse, **options)
+    q, k, v, do = inputs
+    o, lse = forward(q, k, v, family="sm90", **options)
+    given = place(np.full(shape, np.nan, "float32"))
+    results = backward(
+        q, k, v, o, lse, do, family="sm90", return_dbias=True, dlse=dlse, out=(None, None, None, given), **options
+    )
+    assert results[3] is given
+    expected.check(**dict(zip((*GRADIENTS, "dbias"), results, strict=True)))
+    specs = [stage.spec for stage in launched if stage.spec.operation == "backward_dq"]
+    assert [(spec.family, spec.is_fallback) for spec in specs] == [("sm90", False), ("simt", True)]
+    assert all(("full_dbias" in spec.features) == (not repeated) for spec in specs)
+
+
 @pytest.mark.sample(options=({"causal": True},))
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (6, 3)}), ids=("full", "causal", "window"))
 def test_packed_sequences(launched, method, options):

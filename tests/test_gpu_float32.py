@@ -33,11 +33,13 @@ def run(inputs: tuple, *, dlse=None, **options) -> None:
     """All results, written into arrays of NaN; the gradients by both methods."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
-    more = {"return_dsink": True} if "sink" in options else {}
-    names = (*GRADIENTS, *(["dsink"] if more else []))
     how = {**options, "family": "sm90"}
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
     for method in METHODS:
+        # Two passes alone give dbias, and would run for it in one pass, too.
+        given = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
+        more = {f"return_d{name}": True for name in given}
+        names = (*GRADIENTS, *(f"d{name}" for name in given))
         out = expected.unwritten(*names)
         gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, out=out, method=method, **more, **how)
         results = {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}

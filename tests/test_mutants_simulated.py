@@ -165,6 +165,7 @@ def with_small_gradients(inputs: tuple) -> tuple:
 PARTS = Problem("float32", 64, (200, 290), precision="split")
 PARTS_OF_GROUPS = dataclasses.replace(PARTS, heads=(4, 2))
 PARTS_OF_SMALL_ROWS = dataclasses.replace(PARTS, scores=with_small_rows)
+PARTS_OF_BIAS = dataclasses.replace(PARTS, feature="bias")
 PARTS_OF_UNITS = dataclasses.replace(PARTS, scores=with_units)
 PARTS_OF_SMALL_GRADIENTS = dataclasses.replace(PARTS, scores=with_small_gradients)
 WAIT_FOR_DP = "            wgmma_wait<0>();\n            pin(dp);\n"
@@ -2041,6 +2042,22 @@ MUTANTS = (
         "factor[i] = 0x3c003c00;",
         "numbers",
         PARTS,
+    ),
+    Mutant(
+        "parts: dbias without zeros in tiles that are skipped",
+        "backward_dq",
+        "16, keys.begin * kBc, keys.end * kBc);",
+        "16, keys.begin * kBc, params_.seqlen_k);",
+        "unwritten",
+        PARTS_OF_BIAS,
+    ),
+    Mutant(
+        "parts: dbias of the tile before",
+        "backward_dq",
+        "return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};",
+        "return {tile.batch(), tile.head(), first_row(tile), max_of(block - 1, 0) * kBc, lane_};",
+        "unwritten",
+        PARTS_OF_BIAS,
     ),
     Mutant(
         "parts: the largest unit of a lane's own keys",

@@ -1,9 +1,10 @@
 // The consumers of the dQ kernel:
 //
-//   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS, in parts
+//   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS -> dbias; dS, in parts
 //   for each chunk of 64 keys:  T = dS K   -> dQ += unit T
 //                              -> release K's stage
 #pragma once
+#include "common/dbias.cuh"
 #include "sm90_float32/query_tile_consumer.cuh"
 #include "sm90_float32/softmax_gradient.cuh"
 
@@ -28,7 +29,9 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
     __device__ void run() { Base::run(*this); }
 
   private:
-    __device__ __forceinline__ void begin(const TileInSlot& tile) {
+    __device__ __forceinline__ void begin(const TileInSlot& tile, const GroupKeys& keys) {
+        if constexpr (common::kClearsSkippedDbias<Spec>)
+            common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
         const auto& own = record_of<Spec>(params_, tile);
         const int64 first = common::first_statistic<Spec>(own, tile.batch(), tile.head());
 #pragma unroll
@@ -65,7 +68,10 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
         Scores& scores = products.sum();
         scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
         const auto& own = record_of<Spec>(params_, tile);
-        take_probabilities<false, Spec>(scores, common::Unused{}, masked, own, score_tile(tile, block),
+        const common::ScoreTile position = score_tile(tile, block);
+        common::SavedScores<Spec, Scores> saved;
+        saved.save(scores);
+        take_probabilities<false, Spec>(scores, common::Unused{}, masked, own, position,
                                         [&](int i) { return lse_[i]; });
         wgmma_wait<0>();
         pin(dp);
@@ -77,6 +83,8 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
         take_gradients<false, Spec>(
             scores, dp, dp_unit, params_, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).rest; },
             [&](int i) { return delta_[i]; });
+        common::write_dbias<Spec>(scores, own, position);
+        saved.take_derivative(scores, params_);
 
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);

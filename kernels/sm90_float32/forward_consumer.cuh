@@ -29,7 +29,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
     __device__ void run() { Base::run(*this); }
 
   private:
-    __device__ __forceinline__ void begin(const TileInSlot& tile) {
+    __device__ __forceinline__ void begin(const TileInSlot& tile, const GroupKeys&) {
         softmax_.reset();
         output_.fill(0.0f);
         query_unit_ = params_.q_units[query_block(tile)];

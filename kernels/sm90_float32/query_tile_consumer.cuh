@@ -30,13 +30,13 @@ class QueryTileConsumer {
           key_operand_(matrix_descriptor(memory.key(0), kBc * kPanelRowBytes)),
           value_operand_(matrix_descriptor(memory.value(0), kBc * kPanelRowBytes)) {}
 
-    // Calls `consumer`.begin(tile), .step(tile, block, masked, is_last) for each key tile, and .end(tile), for each tile.
+    // Calls `own`.begin(tile, keys), .step(tile, block, masked, is_last) for each key tile, and .end(tile), for each tile.
     template <class Consumer>
     __device__ __forceinline__ static void run(Consumer& own) {
         for (TileInSlot tile = next_tile(own.memory_, own.tiles_); tile.key_tiles() > 0;
              tile = next_tile(own.memory_, own.tiles_)) {
             const GroupKeys keys = keys_of_group<Spec>(own.params_, tile, own.group_, kMaxSkipped);
-            own.begin(tile);
+            own.begin(tile, keys);
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) own.skip_keys();
 #pragma unroll 1
