@@ -185,6 +185,14 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
         assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == operations
 
 
+def test_the_default_method_is_the_first_that_has_a_tile():
+    wide, turing = problem("float64", head_dim=240), DeviceInfo.named("sm_75")
+    assert choose("backward", wide, H100, STRIDES, is_launched=False).method == "single_pass"
+    assert choose("backward", wide, turing, STRIDES, is_launched=False).method == "two_pass"
+    with pytest.raises(UnsupportedProblemError, match="no default tile of backward .simt. at head_dim 240"):
+        choose("backward", wide, turing, STRIDES, CallOptions(method="single_pass"), is_launched=False)
+
+
 def test_a_family_that_does_not_have_the_precision():
     with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernels for float32"):
         choose("forward", problem("float32"), H100, STRIDES, CallOptions(family="sm90", precision="ieee"))

@@ -173,7 +173,8 @@ def choose(
     used = used_features(problem, extras)
     for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
         methods = _methods(family, options, extras) if call == "backward" else (None,)
-        choices, reasons = [], []
+        choices: list[Choice] = []
+        reasons: list[str] = []
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
@@ -182,10 +183,16 @@ def choose(
                 reason = "is not known to be as accurate as float32 arithmetic for this problem"
             if reason is not None:
                 reasons.append(reason)
-            else:
+                continue
+            try:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                fallback = _fallback(call, family, problem, device)
-                choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
+            except UnsupportedProblemError as error:
+                if method == methods[-1] and not choices:
+                    raise
+                reasons.append(str(error))
+                continue
+            fallback = _fallback(call, family, problem, device)
+            choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
@@ -246,10 +253,9 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
 
 
 def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
-    """The choice with the shortest estimated time."""
-    if len(choices) == 1:
+    """The choice with the shortest estimated time; without costs the first."""
+    if len(choices) == 1 or choices[0].family.costs is None:
         return choices[0]
-
     return min(
         choices, key=lambda choice: backward_time(_costs(choice), problem, device, choice.tiles, choice.num_splits)
     )

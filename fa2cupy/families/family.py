@@ -84,11 +84,12 @@ class Family(ABC):
         Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
     default_methods : tuple of str
-        Methods of the backward, of which the one with the shortest estimated time is the default.
+        Methods of the backward, of which the one with the shortest estimated time is the default; without costs, the
+        first that takes the call.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
-        The constants of estimated times; None if there is nothing to choose.
+        The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
         Values of b_r, b_c and num_warps that a sweep tries.
     """
