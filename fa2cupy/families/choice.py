@@ -172,7 +172,7 @@ def choose(
     refusals = []
     used = used_features(problem, extras)
     for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
-        methods = _methods(family, options, extras) if call == "backward" else (None,)
+        methods = _methods(family, problem, options, extras) if call == "backward" else (None,)
         choices, reasons = [], []
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
@@ -268,10 +268,10 @@ def _why_not_split(family: Family, operations: Sequence[str], options: CallOptio
     return None
 
 
-def _methods(family: Family, options: CallOptions, extras: Sequence[str]) -> tuple[str, ...]:
+def _methods(family: Family, problem: AttentionProblem, options: CallOptions, extras: Sequence[str]) -> tuple[str, ...]:
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
-    methods = (requested,) if requested else family.default_methods
+    methods = (requested,) if requested else family.methods(problem)
     if "dbias" in extras:
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods

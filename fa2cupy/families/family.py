@@ -84,7 +84,8 @@ class Family(ABC):
         Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
     default_methods : tuple of str
-        Methods of the backward, of which the one with the shortest estimated time is the default.
+        Methods of the backward, of which the one with the shortest estimated time is the default where `methods` does
+        not say otherwise.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
@@ -137,6 +138,10 @@ class Family(ABC):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         """The reason why a kernel cannot take a problem and its arrays, or None if it can."""
         return None
+
+    def methods(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """Methods of a problem's backward, of which the one with the shortest estimated time is the default."""
+        return self.default_methods
 
     def is_accurate(self, problem: AttentionProblem) -> bool:
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
