@@ -98,7 +98,7 @@ class PieceReader {
     // The descriptor of the next piece, when it has arrived.
     __device__ __forceinline__ uint64 wait() const {
         mbarrier_wait(ring_.full(position_.slot()), position_.parity());
-        return operand_ + position_.slot() * (kPieceBytes / 16);
+        return as_if_new(operand_ + position_.slot() * (kPieceBytes / 16));
     }
     __device__ __forceinline__ void release() {
         if (lane_ == 0) mbarrier_arrive(ring_.empty(position_.slot()));
