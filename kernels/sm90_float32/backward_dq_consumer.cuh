@@ -19,7 +19,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     using Base::add_keys, Base::first_key_block, Base::first_row, Base::query_block, Base::score_tile, Base::store_rows;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::turn_;
     using Base::kBc, Base::kChunks, Base::kPanels;
-    using typename Base::ChunkFactors, typename Base::Memory, typename Base::Output, typename Base::Scores;
+    using typename Base::Memory, typename Base::Output, typename Base::Scores;
     static constexpr bool kInPieces = Shape::kInPieces;
     static constexpr int kReadBarrier = 1, kGivenBarrier = 2;  // named barriers of the warp groups that share rows
     friend QueryTileConsumer<Spec, Shape>;
@@ -92,12 +92,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
         row_scales(scores, scale, inverse);
         FragmentParts<kBc / 8> ds;
         ds.set_scaled(scores, scale);
-        ChunkFactors unit;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) unit.of_row[c][i] = inverse[i] * key_unit[c];
-        add_keys(output_, ds, unit);
+        add_keys(output_, ds, [&](int c, int i) { return inverse[i] * key_unit[c]; });
     }
 
     __device__ __forceinline__ void end(const TileInSlot& tile) {

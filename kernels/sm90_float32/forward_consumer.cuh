@@ -19,7 +19,7 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
         Base::store_rows, Base::take_scores;
     using Base::kBc, Base::kChunks;
     using Base::lane_, Base::memory_, Base::params_, Base::queries_;
-    using typename Base::ChunkFactors, typename Base::Memory, typename Base::Output, typename Base::Scores;
+    using typename Base::Memory, typename Base::Output, typename Base::Scores;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
     friend QueryTileConsumer<Spec, Shape>;
 
@@ -38,13 +38,12 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     }
 
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, bool masked, bool is_last) {
-        float key_unit[kChunks];
-        ChunkFactors value_unit;
+        float key_unit[kChunks], value_unit[kChunks];
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int32 key_block = first_key_block_ + block * kChunks + c;
             key_unit[c] = query_unit_ * params_.k_units[key_block];
-            value_unit.of_row[c][0] = value_unit.of_row[c][1] = params_.v_units[key_block] / kProbabilityScale;
+            value_unit[c] = params_.v_units[key_block] / kProbabilityScale;
         }
         Scores scores;
         take_scores(scores);
@@ -64,7 +63,7 @@ class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
         p.set_scaled(scores, scale);
         multiply_rows(output_, rescale);
 
-        add_values(output_, p, value_unit);
+        add_values(output_, p, [&](int c, int) { return value_unit[c]; });
     }
 
     __device__ __forceinline__ void end(const TileInSlot& tile) {

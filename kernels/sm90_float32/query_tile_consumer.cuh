@@ -18,10 +18,6 @@ class QueryTileConsumer {
     static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
 
     using Scores = QuadFragment<kBc / 8>;
-    // What the products of each chunk of keys are multiplied by, for a lane's two rows.
-    struct ChunkFactors {
-        float of_row[kChunks][2];
-    };
 
     __device__ QueryTileConsumer(const Params& params, const Memory& memory, int32 group)
         : params_(params),
@@ -41,8 +37,9 @@ class QueryTileConsumer {
             own.begin(tile);
 #pragma unroll 1
             for (int32 i = 0; i < keys.skipped; ++i) own.skip_keys();
+            const int32 turn = Shape::kSharers > 1 ? own.turn_ : 0;  // a constant where nothing is shared
 #pragma unroll 1
-            for (int32 block = keys.end - 1 - own.turn_; block >= keys.begin; block -= Shape::kSharers)
+            for (int32 block = keys.end - 1 - turn; block >= keys.begin; block -= Shape::kSharers)
                 own.step(tile, block, block >= keys.full_end || (kLeftLimit && block < keys.full_begin),
                          block == keys.begin);
             own.queries_.advance();

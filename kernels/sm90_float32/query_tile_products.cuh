@@ -13,7 +13,7 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
     using Base = QueryTileConsumer<Spec, Shape>;
     using Base::kBc, Base::kBr, Base::kChunks, Base::kD, Base::kPanels;
     using Base::lane_, Base::memory_, Base::query_operand_;
-    using typename Base::ChunkFactors, typename Base::Memory, typename Base::Scores;
+    using typename Base::Memory, typename Base::Scores;
     using Products = ColumnProducts<kD / 16, kPanels, kBr, kBc, false, Scores>;
     using Output = QuadFragment<kD / 8>;
 
@@ -40,14 +40,15 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
         scores = products.sum();
         release_key();
     }
-    // output += unit P V, and releases V's stage; or += unit dS K, and releases K's.
-    template <class Operand>
-    __device__ __forceinline__ void add_values(Output& output, const Operand& p, const ChunkFactors& unit) {
+    // output += unit P V, and releases V's stage; or += unit dS K, and releases K's. unit(c, i) is that of the product of
+    // chunk c of the keys, in a lane's row i.
+    template <class Operand, class Unit>
+    __device__ __forceinline__ void add_values(Output& output, const Operand& p, const Unit& unit) {
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         add_product(output, p, value_stage(), unit, [&] { release_value(); });
     }
-    template <class Operand>
-    __device__ __forceinline__ void add_keys(Output& output, const Operand& ds, const ChunkFactors& unit) {
+    template <class Operand, class Unit>
+    __device__ __forceinline__ void add_keys(Output& output, const Operand& ds, const Unit& unit) {
         add_product(output, ds, key_stage(), unit, [&] { release_key(); });
     }
     // Keys that only the other warp groups see.
@@ -74,9 +75,9 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
     }
 
     // Chunk by chunk. When all have been multiplied, release() is called.
-    template <class Operand, class Release>
-    __device__ __forceinline__ static void add_product(Output& output, const Operand& p, uint64 rows,
-                                                       const ChunkFactors& unit, const Release& release) {
+    template <class Operand, class Unit, class Release>
+    __device__ __forceinline__ static void add_product(Output& output, const Operand& p, uint64 rows, const Unit& unit,
+                                                       const Release& release) {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             Output part;
@@ -84,7 +85,8 @@ class QueryTileProducts<Spec, Shape, false> : protected QueryTileConsumer<Spec, 
             wgmma_wait<0>();
             pin(part);
             if (c == kChunks - 1) release();
-            add_rows(output, part, unit.of_row[c]);
+            const float factor[2] = {unit(c, 0), unit(c, 1)};
+            add_rows(output, part, factor);
         }
     }
 
@@ -119,7 +121,7 @@ class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, S
     using Base = QueryTileConsumer<Spec, Shape>;
     using Base::kBr, Base::kPanels;
     using Base::params_, Base::query_operand_;
-    using typename Base::ChunkFactors, typename Base::Memory, typename Base::Scores;
+    using typename Base::Memory, typename Base::Scores;
     using Output = PanelFragment<kPanels>;
 
     __device__ QueryTileProducts(const Params& params, const Memory& memory, int32 group)
@@ -129,13 +131,15 @@ class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, S
     __device__ __forceinline__ void take_scores(Scores& scores) {
         rings_.keys().template multiply_columns<false, kBr>(scores, query_operand_, params_.num_heads < 0);
     }
-    template <class Operand>
-    __device__ __forceinline__ void add_values(Output& output, const Operand& p, const ChunkFactors& unit) {
-        rings_.values().add_product(output, p, unit.of_row[0], params_.num_heads < 0);
+    template <class Operand, class Unit>
+    __device__ __forceinline__ void add_values(Output& output, const Operand& p, const Unit& unit) {
+        const float factor[2] = {unit(0, 0), unit(0, 1)};
+        rings_.values().add_product(output, p, factor, params_.num_heads < 0);
     }
-    template <class Operand>
-    __device__ __forceinline__ void add_keys(Output& output, const Operand& ds, const ChunkFactors& unit) {
-        rings_.keys().add_product(output, ds, unit.of_row[0], params_.num_heads < 0);
+    template <class Operand, class Unit>
+    __device__ __forceinline__ void add_keys(Output& output, const Operand& ds, const Unit& unit) {
+        const float factor[2] = {unit(0, 0), unit(0, 1)};
+        rings_.keys().add_product(output, ds, factor, params_.num_heads < 0);
     }
     __device__ __forceinline__ void skip_keys() {
         rings_.keys().skip();
