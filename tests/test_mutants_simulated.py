@@ -2172,7 +2172,7 @@ MUTANTS = (
             (
                 "backward_dq",
                 "both warp groups begin with the same key tile",
-                "keys.end - 1 - own.turn_",
+                "keys.end - 1 - turn",
                 "keys.end - 1",
                 "deadlock",
             ),
