@@ -165,7 +165,11 @@ LONG = {"seqlen_q": 200, "seqlen_k": 300}
         ("split", {}, "sm_90", "backward", {"method": "single_pass"}, "sm90"),
         ("split", {}, "sm_90", "backward", {"method": "two_pass"}, "sm90"),
         ("split", {}, "sm_80", "forward", {}, "simt"),
-        ("split", {"head_dim": 160}, "sm_90", "forward", {}, "simt"),
+        (None, {"head_dim": 256}, "sm_90", "forward", {}, "simt"),
+        ("split", {"head_dim": 256}, "sm_90", "forward", {}, "sm90"),
+        ("split", {"head_dim": 160}, "sm_90", "backward", {}, "sm90"),
+        ("split", {"head_dim": 256}, "sm_90", "backward", {"method": "two_pass"}, "sm90"),
+        ("split", {"head_dim": 160}, "sm_90", "backward", {"method": "single_pass"}, "simt"),
         ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "sm90"),
         (None, {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
         ("split", {"num_heads": 0}, "sm_90", "backward", {}, "simt"),
@@ -196,8 +200,9 @@ def test_the_default_method_is_the_first_that_has_a_tile():
 def test_a_family_that_does_not_have_the_precision():
     with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernels for float32"):
         choose("forward", problem("float32"), H100, STRIDES, CallOptions(family="sm90", precision="ieee"))
-    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above 128"):
-        choose("forward", problem("float32", head_dim=160), H100, STRIDES, CallOptions(family="sm90"))
+    options = CallOptions(family="sm90", method="single_pass")
+    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above the 128 of 'single_pass'"):
+        choose("backward", problem("float32", head_dim=160), H100, STRIDES, options)
 
 
 # -------------------------------------------------------------------------------------------------------- a family more

@@ -21,6 +21,7 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
 
 from fa2cupy import reference
+from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.testing import Expectation
 
@@ -146,13 +147,13 @@ def test_features_together(launched, method):
     check(draw("float32", lengths, 128), launched, method, causal=True, **features_of(names, lengths))
 
 
-@pytest.mark.sample(repeated=("", "hq"))
+@pytest.mark.sample(repeated=("", "hq"), head_dim=(64,))
 @pytest.mark.parametrize("repeated", ("", "b", "hq", "k"))
-@pytest.mark.parametrize("softcap", (None, 2.0), ids=("", "softcap"))
-def test_the_gradient_of_a_bias(launched, repeated, softcap):
+@pytest.mark.parametrize(("head_dim", "softcap"), ((64, None), (64, 2.0), (160, 2.0)))
+def test_the_gradient_of_a_bias(launched, repeated, head_dim, softcap):
     """Also of heads that are left to IEEE arithmetic, into an array of the caller's, with tiles that are skipped."""
     lengths = (150, 210)
-    inputs = draw("float32", lengths, 64, (2, 2), batch=2)
+    inputs = draw("float32", lengths, head_dim, (2, 2), batch=2)
     inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
     shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, *lengths), strict=True))
     options = {"bias": place(numbers(shape, "float32")), "window": (9, 70), "softcap": softcap}
@@ -176,16 +177,21 @@ def test_the_gradient_of_a_bias(launched, repeated, softcap):
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (6, 3)}), ids=("full", "causal", "window"))
 def test_packed_sequences(launched, method, options):
     """Empty ones, those of several tiles, and rows of no sequence, which reach nothing."""
-    sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
-    offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
-    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), 64))
-    for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
-        x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
-    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+    inputs, given = packed_inputs(64)
     check(inputs, launched, method, **given, **options)
 
 
-@pytest.mark.parametrize("head_dim", (40, 128))
+def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
+    sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
+    offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
+    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), head_dim))
+    for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
+        x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
+    return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+
+
+@pytest.mark.sample(head_dim=(40, 128))
+@pytest.mark.parametrize("head_dim", (40, 128, 250))
 def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
     """Bit for bit, also the zeros beyond the rows and the columns."""
     found = {}
@@ -203,6 +209,76 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
     assert len(found) == 6
     for name, (own, wanted) in found.items():
         np.testing.assert_array_equal(own, wanted, err_msg=str(name))
+
+
+# ------------------------------------------------------------------------------------------------ beyond head_dim 128
+
+WIDE = (130, 160, 192, 256)
+
+
+@pytest.mark.sample(head_dim=(256,), causal=(True,))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", WIDE)
+def test_every_wide_head_dim(launched, head_dim, causal):
+    for lengths in LENGTHS:
+        check(draw("float32", lengths, head_dim), launched, "two_pass", causal=causal)
+
+
+@pytest.mark.sample(head_dim=(160,), heads=((4, 2),))
+@pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
+@pytest.mark.parametrize("head_dim", (160, 250))
+def test_head_groups_of_wide_rows(launched, head_dim, heads):
+    inputs = draw("float32", (130, 200), head_dim, heads, batch=2, layout="bhsd")
+    check(inputs, launched, "two_pass", layout="bhsd", causal=True)
+
+
+@pytest.mark.sample(feature=("window", "dropout"))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_of_wide_rows(launched, feature):
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, 256)
+    dlse = place(numbers((1, 2, 150), "float32"))
+    results = check(inputs, launched, "two_pass", dlse=dlse, **features_of((feature,), lengths))
+    assert ("dsink" in results) == (feature == "sink")
+
+
+@pytest.mark.parametrize("options", ({"causal": True}, {"window": (70, 3)}), ids=("causal", "window"))
+def test_packed_sequences_of_wide_rows(launched, options):
+    inputs, given = packed_inputs(256)
+    check(inputs, launched, "two_pass", **given, **options)
+
+
+@pytest.mark.sample(seed=(1,))
+@pytest.mark.parametrize("seed", (1, 2, 3))
+def test_warps_of_wide_rows_may_take_turns_in_any_order(monkeypatch, seed):
+    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
+        check(draw("float32", (200, 330), 192, (4, 2)), launched, "two_pass", causal=True)
+
+
+@pytest.mark.parametrize("kind", ("small columns", "large terms", "infinity"))
+def test_wide_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kind):
+    inputs = spoil(draw("float32", (100, 110), 200, (4, 2)), kind)
+    check_exception(inputs, kind, "two_pass")
+
+
+@pytest.mark.sample(kind=("normal", "positive"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_wide_rows_are_those_of_float32(monkeypatch, kind):
+    with simulated_gpu(monkeypatch, cuts_sums=True):
+        check_errors(kind, 150, 256, None)
+
+
+def test_wide_rows_have_two_passes_by_default_and_no_other_method(launched):
+    inputs = draw("float32", (70, 130), 160)
+    q, k, v, do = inputs
+    o, lse = forward(q, k, v, family="sm90")
+    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above the 128 of 'single_pass'"):
+        backward(q, k, v, o, lse, do, family="sm90", method="single_pass")
+    assert launched[-1].spec.operation != "delta"  # nothing has been launched
+    launched.clear()
+    backward(q, k, v, o, lse, do, family="sm90")
+    tiled = [stage.spec.operation for stage in launched if stage.spec.operation in TILED and not stage.spec.is_fallback]
+    assert tiled == list(METHODS["two_pass"])
 
 
 # ------------------------------------------------------------------------------------------------ heads that are left
@@ -231,7 +307,10 @@ def spoil(inputs: tuple, kind: str) -> tuple:
 @pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, method, kind):
     """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
-    inputs = spoil(draw("float32", (100, 110), 40, (4, 2)), kind)
+    check_exception(spoil(draw("float32", (100, 110), 40, (4, 2)), kind), kind, method)
+
+
+def check_exception(inputs: tuple, kind: str, method: str) -> None:
     q, k, v, do = inputs
     results = run(inputs, method, causal=True)
     with np.errstate(invalid="ignore"):
@@ -271,14 +350,18 @@ def test_rows_and_columns_of_zeros_are_no_exception(launched, method):
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_those_of_float32(monkeypatch, method, kind, rows):
     with simulated_gpu(monkeypatch, cuts_sums=True):
-        inputs = tuple(map(place, data(kind, rows, 64)))
-        q, k, v, do = inputs
-        o, lse = forward(q, k, v, causal=True, precision="split")
-        gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method=method)
-        results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
-        if kind == "subnormal":  # whose products with anything small are nothing in float32
-            results = {name: results[name] for name in ("o", "dv")}
-        check_promise(inputs, results, True, orders_of(kind))
+        check_errors(kind, rows, 64, method)
+
+
+def check_errors(kind: str, rows: int, head_dim: int, method: str | None) -> None:
+    inputs = tuple(map(place, data(kind, rows, head_dim)))
+    q, k, v, do = inputs
+    o, lse = forward(q, k, v, causal=True, precision="split")
+    gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method=method)
+    results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+    if kind == "subnormal":  # whose products with anything small are nothing in float32
+        results = {name: results[name] for name in ("o", "dv")}
+    check_promise(inputs, results, True, orders_of(kind))
 
 
 @pytest.mark.sample(turn=(0,))

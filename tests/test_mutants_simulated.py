@@ -164,6 +164,7 @@ def with_small_gradients(inputs: tuple) -> tuple:
 
 PARTS = Problem("float32", 64, (200, 290), precision="split")
 PARTS_OF_GROUPS = dataclasses.replace(PARTS, heads=(4, 2))
+PIECES = dataclasses.replace(PARTS, head_dim=256)
 PARTS_OF_SMALL_ROWS = dataclasses.replace(PARTS, scores=with_small_rows)
 PARTS_OF_BIAS = dataclasses.replace(PARTS, feature="bias")
 PARTS_OF_UNITS = dataclasses.replace(PARTS, scores=with_units)
@@ -1886,8 +1887,8 @@ MUTANTS = (
     Mutant(
         "parts: K is released before S is there",
         "forward",
-        "        wgmma_wait<0>();\n        Scores& scores = products.sum();\n        release_key();",
-        "        release_key();\n        wgmma_wait<0>();\n        Scores& scores = products.sum();",
+        "        wgmma_wait<0>();\n        scores = products.sum();\n        release_key();",
+        "        release_key();\n        wgmma_wait<0>();\n        scores = products.sum();",
         "race",
         PARTS,
     ),
@@ -1910,8 +1911,8 @@ MUTANTS = (
     Mutant(
         "parts: V may still be on its way",
         "forward",
-        "        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n#pragma unroll",
-        "#pragma unroll",
+        "        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        add_product(",
+        "        add_product(",
         "uninitialised",
         PARTS,
     ),
@@ -1926,7 +1927,7 @@ MUTANTS = (
     Mutant(
         "parts: the producer overtakes the readers of V",
         "forward",
-        "            mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);",
+        "        mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);",
         "",
         "race",
         PARTS,
@@ -1942,23 +1943,23 @@ MUTANTS = (
     Mutant(
         "parts: low parts of both operands",
         "forward",
-        "part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16",
-        "part_of_product<!kRowsAreKeys>(t) * kPanels * kRightPanel / 16",
+        "part_of_product<kRowsAreKeys>(t) * (kRightPart / 16)",
+        "part_of_product<!kRowsAreKeys>(t) * (kRightPart / 16)",
         "numbers",
         PARTS,
     ),
     Mutant(
         "parts: dP is read in flight",
         "backward_dq",
-        "        wgmma_wait<0>();\n        pin(dp);",
-        "        pin(dp);",
+        WAIT_FOR_DP,
+        "            pin(dp);\n",
         "in flight",
         PARTS,
     ),
     Mutant(
         "parts: dO is not released",
         "backward_dq",
-        "            mbarrier_arrive(memory_.empty_dout(0));",
+        "        mbarrier_arrive(memory_.empty_dout(0));",
         "",
         "deadlock",
         PARTS,
@@ -2022,7 +2023,7 @@ MUTANTS = (
     Mutant(
         "parts: statistics are stored over those of another step",
         "backward_dkdv",
-        "            mbarrier_wait(memory_.empty_query(ring.slot()), ring.parity() ^ 1);\n",
+        "            mbarrier_wait(empty, ring.parity() ^ 1);\n",
         "",
         "race",
         PARTS_OF_GROUPS,
@@ -2030,8 +2031,8 @@ MUTANTS = (
     Mutant(
         "parts: the second panel again",
         "backward_dkdv",
-        "rows + panel * (kBr * kPanelRowBytes / 16), 0",
-        "rows, 0",
+        "rows + panel * (kBr * kPanelRowBytes / 16), panel,",
+        "rows, panel,",
         "numbers",
         dataclasses.replace(PARTS, head_dim=128),
     ),
@@ -2130,6 +2131,119 @@ MUTANTS = (
         "                release_query();\n                wgmma_wait<1>();\n                pin(product);",
         "race",
         PARTS_OF_GROUPS,
+    ),
+    # sm90, beyond head_dim 128: parts in pieces
+    *(
+        Mutant(f"pieces: {name}", operation, old, new, caught_by, PIECES)
+        for operation, name, old, new, caught_by in (
+            (
+                "forward",
+                "one may still be on its way",
+                "        mbarrier_wait(ring_.full(position_.slot()), position_.parity());\n",
+                "",
+                "uninitialised",
+            ),
+            (
+                "forward",
+                "one is released before S is there",
+                "            wgmma_wait<0>();\n            pin(chain);\n            release();",
+                "            release();\n            wgmma_wait<0>();\n            pin(chain);",
+                "race",
+            ),
+            (
+                "forward",
+                "the producer overtakes the readers",
+                "        mbarrier_wait(ring_.empty(slot), position_.parity() ^ 1);\n",
+                "",
+                "race",
+            ),
+            (
+                "forward",
+                "the low parts of another panel",
+                "(part * Layout::kPanels + panel)",
+                "(part * Layout::kPanels + panel * (1 - part))",
+                "numbers",
+            ),
+            (
+                "forward",
+                "S without the panels behind the first",
+                "            if (panel > 0) add_rows(x, next, one);",
+                "",
+                "numbers",
+            ),
+            (
+                "forward",
+                "S from the last panel's on",
+                "wgmma_scores_in_place(y, a, b, never);",
+                "wgmma_scores_in_place(y, a, b, !never);",
+                "numbers",
+            ),
+            (
+                "forward",
+                "a panel of O from the last one's on",
+                "wgmma_output_in_place(y, a, b, never);",
+                "wgmma_output_in_place(y, a, b, !never);",
+                "numbers",
+            ),
+            ("forward", "V of keys that a group skips is kept", "        rings_.values().skip();\n", "", "deadlock"),
+            (
+                "backward_dq",
+                "both warp groups begin with the same key tile",
+                "keys.end - 1 - turn",
+                "keys.end - 1",
+                "deadlock",
+            ),
+            (
+                "backward_dq",
+                "dQ of one warp group",
+                "for (int e = 0; e < 4; ++e) x[e] += other[e];",
+                "for (int e = 0; e < 0; ++e) x[e] += other[e];",
+                "numbers",
+            ),
+            (
+                "backward_dq",
+                "dQ goes where Q is still read",
+                "            barrier_sync(kReadBarrier, 2 * kGroupThreads);  // both",
+                "            barrier_arrive(kReadBarrier, 2 * kGroupThreads);  // both",
+                "race",
+            ),
+            (
+                "backward_dq",
+                "dQ is read before it is there",
+                "            barrier_sync(kGivenBarrier, 2 * kGroupThreads);",
+                "            barrier_arrive(kGivenBarrier, 2 * kGroupThreads);",
+                "race",
+            ),
+            (
+                "backward_dq",
+                "Q is loaded over a dQ that is not fenced",
+                "        async_proxy_fence();\n        __syncwarp();\n        release_queries();",
+                "        __syncwarp();\n        release_queries();",
+                "proxy",
+            ),
+            ("backward_dkdv", "the group of dV keeps the Q of dK", "            queries_.skip();\n", "", "deadlock"),
+            (
+                "backward_dkdv",
+                "nobody waits for statistics",
+                "        mbarrier_wait(memory_.full_statistics(statistics_.slot()), statistics_.parity());\n",
+                "",
+                "race",
+            ),
+            (
+                "backward_dkdv",
+                "delta is released before it is read",
+                "            Base::take_gradients(scores, dp, delta, units.dp);\n            release_statistics();",
+                "            release_statistics();\n            Base::take_gradients(scores, dp, delta, units.dp);",
+                "race",
+            ),
+            (
+                "backward_dkdv",
+                "the first panel of K and V alone",
+                "left + along_columns<kLeftPanel>(panel * kStepsOfPanel + s)",
+                "left + along_columns<kLeftPanel>(s)",
+                "numbers",
+            ),
+        )
     ),
     Mutant(
         "parts: dQ of rows that are not there",

@@ -247,6 +247,7 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     # Of two parts V, or dO, has fewer stages where shared memory is short.
     of_parts = ("forward", "backward", "backward_dq", "backward_dkdv")
     cases += [(name, "sm90", "float32", head_dim) for name in of_parts for head_dim in (64, 128)]
+    cases += [(name, "sm90", "float32", 256) for name in of_parts if name != "backward"]
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
@@ -304,9 +305,10 @@ def chosen_rows() -> set[int]:
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
-                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and two parts
-                    # of wide rows more than that of any.
-                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or row.multiplies_parts)
+                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and dK and dV of
+                    # two parts of wide rows, beside dQ, more than that of any.
+                    of_parts = row.multiplies_parts and operation == "backward"
+                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
                 assert row.why_illegal(operation, dtype, head_dim, tile, device) is None
                 found.add(

@@ -7,7 +7,8 @@
 //   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
 //   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
 //     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
-//   - Sums over many columns are made in two chains, which are added in ordinary float32 arithmetic.
+//   - Sums over many columns are made in two chains, or one for each panel, which are added in ordinary float32
+//     arithmetic.
 //   - dP starts from minus half of delta, which it is compared to. Where all products have one sign, the sum then passes
 //     zero on half its way, and the cuts before and behind that cancel.
 #pragma once
@@ -91,6 +92,23 @@ __device__ __forceinline__ void add_rows(QuadFragment<kN8>& sum, const QuadFragm
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum.value[n][e] = fma(x.value[n][e], factor[e / 2], sum.value[n][e]);
 }
+// A result in panels of 64 columns, which are multiplied one after the other.
+template <int kPanels>
+struct PanelFragment {
+    using Panel = QuadFragment<kPanelColumns / 8>;
+    Panel panel[kPanels];
+
+    __device__ __forceinline__ void fill(float x) {
+#pragma unroll
+        for (int n = 0; n < kPanels; ++n) panel[n].fill(x);
+    }
+};
+template <int kPanels>
+__device__ __forceinline__ void multiply_rows(PanelFragment<kPanels>& x, const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kPanels; ++n) multiply_rows(x.panel[n], factor);
+}
+
 // The chunk of kUnitRows columns that column j of a lane belongs to.
 __device__ __forceinline__ constexpr int chunk_of(int j) { return j / 2 * 8 / kUnitRows; }
 // Multiplies each chunk by its unit.
@@ -127,9 +145,27 @@ __device__ __forceinline__ void store_fragment(const QuadFragment<kN8>& x, float
     }
 }
 
+template <int kHeadDim, int kPanels>
+__device__ __forceinline__ void store_fragment(const PanelFragment<kPanels>& x, float* gmem, int64 row_stride,
+                                               int32 first_row, int32 num_rows, int32 first_column, int32 lane) {
+#pragma unroll
+    for (int n = 0; n < kPanels; ++n)
+        store_fragment<kHeadDim>(x.panel[n], gmem, row_stride, first_row, num_rows, first_column + n * kPanelColumns,
+                                 lane);
+}
+
+// Issues x (+)= a k-step of product t of the parts of left right^T; the descriptors point to the high parts of its
+// columns. kLeftPart, kRightPart: bytes from the high parts to the low ones. kRowsAreKeys: the left operand is K or V. The
+// order of the products of parts is the same for S and S^T, so that their elements have the same bits. step(x, a, b) is
+// the k-step.
+template <bool kRowsAreKeys, int kLeftPart, int kRightPart, class Scores, class Step>
+__device__ __forceinline__ void issue_part(Scores& x, uint64 left, uint64 right, int t, const Step& step) {
+    step(x, left + part_of_product<!kRowsAreKeys>(t) * (kLeftPart / 16),
+         right + part_of_product<kRowsAreKeys>(t) * (kRightPart / 16));
+}
+
 // Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows, of which the left
-// descriptor points to the warp group's 64. kPanels: panels of one part. kRowsAreKeys: the left operand is K or V. The
-// order of the products of parts is the same for S and S^T, so that their elements have the same bits.
+// descriptor points to the warp group's 64. kPanels: panels of one part.
 template <int kSteps, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys, class Scores>
 struct ColumnProducts {
     // The k-steps of the first of two chains, or of the only one.
@@ -183,14 +219,14 @@ struct ColumnProducts {
     __device__ __forceinline__ static void issue_step(Scores& x, uint64 left, uint64 right, int t, int s,
                                                       bool is_first = false) {
         constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
-        const uint64 a =
-            left + part_of_product<!kRowsAreKeys>(t) * kPanels * kLeftPanel / 16 + along_columns<kLeftPanel>(s);
-        const uint64 b =
-            right + part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16 + along_columns<kRightPanel>(s);
-        if (is_first)
-            wgmma_first_scores(x, a, b);
-        else
-            wgmma_scores(x, a, b);
+        issue_part<kRowsAreKeys, kPanels * kLeftPanel, kPanels * kRightPanel>(x, left + along_columns<kLeftPanel>(s),
+                                                                              right + along_columns<kRightPanel>(s), t,
+                                                                              [&](Scores& y, uint64 a, uint64 b) {
+                                                                                  if (is_first)
+                                                                                      wgmma_first_scores(y, a, b);
+                                                                                  else
+                                                                                      wgmma_scores(y, a, b);
+                                                                              });
     }
 
     Scores first_, second_;
@@ -221,6 +257,18 @@ template <int kPanels, int kRows, class Output, class Operand>
 __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
     multiply_chunk<kPanels, kRows>(x, p, rows, chunk,
                                    [](Output& y, const OperandA& a, uint64 b) { wgmma_first_output(y, a, b); });
+}
+// The same for one of several panels that are added up one after the other. `never`: false, what the compiler does not
+// know: it would add one product while the next one is computed, and spill what their registers have held. It cannot
+// know that this one does not start from the other.
+template <int kPanels, int kRows, class Panel, class Operand>
+__device__ __forceinline__ void multiply_panel(Panel& x, const Operand& p, uint64 rows, int panel, bool never) {
+    multiply_chunk<kPanels, kRows>(x, p, rows, 0, [&](Panel& y, const OperandA& a, uint64 b) {
+        if (panel > 0)
+            wgmma_output_in_place(y, a, b, never);
+        else
+            wgmma_first_output(y, a, b);
+    });
 }
 
 }  // namespace fa2::sm90_float32

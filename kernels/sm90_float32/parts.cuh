@@ -37,6 +37,9 @@ inline constexpr int kProducts = 3;
 template <int kHeadDim>
 struct PartsLayout {
     static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
+    // True if shared memory has no room for whole tiles of the operands that a kernel loops over: they pass through it
+    // in pieces.
+    static constexpr bool kInPieces = kPanels > 2;
 
     // Rows from one panel of a head, which has `num_blocks` blocks, to the next one; those of the parts follow each other.
     __device__ __forceinline__ static int32 panel_rows(int32 num_blocks) { return num_blocks * kUnitRows; }
@@ -80,6 +83,46 @@ __device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32
         row += Layout::panel_rows(num_blocks);
     }
 }
+
+// A piece of a tile of kUnitRows rows: both parts of one panel.
+inline constexpr int kPiecePartBytes = kUnitRows * kPanelRowBytes, kPieceBytes = kParts * kPiecePartBytes;
+
+// A ring of pieces: the addresses of the first slot and of the barriers. Those of full slots come before those of empty
+// ones.
+template <int kSlots>
+struct PieceRing {
+    uint32 slots, barriers;
+
+    __device__ __forceinline__ uint32 full(uint32 slot) const { return barriers + 8 * slot; }
+    __device__ __forceinline__ uint32 empty(uint32 slot) const { return barriers + 8 * kSlots + 8 * slot; }
+};
+
+// Copies pieces to a ring.
+template <int kHeadDim, int kSlots>
+class PieceWriter {
+    using Layout = PartsLayout<kHeadDim>;
+
+  public:
+    __device__ explicit PieceWriter(const PieceRing<kSlots>& ring) : ring_(ring) {}
+
+    // `row`: the tile's first row in the first panel of its head's high parts.
+    __device__ __forceinline__ void load(const float16* parts, int32 row, int32 num_blocks, int32 panel) {
+        const uint32 slot = position_.slot(), full = ring_.full(slot);
+        mbarrier_wait(ring_.empty(slot), position_.parity() ^ 1);
+        mbarrier_arrive_expect(full, kPieceBytes);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int32 from = row + (part * Layout::kPanels + panel) * Layout::panel_rows(num_blocks);
+            bulk_load(ring_.slots + slot * kPieceBytes + part * kPiecePartBytes, Layout::address(parts, from),
+                      kPiecePartBytes, full);
+        }
+        position_.advance();
+    }
+
+  private:
+    const PieceRing<kSlots> ring_;
+    RingPosition<kSlots> position_;
+};
 
 // The scaled pair of two adjacent elements; what remains of them is given back in x and y.
 __device__ __forceinline__ uint32 take_part(float& x, float& y) {
