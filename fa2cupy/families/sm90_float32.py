@@ -42,7 +42,7 @@ _RECORDS = {
 
 
 class Sm90Float32(Family):
-    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/sm90_float32/parts.cuh``)."""
+    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/float32_parts/parts.cuh``)."""
 
     name = "sm90"
     folder = "sm90_float32"

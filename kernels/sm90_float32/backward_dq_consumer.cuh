@@ -4,8 +4,8 @@
 //   for each chunk of 64 keys:  T = dS K   -> dQ += unit T
 //                              -> release K's stage
 #pragma once
+#include "float32_parts/softmax_gradient.cuh"
 #include "sm90_float32/query_tile_consumer.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
 
 namespace fa2::sm90_float32 {
 

@@ -2,7 +2,7 @@
 // after the other. kOperands: those with the query tile's rows, 1 (Q) or 2 (Q and dO).
 #pragma once
 #include "sm90/query_tile_shape.cuh"
-#include "sm90_float32/parts.cuh"
+#include "sm90_float32/load_rows.cuh"
 
 namespace fa2::sm90_float32 {
 
