@@ -22,6 +22,7 @@ namespace fa2::float32_parts {
 
 using common::ceil_div;
 using common::kPanelColumns;
+using common::kPanelRowBytes;
 using common::max_of;
 using common::min_of;
 
