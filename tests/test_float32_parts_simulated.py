@@ -3,6 +3,8 @@ left to IEEE arithmetic, and the accuracy that is promised, with sums cut as the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given, seed, settings
@@ -21,6 +23,7 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
 
 from fa2cupy import reference
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.testing import Expectation
 
@@ -29,35 +32,52 @@ pytestmark = pytest.mark.simulated
 GRADIENTS = ("dq", "dk", "dv")
 
 
+class Kernels(NamedTuple):
+    """The family and method of kernels, and the GPU that they are for."""
+
+    family: str
+    method: str
+    device: DeviceInfo
+
+
+BY_NAME = {
+    "sm90, single_pass": Kernels("sm90", "single_pass", HOPPER),
+    "sm90, two_pass": Kernels("sm90", "two_pass", HOPPER),
+    "sm80, two_pass": Kernels("sm80", "two_pass", DeviceInfo.named("sm_80")),
+}
+
+
+@pytest.fixture(params=BY_NAME)
+def kernels(request) -> Kernels:
+    return BY_NAME[request.param]
+
+
 @pytest.fixture
-def launched(monkeypatch):
-    with simulated_gpu(monkeypatch, HOPPER) as stages:
+def launched(monkeypatch, kernels):
+    with simulated_gpu(monkeypatch, kernels.device) as stages:
         yield stages
 
 
-@pytest.fixture(params=METHODS)
-def method(request):
-    return request.param
-
-
-def run(inputs: tuple, method: str, *, dlse=None, out=(None, None), **options) -> dict:
+def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **options) -> dict:
     q, k, v, do = inputs
-    results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], family="sm90", **options), strict=True))
+    options["family"] = kernels.family
+    results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], **options), strict=True))
     more = {"return_dsink": True} if "sink" in options else {}
-    more |= {"dlse": dlse, "out": out[1], "family": "sm90", "method": method}
+    more |= {"dlse": dlse, "out": out[1], "method": kernels.method}
     gradients = backward(q, k, v, results["o"], results["lse"], do, **more, **options)
     return results | dict(zip((*GRADIENTS, "dsink"), gradients, strict=False))
 
 
-def check(inputs: tuple, launched: list, method: str, **options) -> dict:
+def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
     """All results, and that kernels of both kinds gave them."""
     launched.clear()
     expected = Expectation(*inputs, **options)
-    results = run(inputs, method, **options)
+    results = run(inputs, kernels, **options)
     expected.check(**results)
     if inputs[0].size and inputs[1].size:
         tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
-        assert [spec.family for spec in tiled] == ["sm90", "simt", *["sm90"] * len(METHODS[method]), "simt", "simt"]
+        own = kernels.family
+        assert [spec.family for spec in tiled] == [own, "simt", *[own] * len(METHODS[kernels.method]), "simt", "simt"]
         assert [spec.is_fallback for spec in tiled] == [spec.family == "simt" for spec in tiled]
     return results
 
@@ -70,53 +90,64 @@ LENGTHS = ((1, 1), (64, 64), (70, 150), (290, 140))
 @pytest.mark.sample(head_dim=(59, 128), causal=(True,))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("head_dim", (1, 32, 59, 64, 96, 128))
-def test_every_head_dim(launched, method, head_dim, causal):
+def test_every_head_dim(launched, kernels, head_dim, causal):
     for lengths in LENGTHS:
-        check(draw("float32", lengths, head_dim), launched, method, causal=causal)
+        check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
 
 
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.sample(heads=((4, 2),))
-def test_head_groups_in_both_layouts(launched, method, layout, heads):
-    check(draw("float32", (70, 130), 40, heads, batch=2, layout=layout), launched, method, layout=layout, causal=True)
+def test_head_groups_in_both_layouts(launched, kernels, layout, heads):
+    check(draw("float32", (70, 130), 40, heads, batch=2, layout=layout), launched, kernels, layout=layout, causal=True)
 
 
 @pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, shifted, gapped), ids=lambda view: view.__name__)
 @pytest.mark.parametrize("head_dim", (59, 64))
-def test_strided_arrays_are_read_and_written_only_where_they_are(launched, method, head_dim, view):
+def test_strided_arrays_are_read_and_written_only_where_they_are(launched, kernels, head_dim, view):
     inputs = draw("float32", (70, 130), head_dim, batch=2, view=view)
     q, k, v, _ = inputs
     gradients = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
     out = ((view(np.full_like(q, np.nan)), None), gradients)
-    results = run(inputs, method, causal=True, out=out)
+    results = run(inputs, kernels, causal=True, out=out)
     assert results["o"] is out[0][0] and all(results[name] is x for name, x in zip(GRADIENTS, gradients, strict=True))
     Expectation(*inputs, causal=True).check(**results)
 
 
 @pytest.mark.sample(head_dim=(128,))
 @pytest.mark.parametrize("head_dim", (64, 96, 128))
-def test_the_methods_have_the_same_keys_and_values(launched, head_dim):
+def test_the_methods_have_the_same_keys_and_values(monkeypatch, head_dim):
     """Bit for bit: only dq is summed in another order, and from dS of another scale."""
     inputs = draw("float32", (150, 290), head_dim, (4, 2))
-    one, two = (run(inputs, method, causal=True) for method in METHODS)
+    with simulated_gpu(monkeypatch, HOPPER):
+        one, two = (run(inputs, BY_NAME[f"sm90, {method}"], causal=True) for method in METHODS)
     for name in ("dk", "dv"):
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
     assert not np.array_equal(one["dq"], two["dq"])
 
 
+@pytest.mark.sample(head_dim=(128,))
+@pytest.mark.parametrize("head_dim", (64, 80, 128))
+def test_tiles_for_less_shared_memory(monkeypatch, head_dim):
+    """Those of Ada and of Ampere other than the A100."""
+    kernels = BY_NAME["sm80, two_pass"]
+    with simulated_gpu(monkeypatch, "sm_86") as launched:
+        check(draw("float32", (200, 230), head_dim, (4, 2)), launched, kernels, causal=True)
+        assert not [spec for spec in (stage.spec for stage in launched) if spec.shared_memory_bytes > 99 * 1024]
+
+
 @pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
-def test_lengths_of_zero(launched, method, empty):
+def test_lengths_of_zero(launched, kernels, empty):
     lengths = (0, 70) if empty == "seqlen_q" else (70, 0)
-    check(draw("float32", lengths, 64), launched, method)
+    check(draw("float32", lengths, 64), launched, kernels)
 
 
 @pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", (1, 2))
-def test_warps_may_take_turns_in_any_order(monkeypatch, method, seed):
-    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
-        check(draw("float32", (200, 330), 64, (4, 2)), launched, method, causal=True)
+def test_warps_may_take_turns_in_any_order(monkeypatch, kernels, seed):
+    with simulated_gpu(monkeypatch, kernels.device, seed=seed) as launched:
+        check(draw("float32", (200, 330), 64, (4, 2)), launched, kernels, causal=True)
 
 
 FEATURES = (
@@ -132,23 +163,23 @@ def features_of(names: tuple, lengths: tuple[int, int], batch: int = 1) -> dict:
 
 @pytest.mark.sample(feature=("window", "bias", "sink", "dropout"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature(launched, method, feature):
+def test_every_feature(launched, kernels, feature):
     lengths = (150, 210)
     inputs = draw("float32", lengths, 64)
     dlse = place(numbers((1, 2, 150), "float32"))
-    results = check(inputs, launched, method, dlse=dlse, **features_of((feature,), lengths))
+    results = check(inputs, launched, kernels, dlse=dlse, **features_of((feature,), lengths))
     assert ("dsink" in results) == (feature == "sink")
 
 
-def test_features_together(launched, method):
+def test_features_together(launched, kernels):
     lengths = (140, 170)
     names = ("softcap", "alibi", "bias of keys", "mask of rows", "padding", "sink", "dropout", "window left")
-    check(draw("float32", lengths, 128), launched, method, causal=True, **features_of(names, lengths))
+    check(draw("float32", lengths, 128), launched, kernels, causal=True, **features_of(names, lengths))
 
 
 @pytest.mark.sample(options=({"causal": True},))
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (6, 3)}), ids=("full", "causal", "window"))
-def test_packed_sequences(launched, method, options):
+def test_packed_sequences(launched, kernels, options):
     """Empty ones, those of several tiles, and rows of no sequence, which reach nothing."""
     sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
     offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
@@ -156,7 +187,7 @@ def test_packed_sequences(launched, method, options):
     for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
         x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
     given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
-    check(inputs, launched, method, **given, **options)
+    check(inputs, launched, kernels, **given, **options)
 
 
 @pytest.mark.parametrize("head_dim", (40, 128))
@@ -203,11 +234,11 @@ def spoil(inputs: tuple, kind: str) -> tuple:
 
 @pytest.mark.sample(kind=("small rows", "small columns", "tiny", "large terms", "nan"))
 @pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
-def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, method, kind):
+def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
     """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
     inputs = spoil(draw("float32", (100, 110), 40, (4, 2)), kind)
     q, k, v, do = inputs
-    results = run(inputs, method, causal=True)
+    results = run(inputs, kernels, causal=True)
     with np.errstate(invalid="ignore"):
         o, lse = forward(q, k, v, causal=True, precision="ieee")
         gradients = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")
@@ -226,12 +257,12 @@ def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched,
                 assert np.array_equal(np.isnan(last), np.isnan(same)), name
 
 
-def test_rows_and_columns_of_zeros_are_no_exception(launched, method):
+def test_rows_and_columns_of_zeros_are_no_exception(launched, kernels):
     inputs = draw("float32", (100, 110), 40)
     for x in inputs:
         x[:, 7:70], x[..., 5] = 0, 0
     expected = Expectation(*inputs)
-    results = run(inputs, method)
+    results = run(inputs, kernels)
     expected.check(**results)
     o, _ = forward(*inputs[:3], precision="ieee")
     assert not np.array_equal(results["o"], o)
@@ -243,13 +274,11 @@ def test_rows_and_columns_of_zeros_are_no_exception(launched, method):
 @pytest.mark.sample(kind=("normal", "positive"), rows=(130,))
 @pytest.mark.parametrize("rows", (33, 130, 400))
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_those_of_float32(monkeypatch, method, kind, rows):
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+def test_errors_are_those_of_float32(monkeypatch, kernels, kind, rows):
+    with simulated_gpu(monkeypatch, kernels.device, cuts_sums=True):
         inputs = tuple(map(place, data(kind, rows, 64)))
-        q, k, v, do = inputs
-        o, lse = forward(q, k, v, causal=True, precision="split")
-        gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method=method)
-        results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+        results = run(inputs, kernels, causal=True)
+        del results["lse"]
         if kind == "subnormal":  # whose products with anything small are nothing in float32
             results = {name: results[name] for name in ("o", "dv")}
         check_promise(inputs, results, True, orders_of(kind))
@@ -257,7 +286,8 @@ def test_errors_are_those_of_float32(monkeypatch, method, kind, rows):
 
 @pytest.mark.sample(turn=(0,))
 @pytest.mark.parametrize("turn", range(8))
-def test_errors_are_those_of_float32_for_mixtures(monkeypatch, turn):
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_errors_are_those_of_float32_for_mixtures(monkeypatch, arch, turn):
     """Drawn by hypothesis; a turn draws its own."""
 
     @seed(turn)
@@ -274,13 +304,14 @@ def test_errors_are_those_of_float32_for_mixtures(monkeypatch, turn):
         gradients = backward(q, k, v, o, lse, do, causal=causal)
         check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal, orders_of("mixture"))
 
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+    with simulated_gpu(monkeypatch, arch, cuts_sums=True):
         run()
 
 
-def test_sums_over_keys_are_cut_in_chunks(monkeypatch):
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_sums_over_keys_are_cut_in_chunks(monkeypatch, arch):
     """Sums over all keys on tensor cores would be an order of magnitude beyond the promise where V is positive."""
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+    with simulated_gpu(monkeypatch, arch, cuts_sums=True):
         q, k, v, _ = data("positive", 2048, 64)
         q = q[:, :128]
         o, _ = forward(*map(place, (q, k, v)), precision="split")
@@ -296,11 +327,11 @@ def reference_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> np.
     return p @ v / p.sum(axis=1, keepdims=True)
 
 
-def test_the_backward_takes_lse_of_any_precision(launched, method):
+def test_the_backward_takes_lse_of_any_precision(launched, kernels):
     inputs = draw("float32", (70, 130), 64)
     q, k, v, do = inputs
     expected = Expectation(*inputs)
     o, lse = reference.forward(q, k, v)
     o, lse = place(o.astype("float32")), place(lse.astype("float32"))
-    gradients = backward(q, k, v, o, lse, do, family="sm90", method=method)
+    gradients = backward(q, k, v, o, lse, do, family=kernels.family, method=kernels.method)
     expected.check(**dict(zip(GRADIENTS, gradients, strict=True)))
