@@ -341,8 +341,16 @@ def _supporting(
     supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
     if not supporting:
         reason = _why_none(candidates, operation, dtype, device, family, features)
-        raise UnsupportedProblemError(f"{reason}. Families: {', '.join(map(str, FAMILIES))}")
+        raise UnsupportedProblemError(f"{reason}. Families: {_listed_families()}")
     return supporting
+
+
+def _listed_families() -> str:
+    """The families, those with the same name and GPUs as one."""
+    dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
+    for one in FAMILIES:
+        dtypes[one.name, one.gpus] = dtypes.get((one.name, one.gpus), ()) + one.dtypes
+    return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
 
 
 def _has_precision(one: Family, precision: str | None) -> bool:

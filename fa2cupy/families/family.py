@@ -157,9 +157,6 @@ class Family(ABC):
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
 
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
-
     # Its kernels.
 
     @abstractmethod
