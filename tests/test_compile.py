@@ -105,8 +105,8 @@ EXEMPTIONS = (
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),
     # sm80, float32
-    Exemption("backward_dkdv", 128, TileConfig(32, 128, 8), 48, OF_MMA_PARTS),
-    Exemption("backward_dkdv", 128, TileConfig(32, 64, 4), 48, OF_MMA_PARTS),
+    Exemption("backward_dkdv", 128, TileConfig(32, 128, 8), 40, OF_MMA_PARTS),
+    Exemption("backward_dkdv", 128, TileConfig(32, 64, 4), 40, OF_MMA_PARTS),
 )
 
 

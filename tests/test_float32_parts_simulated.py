@@ -284,6 +284,15 @@ def test_errors_are_those_of_float32(monkeypatch, kernels, kind, rows):
         check_promise(inputs, results, True, orders_of(kind))
 
 
+def test_errors_of_sums_over_many_columns(monkeypatch, kernels):
+    """Where all products of dP have one sign, its sums are the longest, and their cuts add up."""
+    with simulated_gpu(monkeypatch, kernels.device, cuts_sums=True):
+        inputs = tuple(map(place, data("positive", 200, 128)))
+        results = run(inputs, kernels, causal=True)
+        del results["lse"]
+        check_promise(inputs, results, True)
+
+
 @pytest.mark.sample(turn=(0,))
 @pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))

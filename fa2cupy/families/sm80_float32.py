@@ -44,7 +44,7 @@ class Sm80Float32(Float32Parts):
             TileRow(128, TileConfig(64, 32, 4)),
         ),
         "backward_dkdv": (
-            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(32, 64, 4, 2, 2)),
             TileRow(64, TileConfig(32, 64, 4, 1, 2)),
             TileRow(128, TileConfig(32, 128, 8)),
             TileRow(128, TileConfig(32, 64, 4)),

@@ -7,7 +7,7 @@
 //   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
 //   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
 //     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
-//   - Sums over many columns are made in two chains, which are added in ordinary float32 arithmetic.
+//   - Sums over many columns are made in several chains, which are added in ordinary float32 arithmetic.
 //   - dP starts from minus half of delta, which it is compared to. Where all products have one sign, the sum then passes
 //     zero on half its way, and the cuts before and behind that cancel.
 #pragma once

@@ -158,10 +158,15 @@ struct BackwardDkdv {
         }
 
         Scores dp;
-        start_dp(dp, delta, dp_unit);
-        add_columns<kD / 16, true>(
+        multiply_columns_from<kD / 16, true>(
             dp, [&](int part, int s) { return ldmatrix_x4<false>(v_rows.at(part, 0, s)); },
-            [&](int part, int n, int s) { return ldmatrix_x4<false>(dout_rows.at(part, n, s)); });
+            [&](int part, int n, int s) { return ldmatrix_x4<false>(dout_rows.at(part, n, s)); },
+            [&](int n8, float (&x)[4]) {
+                float own[2];
+                load_shared(statistic_address(delta) + n8 * 32, own);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[e] = Comparand(own[e % 2], dp_unit[chunk_of(2 * n8)]).start;
+            });
         after_dp();
         take_gradients(scores, dp, delta, dp_unit);
         float scale[2], inverse[2];
@@ -197,27 +202,27 @@ struct BackwardDkdv {
         const int32 thread = threadIdx.x;
         if (thread < 2 * kBr) store_shared(smem + kRowStats + t % 2 * kRowStatsBytes + thread * 4, x);
     }
+    // Where a statistic of this lane's first two queries is; those of the next two are 32 bytes further on.
+    __device__ __forceinline__ uint32 statistic_address(uint32 statistics) const {
+        return statistics + Scores::col(0, lane) * 4;
+    }
     // A statistic of the queries of this lane's columns.
     struct Statistics {
         float x[Scores::kCols];
 
         __device__ __forceinline__ float operator()(int j) const { return x[j]; }
     };
-    __device__ __forceinline__ Statistics statistics_at(uint32 address) const {
+    __device__ __forceinline__ Statistics statistics_at(uint32 statistics) const {
         Statistics of;
 #pragma unroll
         for (int j = 0; j < Scores::kCols; j += 2) {
             float pair[2];
-            load_shared(address + Scores::col(0, lane) * 4 + Scores::col(j, 0) * 4, pair);
+            load_shared(statistic_address(statistics) + j / 2 * 32, pair);
             of.x[j] = pair[0], of.x[j + 1] = pair[1];
         }
         return of;
     }
 
-    __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
-        const Statistics of = statistics_at(delta);
-        float32_parts::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
-    }
     __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
                                                    const float (&unit)[kChunks]) const {
         const Statistics of = statistics_at(delta);

@@ -104,10 +104,13 @@ struct BackwardDq {
             multiply_columns<kD / 16, false>(
                 scores, [&](int part, int s) { return ldmatrix_x4<false>(q_address.at(part, 0, s)); },
                 [&](int part, int n, int s) { return ldmatrix_x4<false>(k_rows.at(part, n, s)); });
-            start_dp<false>(dp, [&](int i, int c) { return Comparand(delta[i], dp_unit[c]).start; });
-            add_columns<kD / 16, false>(
+            multiply_columns_from<kD / 16, false>(
                 dp, [&](int part, int s) { return ldmatrix_x4<false>(dout_address.at(part, 0, s)); },
-                [&](int part, int n, int s) { return ldmatrix_x4<false>(v_address.at(part, n, s)); });
+                [&](int part, int n, int s) { return ldmatrix_x4<false>(v_address.at(part, n, s)); },
+                [&](int n8, float (&x)[4]) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x[e] = Comparand(delta[e / 2], dp_unit[chunk_of(2 * n8)]).start;
+                });
             __syncthreads();
             if (tile > tiles.begin) load_value(tile - 1);
             cp_async_commit();
