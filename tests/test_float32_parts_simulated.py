@@ -284,10 +284,11 @@ def test_errors_are_those_of_float32(monkeypatch, kernels, kind, rows):
         check_promise(inputs, results, True, orders_of(kind))
 
 
+@pytest.mark.sample(kernels=("sm80, two_pass",))
 def test_errors_of_sums_over_many_columns(monkeypatch, kernels):
-    """Where all products of dP have one sign, its sums are the longest, and their cuts add up."""
+    """Where all products of dP have one sign, cuts add up: too many for one chain of 128 columns on Ampere."""
     with simulated_gpu(monkeypatch, kernels.device, cuts_sums=True):
-        inputs = tuple(map(place, data("positive", 200, 128)))
+        inputs = tuple(map(place, data("positive", 400, 128)))
         results = run(inputs, kernels, causal=True)
         del results["lse"]
         check_promise(inputs, results, True)
