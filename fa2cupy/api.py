@@ -67,9 +67,10 @@ def forward(
         than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
         it.
     precision : {None, "ieee", "split"}, optional
-        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are as accurate as float32
-        arithmetic and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
-        ``"split"``, on tensor cores for short sequences, too. NumPy checks it and computes as ever.
+        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are faster, as accurate as
+        float32 arithmetic, and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
+        ``"split"``, on tensor cores for short sequences and on GPUs where they are slower, too. NumPy checks it and
+        computes as ever.
 
     Returns
     -------
@@ -140,17 +141,18 @@ def forward(
 
     On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
     products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
-    that are added up in float32). There are such kernels for compute capability 9.0; beyond head_dim 128 those of
-    `backward` have only the method ``"two_pass"``, which is then the default. ``precision=None`` takes them from 128
-    rows of q and of k on, and up to head_dim 128, as far as their errors were measured. The largest errors are then at
-    most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6 and 2e-6 of the largest
-    result; the README has what was measured. 64 rows share a scale: the last bits of a result may depend on rows that
-    are hidden from it. K/V heads whose values two float16 numbers do not represent that well are computed on CUDA
-    cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or do a row's or a
-    column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to 2**50, infinite or
-    NaN; or the largest values of a column of q and of k would make a score above 32. The call allocates the float16
-    matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64 and lengths to one of
-    128.
+    that are added up in float32). There are such kernels for compute capability 8.0 or newer, and on 9.0 also beyond
+    head_dim 128 and, up to there, for ``"single_pass"``. ``precision=None`` takes them from 128 rows of q and of k on
+    and up to head_dim 128, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
+    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (the README names them). The
+    largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
+    and 2e-6 of the largest result; the README has what was measured. 64 rows share a scale: the last bits of a result
+    may depend on rows that are hidden from it. K/V heads whose values two float16 numbers do not represent that well
+    are computed on CUDA cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or
+    do a row's or a column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to
+    2**50, infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call
+    allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64
+    and lengths to one of 128.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

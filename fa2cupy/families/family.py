@@ -13,7 +13,7 @@ from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import TILED, operation_named
+from .operations import METHODS, TILED, operation_named
 from .records import Record
 from .tile import TileConfig
 
@@ -143,14 +143,20 @@ class Family(ABC):
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
         return True
 
+    def supports_call(self, call: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
+        """True if it has all kernels of a call, of a backward those of at least one method."""
+        methods = tuple(METHODS.values()) if call == "backward" else ((call,),)
+        return any(all(self.supports(name, dtype, device, features) for name in method) for method in methods)
+
+    def is_default_on(self, device: DeviceInfo) -> bool:
+        """True unless families after it are faster on the device, so that only callers who ask for it get it."""
+        return True
+
     @property
     def gpus(self) -> str:
         """The GPUs that run it, for messages."""
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
 
     # Its kernels.
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from ..problem.attention import AttentionProblem
 from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
-from .family import Family, TileRow
-from .records import LENGTHS, PARTS, SCHEDULE, Record
+from .family import TileRow
+from .float32_parts import Float32Parts
+from .records import Record
 from .tile import TileConfig
 
 __all__ = ["SM90_FLOAT32", "Sm90Float32"]
 
 _WIDE = 128  # for a larger head_dim, operands pass through shared memory in pieces of 64 columns
-_SHORTEST = 128  # rows of q and of k
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 #: For each kernel, the side whose rows its warp groups own, and the other side.
@@ -25,35 +25,18 @@ _SIDES = {
     "backward_dkdv": ("b_c", "b_r"),
 }
 
-_INPUTS = (
-    "q_parts:input_parts k_parts:input_parts v_parts:input_parts q_units:input_accum k_units:input_accum "
-    "v_units:input_accum exceptions:input_int"
-)
-_GRADIENT_INPUTS = f"{_INPUTS} dout_parts:input_parts dout_units:input_accum lse:input_accum delta:input_accum"
-_INTS = (*LENGTHS, *SCHEDULE, *PARTS)
-_RECORDS = {
-    "forward": Record(f"{_INPUTS} o:output lse:output_accum tile_counter:counter", ("o",), ("softmax_scale",), _INTS),
-    "backward": Record(
-        f"{_GRADIENT_INPUTS} dk:output dv:output dq_accum:output_accum", ("dk", "dv"), ("softmax_scale",), _INTS
-    ),
-    "backward_dq": Record(f"{_GRADIENT_INPUTS} dq:output tile_counter:counter", ("dq",), ("softmax_scale",), _INTS),
-    "backward_dkdv": Record(f"{_GRADIENT_INPUTS} dk:output dv:output", ("dk", "dv"), ("softmax_scale",), _INTS),
-}
+#: Of these kernels, persistent blocks draw query tiles from a counter.
+_PERSISTENT = ("forward", "backward_dq")
 
 
-class Sm90Float32(Family):
-    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/sm90_float32/parts.cuh``)."""
+class Sm90Float32(Float32Parts):
+    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/float32_parts/parts.cuh``)."""
 
     name = "sm90"
     folder = "sm90_float32"
-    dtypes = ("float32",)
     min_compute_capability = max_compute_capability = 90
-    row_alignment = 1
-    head_dim_step = 1
     arch_suffix = "a"
-    has_natural_scores = True
-    multiplies_parts = True
-    backward_owns = "keys"
+    largest_head_dim = 256
     default_methods = ("single_pass", "two_pass")
     query_rows = (64, 128)
     key_rows = (64, 128)
@@ -78,19 +61,15 @@ class Sm90Float32(Family):
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
         if operation == "backward" and problem.head_dim > _WIDE:
             return f"head_dim={problem.head_dim} is above the {_WIDE} of 'single_pass'; use 'two_pass' or None"
-        if not problem.heads_per_group:
-            return "there is no query head"  # while K and V have heads, and gradients
-        return None
+        return super().why_not(operation, problem, strides)
 
     def is_accurate(self, problem: AttentionProblem) -> bool:
-        # On a GPU, errors were measured from this length on. Tiles of shorter calls would be half empty.
-        return min(problem.score_shape[2:]) >= _SHORTEST and problem.head_dim <= _WIDE
+        return super().is_accurate(problem) and problem.head_dim <= _WIDE  # errors beyond were not measured on a GPU
 
     def record(self, operation: str) -> Record:
-        return _RECORDS[operation]
-
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider
+        record = super().record(operation)
+        counter = " tile_counter:counter" if operation in _PERSISTENT else ""
+        return record._replace(pointers=f"{record.pointers}{counter}")
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of

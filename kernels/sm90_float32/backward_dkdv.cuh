@@ -1,5 +1,5 @@
 // FlashAttention-2 backward of float32 data by key tiles, the second pass of `two_pass`: dK and dV on wgmma (Hopper), by
-// products of float16 parts (parts.cuh).
+// products of float16 parts (float32_parts/parts.cuh).
 //
 //   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dV = P^T dO           dK = scale dS^T Q

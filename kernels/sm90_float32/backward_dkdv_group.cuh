@@ -3,8 +3,9 @@
 #pragma once
 #include "common/mask.cuh"
 #include "common/statistics.cuh"
+#include "float32_parts/softmax_gradient.cuh"
 #include "sm90_float32/backward_dkdv_shape.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
+#include "sm90_float32/multiply.cuh"
 
 namespace fa2::sm90_float32 {
 
@@ -88,12 +89,12 @@ class DkdvGroup {
     }
     __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
         const Statistics of = statistics_at(delta);
-        sm90_float32::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
+        float32_parts::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
     }
     __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
                                                    const float (&unit)[kChunks]) const {
         const Statistics of = statistics_at(delta);
-        sm90_float32::take_gradients<true, Spec>(
+        float32_parts::take_gradients<true, Spec>(
             weights, dp, unit, params_, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);
     }
 

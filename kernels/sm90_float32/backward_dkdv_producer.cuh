@@ -4,8 +4,8 @@
 //   1       prepares the statistics of each step's queries
 //   2, 3    with dQ: one thread makes dS, which a consumer warp group writes, visible to wgmma
 #pragma once
+#include "float32_parts/softmax_gradient.cuh"
 #include "sm90_float32/backward_dkdv_shape.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
 
 namespace fa2::sm90_float32 {
 

@@ -5,7 +5,7 @@
 #pragma once
 #include "common/tile_range.cuh"
 #include "sm90/dq_workspace.cuh"
-#include "sm90_float32/parts.cuh"
+#include "sm90_float32/load_rows.cuh"
 
 namespace fa2::sm90_float32 {
 

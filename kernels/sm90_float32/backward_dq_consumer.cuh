@@ -8,8 +8,8 @@
 // same rows, and their sums of dQ are added at the end.
 #pragma once
 #include "common/dbias.cuh"
+#include "float32_parts/softmax_gradient.cuh"
 #include "sm90_float32/query_tile_products.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
 
 namespace fa2::sm90_float32 {
 

@@ -1,4 +1,4 @@
-// FlashAttention forward of float32 data on wgmma (Hopper): products of float16 parts (parts.cuh).
+// FlashAttention forward of float32 data on wgmma (Hopper): products of float16 parts (float32_parts/parts.cuh).
 //
 //   S = scale Q K^T        P = exp(S - row_max)        O = P V / rowsum(P)        lse = row_max + log(rowsum(P))
 //

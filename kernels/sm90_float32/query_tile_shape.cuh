@@ -5,7 +5,7 @@
 // one those of V. With Q and dO, a block has 64 rows, which two warp groups share: each has one of the rings.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
-#include "sm90_float32/parts.cuh"
+#include "sm90_float32/load_rows.cuh"
 
 namespace fa2::sm90_float32 {
 

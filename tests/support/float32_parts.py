@@ -1,4 +1,4 @@
-"""float32 matrices as scaled pairs of float16 matrices, in the order of kernels/sm90_float32/parts.cuh."""
+"""float32 matrices as scaled pairs of float16 matrices, in the order of kernels/float32_parts/parts.cuh."""
 
 from __future__ import annotations
 

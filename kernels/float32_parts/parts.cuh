@@ -8,19 +8,23 @@
 //
 //   X Y^T = unit unit' (low high'^T + high low'^T + high high'^T)
 //
-// In memory a head has its high parts, then its low parts, each in panels of 64 columns: [part][panel][row][64], with
-// the 128-byte swizzle that wgmma reads. A tile is thus one copy of contiguous bytes for each part and panel, and needs
-// no tensor map. Rows and columns beyond the matrix are zeros.
+// In memory a head has its high parts, then its low parts, each in panels (common/panel.cuh): [part][panel][row][64].
+// A tile is thus one copy of contiguous bytes for each part and panel, and needs no tensor map. Rows and columns beyond
+// the matrix are zeros.
 //
 // The rows of a head form blocks of kUnitRows. Packed sequences start with a block each: sequence n has the block indices
 // from first_row / kUnitRows + n on, as tiles do (common/sequence.cuh). One unit belongs to each block.
 #pragma once
+#include "common/panel.cuh"
 #include "common/sequence.cuh"
-#include "sm90/layout.cuh"
 
-namespace fa2::sm90_float32 {
+namespace fa2::float32_parts {
 
-using namespace fa2::sm90;
+using common::ceil_div;
+using common::kPanelColumns;
+using common::kPanelRowBytes;
+using common::max_of;
+using common::min_of;
 
 inline constexpr int kUnitRows = 64;
 inline constexpr int kParts = 2;  // high, low
@@ -71,59 +75,6 @@ __device__ __forceinline__ int32 head_with_parts(int32 batch, int32 num_heads, i
     return Spec::kVarlen ? head : batch * num_heads + head;
 }
 
-// Copies the parts of a tile of kRows rows to shared memory, one panel after the other.
-template <int kRows, int kHeadDim>
-__device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_blocks, uint32 smem, uint32 full) {
-    using Layout = PartsLayout<kHeadDim>;
-    constexpr int kBytes = kRows * kPanelRowBytes, kPanels = kParts * Layout::kPanels;
-    mbarrier_arrive_expect(full, kPanels * kBytes);
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-        bulk_load(smem + i * kBytes, Layout::address(parts, row), kBytes, full);
-        row += Layout::panel_rows(num_blocks);
-    }
-}
-
-// A piece of a tile of kUnitRows rows: both parts of one panel.
-inline constexpr int kPiecePartBytes = kUnitRows * kPanelRowBytes, kPieceBytes = kParts * kPiecePartBytes;
-
-// A ring of pieces: the addresses of the first slot and of the barriers. Those of full slots come before those of empty
-// ones.
-template <int kSlots>
-struct PieceRing {
-    uint32 slots, barriers;
-
-    __device__ __forceinline__ uint32 full(uint32 slot) const { return barriers + 8 * slot; }
-    __device__ __forceinline__ uint32 empty(uint32 slot) const { return barriers + 8 * kSlots + 8 * slot; }
-};
-
-// Copies pieces to a ring.
-template <int kHeadDim, int kSlots>
-class PieceWriter {
-    using Layout = PartsLayout<kHeadDim>;
-
-  public:
-    __device__ explicit PieceWriter(const PieceRing<kSlots>& ring) : ring_(ring) {}
-
-    // `row`: the tile's first row in the first panel of its head's high parts.
-    __device__ __forceinline__ void load(const float16* parts, int32 row, int32 num_blocks, int32 panel) {
-        const uint32 slot = position_.slot(), full = ring_.full(slot);
-        mbarrier_wait(ring_.empty(slot), position_.parity() ^ 1);
-        mbarrier_arrive_expect(full, kPieceBytes);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const int32 from = row + (part * Layout::kPanels + panel) * Layout::panel_rows(num_blocks);
-            bulk_load(ring_.slots + slot * kPieceBytes + part * kPiecePartBytes, Layout::address(parts, from),
-                      kPiecePartBytes, full);
-        }
-        position_.advance();
-    }
-
-  private:
-    const PieceRing<kSlots> ring_;
-    RingPosition<kSlots> position_;
-};
-
 // The scaled pair of two adjacent elements; what remains of them is given back in x and y.
 __device__ __forceinline__ uint32 take_part(float& x, float& y) {
     const uint32 part = common::pack<float16>(x, y);
@@ -132,4 +83,4 @@ __device__ __forceinline__ uint32 take_part(float& x, float& y) {
     return part;
 }
 
-}  // namespace fa2::sm90_float32
+}  // namespace fa2::float32_parts
