@@ -22,7 +22,7 @@ from support.simulated_problems import HOPPER, draw
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
 
-from fa2cupy import reference
+from fa2cupy import TileConfig, reference
 from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS, TILED
@@ -257,6 +257,19 @@ of_wide_rows = pytest.mark.parametrize("kernels", ["sm90, two_pass"], indirect=T
 def test_every_wide_head_dim(launched, kernels, head_dim, causal):
     for lengths in LENGTHS:
         check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
+
+
+@of_wide_rows
+@pytest.mark.parametrize("num_stages", (1, 2))
+def test_rings_of_few_pieces(launched, kernels, num_stages):
+    tiles = {"forward": (128, 64), "backward_dq": (64, 64), "backward_dkdv": (64, 64)}
+    config = {name: TileConfig(*rows, 12, num_stages) for name, rows in tiles.items()}
+    inputs = draw("float32", (150, 200), 200)
+    results = run(inputs, kernels, causal=True, config=config)
+    Expectation(*inputs, causal=True).check(**results)
+    assert {stage.spec.tile for stage in launched if stage.spec.family == "sm90" and stage.spec.operation in TILED} == {
+        *config.values()
+    }
 
 
 @of_wide_rows

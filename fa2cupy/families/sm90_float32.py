@@ -40,7 +40,8 @@ class Sm90Float32(Float32Parts):
     default_methods = ("single_pass", "two_pass")
     query_rows = (64, 128)
     key_rows = (64, 128)
-    # Two consumer warp groups of 4 warps have 64 rows each, and one more loads.
+    # Two consumer warp groups of 4 warps have 64 rows each, and one more loads. Beyond head_dim 128 a stage is a piece,
+    # and the two groups of a backward have the same 64 rows.
     tiles = {
         "forward": (
             TileRow(64, TileConfig(128, 128, 12, 2)),
@@ -53,9 +54,14 @@ class Sm90Float32(Float32Parts):
         "backward_dq": (
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 12, 4)),
             TileRow(256, TileConfig(64, 64, 12, 3)),
         ),
-        "backward_dkdv": (TileRow(128, TileConfig(64, 128, 12, 2)), TileRow(256, TileConfig(64, 64, 12, 3))),
+        "backward_dkdv": (
+            TileRow(128, TileConfig(64, 128, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 12, 4)),
+            TileRow(256, TileConfig(64, 64, 12, 3)),
+        ),
     }
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:

@@ -95,7 +95,8 @@ class PieceReader {
     }
 
   private:
-    // The descriptor of the next piece, when it has arrived.
+    // The descriptor of the next piece, when it has arrived. The compiler would keep those of a slot's k-steps in registers
+    // for the next piece in it.
     __device__ __forceinline__ uint64 wait() const {
         mbarrier_wait(ring_.full(position_.slot()), position_.parity());
         return as_if_new(operand_ + position_.slot() * (kPieceBytes / 16));
