@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from ptxsim.tensor_core_sums import add_products
+from support.float32_parts import in_parts, units_of
 
 __all__ = ["Head", "is_exception"]
 
@@ -31,8 +32,8 @@ class _Parts(NamedTuple):
 
 
 def _in_parts(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    high = scaled.astype(np.float16).astype(np.float32)
-    return high, (scaled - high).astype(np.float16).astype(np.float32)
+    high, low = in_parts(scaled)
+    return high.astype(np.float32), low.astype(np.float32)
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
@@ -45,9 +46,7 @@ def _split(x: np.ndarray) -> _Parts:
     rows, columns = x.shape
     x = np.pad(x, ((0, -rows % (2 * _UNIT_ROWS)), (0, -columns % _STEP)))
     blocks = x.reshape(-1, _UNIT_ROWS, x.shape[1])
-    largest = abs(blocks).max(axis=(1, 2))
-    shift = np.where(largest == 0, 0, 13 - _exponent(largest))
-    unit = np.repeat(np.ldexp(np.float32(1), -shift), _UNIT_ROWS)
+    unit = np.repeat(units_of(abs(blocks).max(axis=(1, 2))), _UNIT_ROWS)
     return _Parts(unit, _in_parts(x / unit[:, None]))
 
 
