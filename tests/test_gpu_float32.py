@@ -132,6 +132,26 @@ def test_errors_are_those_of_float32(family, method, kind, head_dim, rows, causa
     check_promise(inputs, results, causal, orders_of(kind))
 
 
+@pytest.mark.parametrize("kind", ("normal", "large scores", "positive"))
+def test_one_pass_of_wide_rows_may_follow_a_forward_on_tensor_cores(kind):
+    """CUDA cores compute it, with the lse of the others."""
+    inputs = tuple(map(cp.asarray, data(kind, 1000, 256)))
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, method="single_pass")
+    check_promise(inputs, dict(zip(GRADIENTS, gradients, strict=True)), False, orders_of(kind))
+
+
+@of_methods(64, 128, 256)
+def test_scores_that_keep_growing_leave_the_first_reference(family, method, head_dim):
+    """Later tiles (the loop runs from the last key to the first) have ever larger scores than the first row shift."""
+    q, k, v, do = draw((200, 700), (1, 1), head_dim, batch=1)
+    inputs = (q, k * cp.linspace(30, 0.01, 700, dtype="float32")[None, :, None, None], v, do)
+    o, lse = fa2cupy.forward(*inputs[:3], family=family)
+    gradients = fa2cupy.backward(*inputs[:3], o, lse, do, method=method, family=family)
+    check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, False)
+
+
 @pytest.mark.parametrize("turn", range(12))
 def test_errors_are_those_of_float32_for_mixtures(turn):
     """Drawn by hypothesis, and computed as a caller has it who says nothing. A turn draws its own, so that several can
