@@ -260,6 +260,7 @@ def test_every_wide_head_dim(launched, kernels, head_dim, causal):
 
 
 @of_wide_rows
+@pytest.mark.sample(num_stages=(1,))
 @pytest.mark.parametrize("num_stages", (1, 2))
 def test_rings_of_few_pieces(launched, kernels, num_stages):
     tiles = {"forward": (128, 64), "backward_dq": (64, 64), "backward_dkdv": (64, 64)}
@@ -282,13 +283,14 @@ def test_head_groups_of_wide_rows(launched, kernels, head_dim, heads):
 
 
 @of_wide_rows
+@pytest.mark.sample(repeated=("hq",))
 @pytest.mark.parametrize("repeated", ("", "hq"))
 def test_the_gradient_of_a_bias_of_wide_rows(launched, kernels, repeated):
     check_dbias(launched, kernels, repeated, 160, 2.0)
 
 
 @of_wide_rows
-@pytest.mark.sample(feature=("window", "dropout"))
+@pytest.mark.sample(feature=("dropout",))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_of_wide_rows(launched, kernels, feature):
     lengths = (150, 210)
@@ -299,6 +301,7 @@ def test_every_feature_of_wide_rows(launched, kernels, feature):
 
 
 @of_wide_rows
+@pytest.mark.sample(options=({"causal": True},))
 @pytest.mark.parametrize("options", ({"causal": True}, {"window": (70, 3)}), ids=("causal", "window"))
 def test_packed_sequences_of_wide_rows(launched, kernels, options):
     inputs, given = packed_inputs(256)
@@ -314,6 +317,7 @@ def test_warps_of_wide_rows_may_take_turns_in_any_order(monkeypatch, kernels, se
 
 
 @of_wide_rows
+@pytest.mark.sample(kind=("large terms",))
 @pytest.mark.parametrize("kind", ("small columns", "large terms", "infinity"))
 def test_wide_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
     inputs = spoil(draw("float32", (100, 110), 200, (4, 2)), kind)
@@ -321,7 +325,7 @@ def test_wide_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(laun
 
 
 @of_wide_rows
-@pytest.mark.sample(kind=("normal", "positive"))
+@pytest.mark.sample(kind=("positive",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_of_wide_rows_are_those_of_float32(monkeypatch, kernels, kind):
     check_errors(monkeypatch, kind, 150, 256, kernels)

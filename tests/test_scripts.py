@@ -942,6 +942,27 @@ def test_plot_only_of_a_row_that_is_broken_is_a_sentence(tmp_path, capsys):
     assert "invalid literal for int() with base 10: 'x'" in capsys.readouterr().err
 
 
+def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path):
+    def run(command, **options):
+        if "--tool" not in command:
+            assert options["check"]
+            return None
+        errors = 3 if "memcheck" in command and command[-1] == "packed" else 0
+        found = f"========= ERROR SUMMARY: {errors} errors"
+        return subprocess.CompletedProcess(command, 9 if errors else 0, stdout=found, stderr="")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda _: "compute-sanitizer")
+    found = gpu_check._run_sanitizers(tmp_path)
+    assert found["memcheck"] == "plain: 0 errors; features: 0 errors; packed: 3 errors; float32: 0 errors"
+    assert found["initcheck"] == "0 errors" and found["racecheck"].startswith("0 errors; not judged: ")
+    receipt = dict.fromkeys(gpu_check.STEPS, "skipped")
+    assert gpu_check._passed(receipt | {"sanitizers": found | {"memcheck": "0 errors"}})
+    assert not gpu_check._passed(receipt | {"sanitizers": found})
+    parts = re.search("PARTS = {(.*)}", gpu_check.SANITIZED.read_text(encoding="utf-8"))[1]
+    assert tuple(re.findall('"(.*?)"', parts)) == gpu_check.SANITIZED_PARTS
+
+
 def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
     def no_gpu():
         raise RuntimeError("no driver")

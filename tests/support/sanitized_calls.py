@@ -1,5 +1,9 @@
 """Every kernel once on small shapes, to be run under compute-sanitizer. No random numbers on the device and no checks:
-the tool sees this package's kernels and little else."""
+the tool sees this package's kernels and little else.
+
+    python sanitized_calls.py            everything
+    python sanitized_calls.py plain      one of PARTS
+"""
 
 from __future__ import annotations
 
@@ -31,15 +35,6 @@ KINDS = (
 #: FeatureSettings whose kernels are compiled together, and what they are called on.
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
-
-
-def main() -> None:
-    """Every kernel, and those of the features."""
-    plain()
-    with_settings()
-    packed()
-    of_parts()
-    cupy.cuda.Device().synchronize()
 
 
 def plain() -> None:
@@ -119,5 +114,9 @@ def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
         fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method)
 
 
+PARTS = {"plain": plain, "features": with_settings, "packed": packed, "float32": of_parts}
+
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
+    cupy.cuda.Device().synchronize()
