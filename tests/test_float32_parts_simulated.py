@@ -246,14 +246,12 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
 
 # ------------------------------------------------------------------------------------------------ beyond head_dim 128
 
-WIDE = (130, 160, 192, 256)
 of_wide_rows = pytest.mark.parametrize("kernels", ["sm90, two_pass"], indirect=True)
 
 
 @of_wide_rows
-@pytest.mark.sample(head_dim=(256,), causal=(True,))
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("head_dim", WIDE)
+@pytest.mark.sample(head_dim=(256,))
+@pytest.mark.parametrize(("head_dim", "causal"), ((130, False), (160, True), (192, False), (256, True)))
 def test_every_wide_head_dim(launched, kernels, head_dim, causal):
     for lengths in LENGTHS:
         check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
@@ -274,9 +272,8 @@ def test_rings_of_few_pieces(launched, kernels, num_stages):
 
 
 @of_wide_rows
-@pytest.mark.sample(head_dim=(160,), heads=((4, 2),))
-@pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
-@pytest.mark.parametrize("head_dim", (160, 250))
+@pytest.mark.sample(head_dim=(160,))
+@pytest.mark.parametrize(("head_dim", "heads"), ((160, (4, 2)), (250, (3, 1))), ids=("gqa", "mqa"))
 def test_head_groups_of_wide_rows(launched, kernels, head_dim, heads):
     inputs = draw("float32", (130, 200), head_dim, heads, batch=2, layout="bhsd")
     check(inputs, launched, kernels, layout="bhsd", causal=True)
@@ -293,9 +290,9 @@ def test_the_gradient_of_a_bias_of_wide_rows(launched, kernels, repeated):
 @pytest.mark.sample(feature=("dropout",))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_of_wide_rows(launched, kernels, feature):
-    lengths = (150, 210)
+    lengths = (90, 140)
     inputs = draw("float32", lengths, 256)
-    dlse = place(numbers((1, 2, 150), "float32"))
+    dlse = place(numbers((1, 2, 90), "float32"))
     results = check(inputs, launched, kernels, dlse=dlse, **features_of((feature,), lengths))
     assert ("dsink" in results) == (feature == "sink")
 
@@ -310,7 +307,7 @@ def test_packed_sequences_of_wide_rows(launched, kernels, options):
 
 @of_wide_rows
 @pytest.mark.sample(seed=(1,))
-@pytest.mark.parametrize("seed", (1, 2, 3))
+@pytest.mark.parametrize("seed", (1, 2))
 def test_warps_of_wide_rows_may_take_turns_in_any_order(monkeypatch, kernels, seed):
     with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
         check(draw("float32", (200, 330), 192, (4, 2)), launched, kernels, causal=True)

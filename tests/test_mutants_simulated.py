@@ -1987,7 +1987,7 @@ MUTANTS = (
     Mutant(
         "parts: the start of dP stays in it",
         "backward_dq",
-        "rest = fma(start, unit, delta);",
+        "rest = fma(start, (2 * kChains - 1) * unit, delta);",
         "rest = delta;",
         "numbers",
         PARTS,
@@ -2207,16 +2207,23 @@ MUTANTS = (
             (
                 "backward_dq",
                 "dQ goes where Q is still read",
-                "            barrier_sync(kReadBarrier, 2 * kGroupThreads);  // both",
-                "            barrier_arrive(kReadBarrier, 2 * kGroupThreads);  // both",
+                "        barrier_sync(kSharersBarrier, 2 * kGroupThreads);  // both",
+                "        // both",
                 "race",
             ),
             (
                 "backward_dq",
                 "dQ is read before it is there",
-                "            barrier_sync(kGivenBarrier, 2 * kGroupThreads);",
-                "            barrier_arrive(kGivenBarrier, 2 * kGroupThreads);",
+                "        barrier_sync(kSharersBarrier, 2 * kGroupThreads);\n",
+                "",
                 "race",
+            ),
+            (
+                "backward_dq",
+                "dP goes on from the last panel's",
+                "            if (panel > 0) start_next(x);\n",
+                "",
+                "numbers",
             ),
             (
                 "backward_dq",
