@@ -2,7 +2,7 @@
 
 from ._version import __version__
 from .ahead import precompile
-from .api import backward, delta, forward
+from .api import backward, delta, forward, merge
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
 from .families.tile import TileConfig
@@ -26,6 +26,7 @@ __all__ = [
     "forward",
     "info",
     "legal_configs",
+    "merge",
     "precompile",
 ]
 configure_logging()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .backends import backend_of
 from .families.tile import TileConfig
+from .numerics.arrays import stacked
 from .problem.array_types import Array
 from .problem.keywords import check_keywords, takes_features
 from .problem.options import CallOptions, hashable_config
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from .problem.features import FeatureKeywords
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "delta", "forward", "merge"]
 
 
 @takes_features
@@ -323,3 +324,58 @@ def backward(
         precision,
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
+
+
+def merge(
+    o_parts: Array | Sequence[Array],
+    lse_parts: Array | Sequence[Array],
+    *,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+) -> tuple[Array, Array]:
+    """Combines results for the same queries over different keys into those over all of these keys.
+
+    Parameters
+    ----------
+    o_parts : ndarray, shape (num_parts, batch, seqlen_q, num_heads, head_dim), or sequence of ndarray
+        Results ``o`` of `forward` or `decode`, each over keys of its own: one array with an axis of parts in front, or
+        a list or tuple of arrays, which are copied into one. As for `forward`, the axes of batch and heads may be
+        omitted.
+    lse_parts : ndarray, shape (num_parts, batch, num_heads, seqlen_q), or sequence of ndarray
+        Their ``lse``. Where it is ``-inf``, the part has no key of the row, and its o is ignored, NaN included.
+    layout : {"bshd", "bhsd"}, optional
+        As for `forward`.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+
+    Returns
+    -------
+    o : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
+        In the dtype of the parts. A row that no part has a key of is 0.
+    lse : ndarray, shape (batch, num_heads, seqlen_q)
+        float32 (float64 for float64 data); ``-inf`` for a row that no part has a key of.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError
+        As for `forward`.
+
+    Notes
+    -----
+    With weights exp(lse_s - lse), lse = log(sum_s exp(lse_s)) and o = sum_s exp(lse_s - lse) o_s: the second half of
+    attention with split keys (Dao et al. 2023, Flash-Decoding), of cascades over shared prefixes, and of keys that are
+    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that results are
+    bit-reproducible. A sink must be in one part only: passed in each, it would count several times.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 128, 4, 64), dtype=np.float32)
+    >>> parts = [forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 50), slice(50, 128))]
+    >>> o, lse = merge(*zip(*parts))
+    >>> np.allclose(o, forward(q, k, v)[0], atol=1e-6)
+    True
+    """
+    o_stack, lse_stack = stacked("o_parts", o_parts), stacked("lse_parts", lse_parts)
+    return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, CallOptions(layout=layout))

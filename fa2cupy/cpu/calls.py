@@ -21,16 +21,18 @@ import numpy as np
 
 from ..families.choice import requested_method
 from ..families.tile import requested_tile
-from ..problem.arguments import array_backend, check_outputs, check_overlap, output_name, unpack_out
+from ..problem.arguments import array_backend
 from ..problem.attention import AttentionProblem
-from ..problem.checks import Request, check_backward, check_delta, check_forward
+from ..problem.checks import check_backward, check_delta, check_forward
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.options import CallOptions
+from .merge import merge
+from .results import results_for
 from .scores import BiasGradient
 from .tiles import Head, heads_of, rows, store
 
-__all__ = ["backward", "default_tile", "delta", "forward"]
+__all__ = ["backward", "default_tile", "delta", "forward", "merge"]
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
@@ -49,7 +51,7 @@ def forward(
     problem = request.problem
     tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, keywords)
-    o, lse = _results(request, out, inputs | feature_arrays(keywords))
+    o, lse = results_for(request.results, out, inputs | feature_arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
     with np.errstate(all="ignore"):
         for head in heads:
@@ -64,7 +66,7 @@ def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOp
     """`fa2cupy.delta` on NumPy arrays."""
     inputs = {"o": o, "do": do}
     request = check_delta(inputs, options)
-    (result,) = _results(request, (out,), inputs)
+    (result,) = results_for(request.results, (out,), inputs)
     with np.errstate(all="ignore"):
         for head in heads_of(request.problem, _NOTHING):
             delta_rows = np.einsum("ij,ij->i", rows(head.queries(do)), rows(head.queries(o)))
@@ -96,7 +98,7 @@ def backward(
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]
     heads = heads_of(problem, keywords)
-    results = _results(request, out, inputs | optional | feature_arrays(keywords))
+    results = results_for(request.results, out, inputs | optional | feature_arrays(keywords))
     named = {result.name: array for result, array in zip(request.results, results, strict=True)}
     dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
     _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
@@ -257,22 +259,3 @@ def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) 
     if problem.is_packed:
         for array, value in results:
             array[...] = value
-
-
-def _results(
-    request: Request, out: tuple[np.ndarray | None, ...] | None, inputs: Mapping[str, np.ndarray]
-) -> list[np.ndarray]:
-    """The arrays for the results: those in `out`, checked, and new ones for None."""
-    given = unpack_out(out, tuple(result.name for result in request.results))
-    written = {
-        output_name(result.name): array
-        for result, array in zip(request.results, given, strict=True)
-        if array is not None
-    }
-    array_backend(inputs, written)
-    check_outputs(request.results, given)
-    check_overlap(written, inputs)
-    return [
-        np.empty(result.shape, result.dtype) if array is None else array
-        for result, array in zip(request.results, given, strict=True)
-    ]

@@ -143,6 +143,20 @@ OPERATIONS = {
                 ("num_heads", "seqlen_q", "num_tiles", "num_splits"),
             ),
         ),
+        # Parts of O and lse over different keys, merged for the caller.
+        Operation(
+            "merge",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "o_parts:input lse_parts:input_accum o:output lse:output_accum",
+                ("o_parts", "o"),
+                (),
+                ("num_heads", "seqlen_q", "batch", "num_parts"),
+                ("part_stride",),
+            ),
+        ),
         # dK and dV, summed over the shares of a split kernel, of which the workspace has one or several copies.
         Operation(
             "sum_dkdv",

@@ -20,6 +20,7 @@ _ARRAYS = {
     "forward": (("q", "k", "v"), (), ("o", "lse")),
     "delta": (("o", "do"), (), ("delta",)),
     "backward": (("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv")),
+    "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
 }
 
 
@@ -31,7 +32,7 @@ class Arguments:
     Attributes
     ----------
     call : str
-        ``"forward"``, ``"delta"`` or ``"backward"``.
+        A key of the table.
     inputs : tuple of str
         The arrays that the call reads.
     optional : tuple of str
@@ -70,7 +71,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward"}
+    call : {"forward", "delta", "backward", "merge"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

@@ -15,9 +15,9 @@ from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import run
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "delta", "forward", "merge"]
 
-_FORWARD, _DELTA, _BACKWARD = arguments_of("forward"), arguments_of("delta"), arguments_of("backward")
+_FORWARD, _DELTA, _BACKWARD, _MERGE = map(arguments_of, ("forward", "delta", "backward", "merge"))
 
 
 def forward(
@@ -39,6 +39,16 @@ def forward(
 def delta(o: cupy.ndarray, do: cupy.ndarray, out: cupy.ndarray | None, options: CallOptions) -> cupy.ndarray:
     """`fa2cupy.delta` on CuPy arrays."""
     return run(_DELTA, (o, do, out), options)[0]
+
+
+def merge(
+    o_parts: cupy.ndarray,
+    lse_parts: cupy.ndarray,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.merge` on CuPy arrays."""
+    return run(_MERGE, (o_parts, lse_parts, *unpack_out(out, _MERGE.results)), options)
 
 
 def backward(

@@ -23,8 +23,10 @@ __all__ = [
     "check_backward",
     "check_delta",
     "check_forward",
+    "check_merge",
     "problem_from_arrays",
     "problem_from_outputs",
+    "problem_from_parts",
 ]
 
 
@@ -76,6 +78,18 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
         (
             *(Result(name, shape, dtype) for name, shape in gradients),
             *(Result(name, array.shape, array.dtype) for name, array in extra.items()),
+        ),
+    )
+
+
+def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
+    """Checks a call of `fa2cupy.merge`: o_parts and lse_parts by name."""
+    problem = problem_from_parts(arrays["o_parts"], arrays["lse_parts"], layout=options.layout)
+    return Request(
+        problem,
+        (
+            Result("o", problem.q_shape, arrays["o_parts"].dtype),
+            Result("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)),
         ),
     )
 
@@ -151,6 +165,19 @@ def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> Attent
     return problem
 
 
+def problem_from_parts(o_parts: Array, lse_parts: Array, *, layout: str = "bshd") -> AttentionProblem:
+    """A problem without keys from parts of o and lse, along an axis in front of those of o and lse."""
+    array_backend({"o_parts": o_parts, "lse_parts": lse_parts})
+    if o_parts.ndim < 1:
+        raise ValueError(f"o_parts: expected an axis of parts in front of those of o, got shape {o_parts.shape}")
+    num_parts, shape = o_parts.shape[0], o_parts.shape[1:]
+    batch, seqlen_q, num_heads, head_dim = _sizes_of_shape("o_parts", shape, o_parts.dtype, layout, "of each part ")
+    sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
+    problem = AttentionProblem(o_parts.dtype.name, *sizes, False, 1.0, layout, len(shape))
+    check_array("lse_parts", lse_parts, (num_parts, *problem.lse_shape), problem.accumulator_dtype, "o_parts")
+    return problem
+
+
 def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, int, int, int]:
     """The sizes of k or v. Their axes and dtype must be those of q, and so must batch and columns of k."""
     if array.ndim != q.ndim:
@@ -167,18 +194,23 @@ def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, 
 
 def _sizes(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
     """Sizes of the batch, row, head and column axes."""
+    return _sizes_of_shape(name, array.shape, array.dtype, layout)
+
+
+def _sizes_of_shape(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = ""
+) -> tuple[int, int, int, int]:
+    """The same of an array with this shape and dtype; `whose` is of what, in messages."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    if array.ndim not in (2, 3, 4):
+    if len(shape) not in (2, 3, 4):
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
-        raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")
-    if array.dtype.name not in DTYPES:
-        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {array.dtype}")
-    batch, seqlen, heads, head_dim = (
-        1 if axis is None else array.shape[axis] for axis in SOURCE_AXES[layout, array.ndim]
-    )
+        raise ValueError(f"{name}: expected 2, 3 or 4 axes {whose}such as {wanted}, got shape {shape}")
+    if dtype.name not in DTYPES:
+        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype}")
+    batch, seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape)])
     if head_dim == 0:
-        raise ValueError(f"{name}: head_dim must be at least 1, got shape {array.shape}")
+        raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")
     if head_dim > MAX_HEAD_DIM:
-        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {array.shape}")
+        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {shape}")
     return batch, seqlen, heads, head_dim

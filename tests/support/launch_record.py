@@ -94,6 +94,9 @@ class Launch:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
             return memory_at(self.pointers[name], (heads,), None, self._wide)
+        if name == "lse_parts":
+            shape = (self.values["num_parts"], self.batch, heads, rows)
+            return memory_at(self.pointers[name], shape, None, self._wide)
         if name in ("lse", "delta", "dlse"):
             return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
@@ -105,10 +108,13 @@ class Launch:
                 sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
             shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
             return memory_at(self.pointers[name], shape, strides, dtype)
-        if dtype.itemsize == 2:
+        if dtype.itemsize == 2 and self.spec.head_dim % 8 == 0:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
         shape = (self.batch, rows, heads, self.spec.head_dim)
+        if name == "o_parts":
+            strides = (self.values["part_stride"] * dtype.itemsize, batch, row, head, dtype.itemsize)
+            return memory_at(self.pointers[name], (self.values["num_parts"], *shape), strides, dtype)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
 
     def _joined(self, name: str, side: str) -> np.ndarray:
