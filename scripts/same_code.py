@@ -32,6 +32,7 @@ from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.specs import merge_spec
 from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
 from fa2cupy.system.progress import progress
 
@@ -87,6 +88,7 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
         if families and family not in families:
             continue
         device, kernels = DeviceInfo.named(arch), family_named(family, dtype)
+        yield from (merge_spec(device, dtype, head_dim) for head_dim in head_dims)
         for method in METHODS:
             if not set(operations_of(method)) <= set(kernels.operations):
                 continue

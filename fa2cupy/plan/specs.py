@@ -12,13 +12,14 @@ from ..families.choice import choose, choose_family
 from ..families.device import DeviceInfo
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
-from ..problem.checks import problem_from_arrays
+from ..problem.checks import problem_from_arrays, problem_from_parts
+from ..problem.dtypes import accumulator_dtype
 from ..problem.features import FeatureKeywords, feature_arrays
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
-from .calls import plan_backward, plan_forward
+from .calls import plan_backward, plan_forward, plan_merge
 
-__all__ = ["default_specs"]
+__all__ = ["default_specs", "merge_spec"]
 
 _ROWS = 128
 #: Features of the backward only, and their names in `plan_backward`.
@@ -72,6 +73,15 @@ def default_specs(
             plan = plan_backward(problem, device, strides, choice, extras=present)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
+
+
+def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
+    """The kernel of `fa2cupy.merge`."""
+    parts = _array((1, 1, 1, 1, head_dim), dtype)
+    problem = problem_from_parts(parts, np.zeros((1, 1, 1, 1), accumulator_dtype(dtype)))
+    strides: dict[str, AnyStrides] = dict.fromkeys(("o_parts", "o"), problem.kernel_strides(problem.q_shape))
+    choice = choose("merge", problem, device, strides, is_launched=False)
+    return plan_merge(problem, device, strides, choice, 1, head_dim).stages[0].spec
 
 
 def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
