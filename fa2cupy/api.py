@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .problem.features import FeatureKeywords
 
-__all__ = ["backward", "delta", "forward", "merge"]
+__all__ = ["backward", "decode", "delta", "forward", "merge"]
 
 
 @takes_features
@@ -379,3 +379,100 @@ def merge(
     """
     o_stack, lse_stack = stacked("o_parts", o_parts), stacked("lse_parts", lse_parts)
     return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, CallOptions(layout=layout))
+
+
+def decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    cache_seqlens: Array,
+    *,
+    k: Array | None = None,
+    v: Array | None = None,
+    block_table: Array | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sink: Array | None = None,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+) -> tuple[Array, Array]:
+    """Attention of a few new queries to a cache of keys and values, as in generation.
+
+    Parameters
+    ----------
+    q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
+        Queries, the last ``seqlen_q`` positions of each sequence: a NumPy or CuPy array of a dtype that `forward`
+        takes.
+    k_cache, v_cache : ndarray, shape (batch, rows, num_heads_kv, head_dim)
+        Keys and values, of q's dtype and device; with `block_table`, pages of the shape (pages, page_size,
+        num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
+        for `forward`.
+    cache_seqlens : ndarray of int32, shape (batch,)
+        Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
+        are not read.
+    k, v : ndarray, shape (batch, new rows, num_heads_kv, head_dim), optional
+        Keys and values to append: they are written to the cache behind the rows of each sequence, and count as keys of
+        this call. The caller adds their number to `cache_seqlens` before the next one. Pages that are written must
+        belong to one sequence only.
+    block_table : ndarray of int32, shape (batch, pages of a sequence), optional
+        The numbers of the pages that hold rows 0 to page_size - 1 of a sequence, the rows after these, and so on.
+        Entries behind the last row of a sequence are not used.
+    causal : bool, optional
+        Key ``j`` is visible to query ``i`` iff ``j <= i + length - seqlen_q``, with the length of the sequence after
+        new rows are appended.
+    window, softcap, alibi_slopes, sink
+        As for `forward`, with that length as seqlen_k.
+    softmax_scale : float, optional
+        Factor of the scores, any finite number; ``head_dim ** -0.5`` by default.
+    layout : {"bshd", "bhsd"}, optional
+        Order of the axes of all arrays; ``"bhsd"`` is (batch, heads, rows, head_dim), and (pages, num_heads_kv,
+        page_size, head_dim) for the cache.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+
+    Returns
+    -------
+    o : ndarray, shape of q
+        Output, in q's dtype. A row without a visible key is 0.
+    lse : ndarray, shape (batch, num_heads, seqlen_q)
+        As from `forward`. `merge` combines it with results over other keys, such as those of a shared prefix.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
+        As for `forward`. On NumPy also ValueError for lengths that are negative or larger than the cache, and for
+        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`.
+
+    Notes
+    -----
+    There is no gradient: `backward` differentiates `forward`, for which keys and values are arrays of one call.
+
+    On the GPU the query heads that share a K/V head are rows of one tile, so that keys and values are read once for
+    all of them, and the keys of all sequences are divided evenly among the blocks of one launch, which merge their
+    results in a fixed order: results are bit-reproducible. Lengths and pages are read on the device, and no call waits
+    for the host. They may change between launches of a CUDA graph that has captured the call. There they cannot raise
+    an error: lengths are clamped to the cache and pages to those that exist. Workspaces and streams are as for
+    `forward`. Rows of the cache must be contiguous and, for 16-bit data, start on 16 bytes: a cache is never copied.
+
+    Sources: split keys, Dao et al. 2023 (Flash-Decoding); pages, Kwon et al. 2023 (PagedAttention).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> k_cache, v_cache = rng.standard_normal((2, 2, 256, 4, 64), dtype=np.float32)
+    >>> q, k, v = rng.standard_normal((3, 2, 1, 4, 64), dtype=np.float32)
+    >>> lengths = np.array([100, 17], "int32")
+    >>> o, lse = decode(q, k_cache, v_cache, lengths, k=k, v=v)
+    >>> lengths += 1
+    >>> np.array_equal(k_cache[1, 17], k[1, 0])
+    True
+    """
+    keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
+    given = {name: value for name, value in keywords.items() if value is not None}
+    options = CallOptions(causal, softmax_scale, layout)
+    backend = backend_of("q", q)
+    return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)
