@@ -27,6 +27,7 @@ __all__ = [
     "FAMILIES",
     "Choice",
     "choose",
+    "choose_decode",
     "choose_family",
     "family_named",
     "family_of_kernel",
@@ -223,6 +224,18 @@ def choose(
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
     raise UnsupportedProblemError("; ".join(refusals))
+
+
+def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOptions = _DEFAULTS) -> Choice:
+    """The family and the tile of a call of `fa2cupy.decode`.
+
+    Raises
+    ------
+    UnsupportedProblemError
+        No family has a kernel for the dtype on the device, or no tile fits it.
+    """
+    family = _supporting("decode", problem.dtype, device, options.family, used_features(problem))[0]
+    return Choice(family, {"decode": family.decode_tile(problem, device)})
 
 
 def choose_tile(

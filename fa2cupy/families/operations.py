@@ -28,6 +28,8 @@ class Operation:
         True if all families share its body, which then is in none of their folders.
     record : Record or None
         Its parameter record; None if the families differ.
+    has_config : bool
+        True if callers can choose the tile of a tiled operation.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Operation:
     num_warps: int | None = None
     is_common: bool = False
     record: Record | None = None
+    has_config: bool = True
 
     @property
     def is_tiled(self) -> bool:
@@ -66,6 +69,7 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
+        Operation("decode", ("window", "softcap", "alibi_slopes", "sink"), owns="queries", has_config=False),
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
@@ -195,8 +199,8 @@ OPERATIONS = {
     )
 }
 
-#: The tiled operations: the keys of ``config=``.
-TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled)
+#: The tiled operations that have a ``config=``: its keys.
+TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}

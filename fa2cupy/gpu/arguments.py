@@ -20,6 +20,11 @@ _ARRAYS = {
     "forward": (("q", "k", "v"), (), ("o", "lse")),
     "delta": (("o", "do"), (), ("delta",)),
     "backward": (("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv")),
+    "decode": (
+        ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v", "block_table"),
+        ("k", "v", "block_table"),
+        ("o", "lse"),
+    ),
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
 }
 
@@ -71,7 +76,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward", "merge"}
+    call : {"forward", "delta", "backward", "decode", "merge"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

@@ -14,6 +14,7 @@ from ..problem.options import CallOptions
 from ..system.locks import new_lock
 from .arguments import Arguments
 from .prepare import prepare
+from .prepare_decode import prepare_decode
 from .prepare_merge import prepare_merge
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 #: What prepares calls that are not attention.
-_PREPARE = {"merge": prepare_merge}
+_PREPARE = {"decode": prepare_decode, "merge": prepare_merge}
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, KernelCall | CopyingCall] = {}
 _lock = new_lock()

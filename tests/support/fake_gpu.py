@@ -47,6 +47,27 @@ def delta(o, do, *, layout="bshd", out=None):
     return calls.delta(o, do, out, CallOptions(layout=layout))
 
 
+def decode(
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    *,
+    k=None,
+    v=None,
+    block_table=None,
+    causal=True,
+    scale=None,
+    layout="bshd",
+    out=None,
+    family=None,
+    **features,
+):
+    """`fa2cupy.gpu.calls.decode` by keyword."""
+    options = CallOptions(causal, scale, layout, family=family)
+    return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
+
+
 def merge(o_parts, lse_parts, *, layout="bshd", out=None):
     """`fa2cupy.gpu.calls.merge` by keyword."""
     return calls.merge(o_parts, lse_parts, out, CallOptions(layout=layout))
