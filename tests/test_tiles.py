@@ -328,8 +328,8 @@ def chosen_rows() -> set[int]:
                 except UnsupportedProblemError:
                     # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and dK and dV of
                     # two parts of wide rows, beside dQ, more than that of any.
-                    # So it is with keys and values of two stages.
-                    if operation == "decode" and device in OLDER:
+                    # Those of small GPUs do not hold two stages of keys and values of float64.
+                    if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
                     of_parts = row.multiplies_parts and operation == "backward"
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)

@@ -12,6 +12,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a pa
 
 import cupy
 import numpy as np
+from support.decode_cases import Case
 from support.feature_cases import extras, options_of
 
 import fa2cupy
@@ -39,6 +40,7 @@ def main() -> None:
     with_settings()
     packed()
     of_parts()
+    decoding()
     cupy.cuda.Device().synchronize()
 
 
@@ -65,6 +67,19 @@ def plain() -> None:
                     fa2cupy.forward(q, k, v, **how)
                 for method in ("single_pass", "two_pass"):
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
+
+
+def decoding() -> None:
+    """A cache with pages and new rows, cut among blocks, and the merge of two results."""
+    for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 64)):
+        for case in (
+            Case(dtype, (0, 17, 900), head_dim=head_dim, page_size=16, num_new=1, seqlen_q=2),
+            Case(dtype, (20_000,), head_dim=head_dim, heads=(8, 1)),
+        ):
+            q, k_cache, v_cache, lengths, options = case.arguments()
+            keywords = {name: cupy.asarray(x) for name, x in options.items()}
+            o, lse = fa2cupy.decode(*map(cupy.asarray, (q, k_cache, v_cache, lengths)), **keywords)
+            fa2cupy.merge([o, o], [lse, lse])
 
 
 def of_parts() -> None:
