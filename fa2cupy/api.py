@@ -140,6 +140,10 @@ def forward(
     up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
     them take less than 64 MiB.
 
+    Where the queries of all heads that share a K/V head are at most 32 (16 beyond head_dim 128, and in float32 and
+    float64), calls whose features `decode` has run its kernel, unless `config`, `family`, `num_splits` or `precision`
+    choose another one: it reads each key and value once, and needs the workspace of a few rows for each block.
+
     On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
     products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
     that are added up in float32). There are such kernels for compute capability 8.0 or newer, and on 9.0 also beyond

@@ -86,7 +86,8 @@ FENCES = "last = atomicAdd(counter, 1) == expected - 1;"
 MUTANTS = (
     Mutant("a page of the sequence before", "static_cast<int64>(batch) * params.pages_per_sequence + index",
            "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
-    Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]", "params.pages_per_sequence]",
+    Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]",
+           "params.pages_per_sequence]",
            "blocks", PAGED),
     Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",

@@ -12,12 +12,14 @@ pytest.importorskip("cupy")
 from support.decode_cases import Case, check
 from support.fake_cupy import place
 from support.fake_gpu import decode as decode_on_gpu
+from support.fake_gpu import fake_gpu, forward
 from support.launch_record import stage_values
 from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
 import fa2cupy
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.testing import Expectation, make_inputs
 
 pytestmark = pytest.mark.simulated
 
@@ -222,3 +224,39 @@ def test_the_grid_does_not_depend_on_lengths(launched):
     one, other = launched
     assert one == other
     assert stage_values(one)["seqlen_k"] == 64
+
+
+# -------------------------------------------------------------------------------------------- forwards with few queries
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_forward_with_few_queries_runs_the_same_kernel(launched, dtype):
+    for lengths, heads, options in (
+        ((1, 200), (4, 1), {"causal": True}),
+        ((4, 130), (4, 1), {"causal": True, "layout": "bhsd"}),
+        ((3, 70), (2, 2), {"window": (30, 0)}),
+        ((5, 2), (2, 1), {"causal": True}),
+        ((2, 0), (2, 1), {}),
+    ):
+        layout = options.get("layout", "bshd")
+        sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
+        q, k, v, _ = (place(x) for x in make_inputs(dtype, batch=2, head_dim=64, layout=layout, **sizes))
+        o, lse = forward(q, k, v, **options)
+        Expectation(q, k, v, **options).check(o=o, lse=lse)
+    assert len(launched) == 5
+
+
+def test_other_forwards_do_not(monkeypatch):
+    """Many queries, features that the kernel does not have, packed sequences, and what a caller chooses."""
+    with fake_gpu(monkeypatch, run=lambda launch: None) as launched:
+        for lengths, options in (
+            ((33, 40), {}),
+            ((3, 40), {"mask": place(np.ones((3, 40), bool))}),
+            ((3, 40), {"dropout_p": 0.5, "seed": 1}),
+            ((3, 40), {"num_splits": 2}),
+            ((3, 40), {"family": "sm80"}),
+        ):
+            q, k, v, _ = (place(x) for x in make_inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1]))
+            forward(q, k, v, **options)
+    assert {stage.spec.operation for stage in launched} <= {"forward", "merge_forward"}

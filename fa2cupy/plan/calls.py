@@ -12,6 +12,7 @@ from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from ..problem.strides import AnyStrides
+from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
@@ -26,6 +27,8 @@ def plan_forward(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
+    if "decode" in choice.tiles:
+        return plan_few_queries(problem, device, strides, choice)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]

@@ -1,8 +1,9 @@
-"""The plan of `fa2cupy.decode`: one launch, whose blocks divide the work by lengths that only the device knows."""
+"""The plans of `fa2cupy.decode` and of forwards with few queries: one launch that divides the work on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
@@ -15,7 +16,7 @@ from ..problem.strides import AnyStrides
 from .layout import StageLayout
 from .stages import Plan, Workspace
 
-__all__ = ["plan_decode"]
+__all__ = ["plan_decode", "plan_few_queries"]
 
 _MOST_BLOCKS = COUNTERS[ARRIVALS] // 2
 _PARTS_OF_BLOCK = 3  # the same as in kernels/decode/parts.cuh
@@ -60,3 +61,15 @@ def plan_decode(
     )
     part = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTS_OF_BLOCK * blocks * part),))
+
+
+def plan_few_queries(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of a forward with few queries: its keys are a cache in which all sequences have the same length."""
+    of_kernel = {"k_cache": "k", "v_cache": "v"}
+    absent = ("cache_seqlens", "k", "v", "block_table")
+    cache = CacheShape(problem.batch, problem.seqlen_k, 1, 0)
+    named = {**strides, **{name: strides[own] for name, own in of_kernel.items()}}
+    plan = plan_decode(problem, cache, device, named, choice)
+    return replace(plan, renamed={**dict.fromkeys(absent), **of_kernel})
