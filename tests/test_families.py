@@ -266,6 +266,7 @@ class Toy(Simt):
 
     name = "toy"
     folder = "simt"
+    operations = TILED
     dtypes = ("float32",)
     tiles = {
         "forward": (TileRow(256, TileConfig(16, 16, 4)),),
