@@ -1,8 +1,8 @@
-"""FlashAttention-2 for CuPy and NumPy arrays: forward, Delta and backward as functions."""
+"""FlashAttention-2 for CuPy and NumPy arrays: forward, Delta, backward and decoding as functions."""
 
 from ._version import __version__
 from .ahead import precompile
-from .api import backward, delta, forward
+from .api import backward, decode, delta, forward, merge
 from .closure import attention
 from .errors import KernelCompileError, KernelLaunchError, UnsupportedProblemError
 from .families.tile import TileConfig
@@ -22,10 +22,12 @@ __all__ = [
     "cache_dir",
     "clear_cache",
     "cu_seqlens",
+    "decode",
     "delta",
     "forward",
     "info",
     "legal_configs",
+    "merge",
     "precompile",
 ]
 configure_logging()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .backends import backend_of
 from .families.tile import TileConfig
+from .numerics.arrays import stacked
 from .problem.array_types import Array
 from .problem.keywords import check_keywords, takes_features
 from .problem.options import CallOptions, hashable_config
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from .problem.features import FeatureKeywords
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "decode", "delta", "forward", "merge"]
 
 
 @takes_features
@@ -138,6 +139,10 @@ def forward(
     for their partial results: ``head_dim + 1`` float32 numbers for each share, head and row of q, with head_dim rounded
     up to a multiple of 16, and rows to whole tiles. By default there are at most four shares, or sixteen where all of
     them take less than 64 MiB.
+
+    Where the queries of all heads that share a K/V head are at most 32 (16 beyond head_dim 128, and in float32 and
+    float64), calls whose features `decode` has run its kernel, unless `config`, `family`, `num_splits` or `precision`
+    choose another one: it reads each key and value once, and needs the workspace of a few rows for each block.
 
     On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
     products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
@@ -323,3 +328,155 @@ def backward(
         precision,
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
+
+
+def merge(
+    o_parts: Array | Sequence[Array],
+    lse_parts: Array | Sequence[Array],
+    *,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+) -> tuple[Array, Array]:
+    """Combines results for the same queries over different keys into those over all of these keys.
+
+    Parameters
+    ----------
+    o_parts : ndarray, shape (num_parts, batch, seqlen_q, num_heads, head_dim), or sequence of ndarray
+        Results ``o`` of `forward` or `decode`, each over keys of its own: one array with an axis of parts in front, or
+        a list or tuple of arrays, which are copied into one. As for `forward`, the axes of batch and heads may be
+        omitted.
+    lse_parts : ndarray, shape (num_parts, batch, num_heads, seqlen_q), or sequence of ndarray
+        Their ``lse``. Where it is ``-inf``, the part has no key of the row, and its o is ignored, NaN included.
+    layout : {"bshd", "bhsd"}, optional
+        As for `forward`.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+
+    Returns
+    -------
+    o : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
+        In the dtype of the parts. A row that no part has a key of is 0.
+    lse : ndarray, shape (batch, num_heads, seqlen_q)
+        float32 (float64 for float64 data); ``-inf`` for a row that no part has a key of.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError
+        As for `forward`.
+
+    Notes
+    -----
+    With weights exp(lse_s - lse), lse = log(sum_s exp(lse_s)) and o = sum_s exp(lse_s - lse) o_s: the second half of
+    attention with split keys (Dao et al. 2023, Flash-Decoding), of cascades over shared prefixes, and of keys that are
+    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that results are
+    bit-reproducible. A sink must be in one part only: passed in each, it would count several times.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 128, 4, 64), dtype=np.float32)
+    >>> parts = [forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 50), slice(50, 128))]
+    >>> o, lse = merge(*zip(*parts))
+    >>> np.allclose(o, forward(q, k, v)[0], atol=1e-6)
+    True
+    """
+    o_stack, lse_stack = stacked("o_parts", o_parts), stacked("lse_parts", lse_parts)
+    return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, CallOptions(layout=layout))
+
+
+def decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    cache_seqlens: Array,
+    *,
+    k: Array | None = None,
+    v: Array | None = None,
+    block_table: Array | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sink: Array | None = None,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+) -> tuple[Array, Array]:
+    """Attention of a few new queries to a cache of keys and values, as in generation.
+
+    Parameters
+    ----------
+    q : ndarray, shape (batch, seqlen_q, num_heads, head_dim)
+        Queries, the last ``seqlen_q`` positions of each sequence: a NumPy or CuPy array of a dtype that `forward`
+        takes.
+    k_cache, v_cache : ndarray, shape (batch, rows, num_heads_kv, head_dim)
+        Keys and values, of q's dtype and device; with `block_table`, pages of the shape (pages, page_size,
+        num_heads_kv, head_dim), where page_size is a multiple of 16. num_heads must be a multiple of num_heads_kv, as
+        for `forward`.
+    cache_seqlens : ndarray of int32, shape (batch,)
+        Number of rows of each sequence in the cache, those of `k` and `v` not included. Rows of the cache behind them
+        are not read.
+    k, v : ndarray, shape (batch, new rows, num_heads_kv, head_dim), optional
+        Keys and values to append: they are written to the cache behind the rows of each sequence, and count as keys of
+        this call. The caller adds their number to `cache_seqlens` before the next one. Pages that are written must
+        belong to one sequence only.
+    block_table : ndarray of int32, shape (batch, pages of a sequence), optional
+        The numbers of the pages that hold rows 0 to page_size - 1 of a sequence, the rows after these, and so on.
+        Entries behind the last row of a sequence are not used.
+    causal : bool, optional
+        Key ``j`` is visible to query ``i`` iff ``j <= i + length - seqlen_q``, with the length of the sequence after
+        new rows are appended.
+    window, softcap, alibi_slopes, sink
+        As for `forward`, with that length as seqlen_k.
+    softmax_scale : float, optional
+        Factor of the scores, any finite number; ``head_dim ** -0.5`` by default.
+    layout : {"bshd", "bhsd"}, optional
+        Order of the axes of all arrays; ``"bhsd"`` is (batch, heads, rows, head_dim), and (pages, num_heads_kv,
+        page_size, head_dim) for the cache.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+
+    Returns
+    -------
+    o : ndarray, shape of q
+        Output, in q's dtype. A row without a visible key is 0.
+    lse : ndarray, shape (batch, num_heads, seqlen_q)
+        As from `forward`. `merge` combines it with results over other keys, such as those of a shared prefix.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
+        As for `forward`. On NumPy also ValueError for lengths that are negative or larger than the cache, and for
+        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`.
+
+    Notes
+    -----
+    There is no gradient: `backward` differentiates `forward`, for which keys and values are arrays of one call.
+
+    On the GPU the query heads that share a K/V head are rows of one tile, so that keys and values are read once for
+    all of them, and the keys of all sequences are divided evenly among the blocks of one launch, which merge their
+    results in a fixed order: results are bit-reproducible. Lengths and pages are read on the device, and no call waits
+    for the host. They may change between launches of a CUDA graph that has captured the call. There they cannot raise
+    an error: lengths are clamped to the cache and pages to those that exist. Workspaces and streams are as for
+    `forward`. Rows of the cache must be contiguous and, for 16-bit data, start on 16 bytes: a cache is never copied.
+
+    Sources: split keys, Dao et al. 2023 (Flash-Decoding); pages, Kwon et al. 2023 (PagedAttention).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> k_cache, v_cache = rng.standard_normal((2, 2, 256, 4, 64), dtype=np.float32)
+    >>> q, k, v = rng.standard_normal((3, 2, 1, 4, 64), dtype=np.float32)
+    >>> lengths = np.array([100, 17], "int32")
+    >>> o, lse = decode(q, k_cache, v_cache, lengths, k=k, v=v)
+    >>> lengths += 1
+    >>> np.array_equal(k_cache[1, 17], k[1, 0])
+    True
+    """
+    keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
+    given = {name: value for name, value in keywords.items() if value is not None}
+    options = CallOptions(causal, softmax_scale, layout)
+    backend = backend_of("q", q)
+    return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

@@ -36,6 +36,10 @@ features
 float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
     measured as in models. In float32.csv; the table at the end has that operator's time over ours.
+decode
+    `fa2cupy.decode` in bfloat16 on caches of one length, ragged lengths and pages: bytes of keys and values over time,
+    beside a device copy (what it reads and writes over its time) and, where they take the shape, PyTorch's operators.
+    In decode.csv.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import features
+from common import decoding
 from common.check import HeadCheck, check_equal
 from common.measure import (
     TRAINING,
@@ -82,7 +87,7 @@ COLUMNS = (
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
-SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32")
+SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode")
 #: The sections whose rows benchmark.csv has.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -424,6 +429,10 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if "float32" in options.sections:
         some = [peer for peer in peers if peer.name in PRECISION_PEERS]
         benchmark.failures += run_precisions(gpu, some, options.short_rounds, folder / "float32.csv")
+    if "decode" in options.sections:
+        some = [peer for peer in peers if peer.name in decoding.PEERS]
+        path = folder / "decode.csv"
+        benchmark.failures += decoding.run_decode(gpu, some, options.short_rounds, MODEL_BUDGET_MS, path)
     if "features" in options.sections:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
     return benchmark

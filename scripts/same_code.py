@@ -27,11 +27,13 @@ import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not
 from fa2cupy.cli import run_command
 from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS as OPERATIONS_OF
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.specs import decode_specs, merge_spec
 from fa2cupy.problem.choices import CALL_KEYWORDS, check_jobs
 from fa2cupy.system.progress import progress
 
@@ -44,6 +46,7 @@ FAMILIES = (
     ("sm_80", "float64", "simt", (64,)),
 )
 METHODS = (None, *OPERATIONS_OF)
+OF_DECODE = ("window", "softcap", "alibi_slopes", "sink")
 OF_BACKWARD = ("dlse", "return_dbias", "return_dsink")
 ACTED_UPON = (".text", ".nv.info", ".nv.constant", ".nv.shared")
 ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr member
@@ -87,6 +90,7 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
         if families and family not in families:
             continue
         device, kernels = DeviceInfo.named(arch), family_named(family, dtype)
+        yield from specs_without_gradient(device, kernels, dtype, head_dims)
         for method in METHODS:
             if not set(operations_of(method)) <= set(kernels.operations):
                 continue
@@ -102,6 +106,18 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
             if dtype != "float64":
                 for features in (*((name,) for name in OF_BOTH), own):
                     yield from default_specs(device, dtype, 64, True, method, family, features=features)
+
+
+def specs_without_gradient(
+    device: DeviceInfo, kernels: Family, dtype: str, head_dims: Sequence[int]
+) -> Iterator[KernelSpec]:
+    """Merges and, of families that have it, decoding."""
+    for head_dim in head_dims:
+        yield merge_spec(device, dtype, head_dim)
+        if "decode" in kernels.operations:
+            yield from decode_specs(device, dtype, head_dim)
+    if "decode" in kernels.operations:
+        yield from decode_specs(device, dtype, 64, features=OF_DECODE)
 
 
 def operations_of(method: str | None) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ stream. The model gets them in windows of its context length, each byte predicte
 window, while zlib always sees the 32 KiB before. Held-out figures during the training are of a few evenly spaced
 windows, the final one of more, up to all of them; the output says of how many bytes.
 
+After a training the model continues a few held-out bytes, with `fa2cupy.decode` and a cache of keys and values, and
+says how many bytes it samples in a second, beside those without a cache, from the whole context each time.
+
 Written to ``--out``: a CSV of the curve and a checkpoint for each run, and a PNG of the curves.
 
 On a CPU the matrix products take one thread, unless ``OPENBLAS_NUM_THREADS`` (or ``MKL_NUM_THREADS``) says otherwise:
@@ -45,6 +48,7 @@ import numpy as np
 from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.report import Result, plot_curves, report_lines
+from language_model.sampling import sample_with_cache, sample_without_cache
 from language_model.training import LOG_EVERY, Settings, Training
 
 from fa2cupy.cli import run_command
@@ -182,6 +186,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop training after this time"
     )
     parser.add_argument("--checkpoint-every", type=int, default=500, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--sample", type=int, default=256, metavar="N", help="bytes to sample (default: %(default)s)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint, with its settings")
     parser.add_argument("--out", type=Path, help="folder for results (default: runs, or that of the checkpoint)")
     sizes = parser.add_argument_group("instead of the preset's")
@@ -218,10 +223,27 @@ def plan_runs(options: argparse.Namespace, arrays: Arrays, corpus: Corpus) -> di
     return {f"{preset}{suffix}-{s.attention}": functools.partial(Training, s, corpus, arrays) for s in settings}
 
 
+def sample_lines(training: Training, count: int) -> list[str]:
+    """A continuation of held-out bytes, and the speeds of sampling with a cache and without, which samples fewer."""
+    context, held_out = training.settings.context, training.corpus.held_out
+    count = min(count, context // 2)
+    prompt = np.stack([held_out[start : start + min(64, context // 2)] for start in range(0, 4 * 64, 64)])
+    cached = sample_with_cache(training.model, training.arrays, prompt, max(2, count))
+    whole = sample_without_cache(training.model, training.arrays, prompt, max(2, min(count, 32)))
+    return [
+        f"a sample of {count} bytes behind {prompt.shape[1]}:",
+        *(f"  | {line}" for line in cached.text.splitlines()),
+        f"sampled with a cache: {cached.tokens_per_second:,.0f} tokens/s, without: {whole.tokens_per_second:,.0f}",
+    ]
+
+
 def run_all(
-    plans: Mapping[str, Callable[[], Training]], folder: Path, time_limit: float, checkpoint_every: int
+    plans: Mapping[str, Callable[[], Training]], folder: Path, time_limit: float, checkpoint_every: int, sampled: int
 ) -> dict[str, Result]:
-    """One run after the other. The time limit is that of the first; the second does as many steps."""
+    """One run after the other. The time limit is that of the first; the second does as many steps.
+
+    After each, `sampled` bytes are sampled.
+    """
     results: dict[str, Result] = {}
     for name, begin in plans.items():
         training, checkpoint = begin(), folder / f"{name}.npz"
@@ -229,6 +251,8 @@ def run_all(
         print(f"{name}: {training.parameters.flat.size:,} weights, {training.settings}", flush=True)
         until = min([training.settings.steps, *(r.steps for r in results.values())])
         result, interrupted = train(training, checkpoint, until, math.inf if results else time_limit, checkpoint_every)
+        if sampled and not interrupted:
+            print(*sample_lines(training, sampled), sep="\n", flush=True)
         del training  # before the next one allocates
         result.curve.write_csv(folder / f"{name}.csv", result.settings.tokens_per_step)
         results[name] = result
@@ -249,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = zlib_bits_per_byte(corpus.held_out)
         print(f"{arrays.device}; {corpus}; zlib -9 needs {line:.3f} bit/byte for the held-out files")
         plans = plan_runs(options, arrays, corpus)
-        results = run_all(plans, folder, options.time_limit, options.checkpoint_every)
+        results = run_all(plans, folder, options.time_limit, options.checkpoint_every, options.sample)
     except (SetupError, FloatingPointError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, SetupError) else 1

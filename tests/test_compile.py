@@ -23,13 +23,14 @@ import pytest
 from fa2cupy import TileConfig, legal_configs
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
-from fa2cupy.families.operations import TILED
+from fa2cupy.families.operations import OPERATIONS, TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit import source
 from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.compiler import compile_options, compile_source
 from fa2cupy.jit.source import kernel_directory, render_kernel
 from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.plan.specs import decode_specs, merge_spec
 from fa2cupy.problem.features import FEATURES
 
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
@@ -110,6 +111,9 @@ EXEMPTIONS = (
 )
 
 
+OF_DECODE = OPERATIONS["decode"].features
+
+
 def selected_specs() -> list[KernelSpec]:
     specs = {}
     for archs, dtypes, head_dims in SELECTION:
@@ -130,6 +134,12 @@ def selected_specs() -> list[KernelSpec]:
     ):
         device = DeviceInfo.named(arch)
         specs.update(dict.fromkeys(default_specs(device, "float32", head_dim, causal, method, family="sm80")))
+    # Decoding, and merges.
+    for arch, dtype, head_dim in itertools.product(("sm_80", "sm_86", "sm_90"), ("float16", "float32"), (64, 128, 256)):
+        device = DeviceInfo.named(arch)
+        specs.update(dict.fromkeys(decode_specs(device, dtype, head_dim)))
+        specs[merge_spec(device, dtype, head_dim)] = None
+    specs.update(dict.fromkeys(decode_specs(H100, "float16", 128, features=OF_DECODE)))
     for archs, dtypes, family in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):
             widest = {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fa2cupy
 from fa2cupy import TileConfig
-from fa2cupy.cpu import calls as cpu
+from fa2cupy.cpu import attention as cpu
 from fa2cupy.cpu import tiles as cpu_tiles
 from fa2cupy.testing import Expectation, check_delta, make_inputs
 

@@ -188,12 +188,13 @@ def test_a_launch_that_fails_leaves_the_stage_usable(driver):
 def test_counters_are_those_of_the_device_that_the_kernel_is_loaded_on(driver, monkeypatch):
     asked = []
 
-    def tile_counters(ordinal: int):
-        asked.append(ordinal)
+    def counters_of(ordinal: int, ints: int):
+        asked.append((ordinal, ints))
         return types.SimpleNamespace(reserve=lambda: None)
 
-    monkeypatch.setattr(launch, "tile_counters", tile_counters)
+    monkeypatch.setattr(launch, "counters", counters_of)
     for driver.device in (1, 0):
         launch.BoundStage(stage_of("sm_90"), POSITIONS)
-    assert asked == [1, 0]
-    assert counters.tile_counters(0) is counters.tile_counters(0) is not counters.tile_counters(1)
+    assert asked == [(1, 2), (0, 2)]
+    assert counters.counters(0, 2) is counters.counters(0, 2) is not counters.counters(1, 2)
+    assert counters.counters(0, 2) is not counters.counters(0, 2048)

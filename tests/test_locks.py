@@ -93,7 +93,7 @@ def test_a_child_that_is_forked_while_a_thread_compiles_gets_the_kernel_all_the_
 
 @forks
 def test_a_child_has_every_lock_of_the_package_free():
-    held = [new_lock(), compiler._loading, launch._lock, counters.TileCounters()._lock]
+    held = [new_lock(), compiler._loading, launch._lock, counters.Counters(2)._lock]
     with contextlib.ExitStack() as stack:
         for lock in held:
             stack.enter_context(lock)

@@ -28,13 +28,16 @@ def test_its_python_runs(monkeypatch):
     text = "\n".join(blocks)
     for shown, small in (
         ("import cupy,", "import numpy as cupy,"), ("(3, 4, 2048, 16, 128)", "(3, 2, 40, 4, 16)"),
-        ("[700, 120, 1228]", "[7, 12, 21]"),
+        ("[700, 120, 1228]", "[7, 12, 21]"), ("(4, 4096, 16, 128)", "(2, 64, 4, 16)"),
+        ("cupy.zeros(4,", "cupy.zeros(2,"),
+        ("slice(0, 100), slice(100, 101), slice(101, 102)", "slice(0, 10), slice(10, 11), slice(11, 12)"),
     ):  # fmt: skip
         assert text.count(shown) == 1
         text = text.replace(shown, small)
     names: dict = {}
     exec(compile(text, str(README), "exec"), names)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
+    np.testing.assert_array_equal(names["k_cache"][:, :12], names["k"][:, :12])
     assert np.isfinite(names["dq"].astype("float32")).all()
     assert names["offsets"].tolist() == [0, 7, 19, 40]
     assert [spec.tile for spec in compiled if spec.operation == "forward"] == [names["tile"]] * 2  # whole, and split

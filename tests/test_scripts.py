@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, plots, startup, tables
+from common import ROOT, SCRIPTS, check, decoding, feature_cases, flex, measure, peers, plots, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
@@ -805,6 +805,55 @@ def test_ratios_are_those_of_the_best_peer():
     assert tables.smallest_ratio(rows[:1], "model", "size") == ["no peer was measured"]
 
 
+def test_decoding_is_checked_timed_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(decoding, "_COPIED_BYTES", 1 << 12)
+
+    class Peer:
+        name = "torch flash"
+
+        def own(self, array):
+            return array
+
+        def forward(self, causal, q, k, v):
+            if q.shape[1] > 1:
+                raise RuntimeError("no such shape")
+            return (q,)
+
+        def release(self):
+            pass
+
+    problems = [
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1),
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 3),
+        decoding.CachedProblem("ragged", (3, 40), (4, 1), 16, 1),
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1, 16),
+    ]
+    path = tmp_path / "decode.csv"
+    assert not decoding.run_decode(FakeGpu(), [Peer()], 2, 1.0, path, problems)
+    rows = measure.read_csv(path)
+    assert list(rows[0]) == list(decoding.COLUMNS)
+    ours = [row for row in rows if row["provider"] == "fa2cupy"]
+    assert [row["cache"] for row in ours] == ["2 x 70", "2 x 70", "ragged", "2 x 70"]
+    assert float(ours[0]["us_median"]) == 2000 and all(row["host_us"] for row in ours)
+    assert [row["ratio"] for row in rows if row["provider"] == "torch flash"] == ["1.000"]
+    assert "| 16 | 4/2 | 1 | 2 x 70, pages of 16 |" in capsys.readouterr().out
+
+
+def test_wrong_results_of_decoding_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding, "_COPIED_BYTES", 1 << 12)
+    monkeypatch.setattr(decoding.fa2cupy, "decode", lambda q, *_, **__: (q, None))
+    problem = decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1)
+    (failure,) = decoding.run_decode(FakeGpu(), [], 2, 1.0, tmp_path / "decode.csv", [problem])
+    assert "an error of" in failure and not (tmp_path / "decode.csv").exists()
+
+
+def test_the_cached_problems_are_those_that_are_promised():
+    problems = list(decoding.cached_problems())
+    assert {problem.head_dim for problem in problems} == {64, 128}
+    assert {problem.page_size for problem in problems} == {None, 16, 64}
+    assert max(problem.nbytes for problem in problems) == 128 * 8192 * 8 * 128 * 4
+
+
 def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_path):
     commands = []
 
@@ -817,7 +866,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     ((_, script, *arguments),) = commands
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32"}
+    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32", "decode"}
 
 
 def test_csv_round_trip_and_summary(tmp_path):
@@ -954,7 +1003,7 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda _: "compute-sanitizer")
     found = gpu_check._run_sanitizers(tmp_path)
-    assert found["memcheck"] == "plain: 0 errors; features: 0 errors; packed: 3 errors; float32: 0 errors"
+    assert found["memcheck"] == "plain: 0 errors; features: 0 errors; packed: 3 errors; float32: 0 errors; decode: 0 errors"
     assert found["initcheck"] == "0 errors" and found["racecheck"].startswith("0 errors; not judged: ")
     receipt = dict.fromkeys(gpu_check.STEPS, "skipped")
     assert gpu_check._passed(receipt | {"sanitizers": found | {"memcheck": "0 errors"}})

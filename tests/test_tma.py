@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import sys
 import threading
@@ -203,14 +204,14 @@ def device(monkeypatch):
 
 
 def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(device):
-    tiles = counters.TileCounters()
+    tiles = counters.Counters(2)
     addresses = [tiles.address(stream) for stream in (0, 1, 77, 0, 1, 77)]
     assert addresses[:3] == addresses[3:] and len(set(addresses)) == 3
     assert all(ctypes.string_at(address, 8) == bytes(8) for address in addresses)
 
 
 def test_the_per_thread_stream_is_another_stream_in_every_thread(device):
-    tiles = counters.TileCounters()
+    tiles = counters.Counters(2)
     found = [tiles.address(2)]
     thread = threading.Thread(target=lambda: found.append(tiles.address(2)))
     thread.start()
@@ -219,16 +220,24 @@ def test_the_per_thread_stream_is_another_stream_in_every_thread(device):
 
 
 def test_every_captured_launch_has_a_counter_of_its_own_and_allocates_nothing(device):
-    tiles = counters.TileCounters()
+    tiles = counters.Counters(2)
     tiles.reserve()
     eager = tiles.address(77)
     device.capturing.add(77)
-    captured = [tiles.address(77) for _ in range(counters._SLOTS - 1)]
-    assert len({eager, *captured}) == counters._SLOTS and len(device.memory) == 1
+    captured = [tiles.address(77) for _ in range(1023)]
+    assert len({eager, *captured}) == 1024 and len(device.memory) == 1
     assert tiles.address(77) == 0  # no counter: tiles in a fixed order
     device.capturing.clear()
     assert tiles.address(77) == eager
     assert tiles.address(78) not in {eager, *captured} and len(device.memory) == 2
+
+
+def test_counters_do_not_overlap_whatever_their_size(device):
+    for ints in (2, 9, 2048):
+        slots = counters.Counters(ints)
+        addresses = sorted(slots.address(stream) for stream in range(100, 110))
+        assert min(b - a for a, b in itertools.pairwise(addresses)) >= 4 * ints
+        assert all(ctypes.string_at(address, 4 * ints) == bytes(4 * ints) for address in addresses)
 
 
 # --------------------------------------------------------------------------------------------------------------- record
@@ -250,7 +259,7 @@ def test_a_launch_packs_maps_pointers_and_the_streams_counter(encoded, monkeypat
     monkeypatch.setattr(launch, "load_kernel", lambda spec: types.SimpleNamespace(ptr=1))
     monkeypatch.setattr(cuda.driver, "launchKernel", launch_kernel)
     tiles = types.SimpleNamespace(reserve=lambda: None, address=lambda stream: 1000 + stream)
-    monkeypatch.setattr(launch, "tile_counters", lambda ordinal: tiles)
+    monkeypatch.setattr(launch, "counters", lambda ordinal, ints: tiles)
     monkeypatch.setattr(cuda.runtime, "getDevice", lambda: 0)
     bound = launch.BoundStage(stage, {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4})
     for addresses, stream in (([16, 32, 48, 64, 80], 0), ([160, 32, 48, 640, 800], 7)):

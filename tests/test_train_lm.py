@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from common import SCRIPTS
 from language_model.arrays import CupyArrays, NumpyArrays, SetupError
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention
+from language_model.sampling import sample_with_cache, sample_without_cache
 from language_model.training import LOG_EVERY, Curve, Settings, Training
 
 import fa2cupy
@@ -334,3 +336,26 @@ def test_the_gpu_trains_like_numpy(attention, dtype, corpus, cupy_arrays):
     assert on_device.arrays.peak_bytes() > 0
     tolerance = 0.02 if dtype == "bfloat16" else 1e-3
     np.testing.assert_allclose(on_device.curve.losses, on_host.curve.losses, rtol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_a_cache_samples_what_the_whole_context_does():
+    arrays = NumpyArrays(np.float64)
+    config = ModelConfig(layers=2, heads=2, width=16, context=24)
+    model = Transformer(config, arrays, Parameters(config, arrays, seed=1), fa2cupy.attention)
+    prompt = np.random.default_rng(0).integers(0, 256, (3, 7), np.uint8)
+    cached = sample_with_cache(model, arrays, prompt, 10)
+    whole = sample_without_cache(model, arrays, prompt, 10)
+    np.testing.assert_array_equal(cached.ids, whole.ids)
+    assert cached.ids.shape == (3, 17) and (cached.ids[:, :7] == prompt).all()
+    assert cached.tokens_per_second > 0 and isinstance(cached.text, str)
+    assert model.attention is fa2cupy.attention and model.positions == slice(0, 24), "training goes on as before"
+
+
+def test_a_training_ends_with_a_sample(corpus):
+    training = train(SMALL, corpus, 2)
+    lines = train_lm.sample_lines(training, 5)
+    assert lines[0] == "a sample of 5 bytes behind 24:"
+    assert re.fullmatch(r"sampled with a cache: [\d,]+ tokens/s, without: [\d,]+", lines[-1])

@@ -27,6 +27,7 @@ __all__ = [
     "FAMILIES",
     "Choice",
     "choose",
+    "choose_decode",
     "choose_family",
     "family_named",
     "family_of_kernel",
@@ -195,8 +196,12 @@ def choose(
     UnsupportedProblemError
         No family, or not the requested one, takes the call.
     """
-    refusals = []
     used = used_features(problem, extras)
+    if call == "forward" and options._replace(causal=False, softmax_scale=None, layout="bshd") == _DEFAULTS:
+        family = _decoding_family(problem, device, used)
+        if family is not None:
+            return Choice(family, {"decode": family.decode_tile(problem, device)})
+    refusals = []
     for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
         methods = _methods(family, options, extras) if call == "backward" else (None,)
         choices: list[Choice] = []
@@ -223,6 +228,36 @@ def choose(
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
     raise UnsupportedProblemError("; ".join(refusals))
+
+
+def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOptions = _DEFAULTS) -> Choice:
+    """The family and the tile of a call of `fa2cupy.decode`.
+
+    Raises
+    ------
+    UnsupportedProblemError
+        No family has a kernel for the dtype on the device, or no tile fits it.
+    """
+    family = _supporting("decode", problem.dtype, device, options.family, used_features(problem))[0]
+    return Choice(family, {"decode": family.decode_tile(problem, device)})
+
+
+def _decoding_family(problem: AttentionProblem, device: DeviceInfo, used: tuple[str, ...]) -> Family | None:
+    """The family whose kernel of ``decode`` takes a forward with few queries, or None if there is none.
+
+    It does if the queries of all heads of a group are rows of one tile. Then it reads keys and values once, and divides
+    them among all multiprocessors; a forward reads them once for each query head. Both are bound by memory there.
+    """
+    if problem.is_packed or not set(used) <= set(operation_named("decode").features):
+        return None
+    for family in FAMILIES:
+        if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
+            try:
+                most = family.default_tile("decode", problem, device).b_r
+            except UnsupportedProblemError:
+                return None
+            return family if 0 < problem.seqlen_q * problem.heads_per_group <= most else None
+    return None
 
 
 def choose_tile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
@@ -17,7 +17,7 @@ from .operations import METHODS, TILED, operation_named
 from .records import Record
 from .tile import TileConfig
 
-__all__ = ["ANY_NEWER", "Family", "TileRow", "register_shortage"]
+__all__ = ["ANY_NEWER", "Family", "TileRow", "register_shortage", "why_no_decode"]
 
 #: A `max_compute_capability` that excludes no newer GPU.
 ANY_NEWER = 10_000
@@ -243,6 +243,24 @@ class Family(ABC):
             "takes any of fa2cupy.legal_configs"
         )
 
+    def decode_tile(self, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+        """The tile of ``decode``: the default one, with as few rows as hold those of a K/V head.
+
+        Raises
+        ------
+        UnsupportedProblemError
+            No row of `tiles` applies.
+        """
+        tile = self.default_tile("decode", problem, device)
+        rows = problem.heads_per_group * problem.seqlen_q
+        while (
+            rows <= tile.b_r // 2
+            and self.why_illegal("decode", problem.dtype, problem.head_dim, replace(tile, b_r=tile.b_r // 2), device)
+            is None
+        ):
+            tile = replace(tile, b_r=tile.b_r // 2)
+        return tile
+
     def candidate_tiles(self) -> Iterator[TileConfig]:
         """The tiles that a sweep tries, legal or not."""
         stages = blocks_per_sm = (1, 2, 3, 4)
@@ -260,4 +278,15 @@ def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str
     available = min(_MAX_REGISTERS, 65536 // (tile.num_threads * tile.blocks_per_sm))
     if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
+    return None
+
+
+def why_no_decode(tile: TileConfig, rows: tuple[int, ...]) -> str | None:
+    """The reason why a kernel of ``decode``, with one of these numbers of rows, cannot have this tile; else None."""
+    if tile.b_r not in rows:
+        return f"b_r={tile.b_r} is not one of {rows}"
+    if tile.b_c != 16 * tile.num_warps:
+        return f"b_c={tile.b_c} is not 16 keys for each of {tile.num_warps} warps"
+    if not 2 <= tile.num_stages <= 8:
+        return f"num_stages={tile.num_stages} is not from 2 to 8"
     return None

@@ -28,6 +28,8 @@ class Operation:
         True if all families share its body, which then is in none of their folders.
     record : Record or None
         Its parameter record; None if the families differ.
+    has_config : bool
+        True if callers can choose the tile of a tiled operation.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Operation:
     num_warps: int | None = None
     is_common: bool = False
     record: Record | None = None
+    has_config: bool = True
 
     @property
     def is_tiled(self) -> bool:
@@ -66,6 +69,7 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
+        Operation("decode", ("window", "softcap", "alibi_slopes", "sink"), owns="queries", has_config=False),
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),
         Operation("backward_dkdv", _OF_SCORES, owns="keys"),
@@ -143,6 +147,20 @@ OPERATIONS = {
                 ("num_heads", "seqlen_q", "num_tiles", "num_splits"),
             ),
         ),
+        # Parts of O and lse over different keys, merged for the caller.
+        Operation(
+            "merge",
+            (),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "o_parts:input lse_parts:input_accum o:output lse:output_accum",
+                ("o_parts", "o"),
+                (),
+                ("num_heads", "seqlen_q", "batch", "num_parts"),
+                ("part_stride",),
+            ),
+        ),
         # dK and dV, summed over the shares of a split kernel, of which the workspace has one or several copies.
         Operation(
             "sum_dkdv",
@@ -181,8 +199,8 @@ OPERATIONS = {
     )
 }
 
-#: The tiled operations: the keys of ``config=``.
-TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled)
+#: The tiled operations that have a ``config=``: its keys.
+TILED = tuple(name for name, operation in OPERATIONS.items() if operation.is_tiled and operation.has_config)
 
 #: The tiled operations of each method of the backward.
 METHODS = {"single_pass": ("backward",), "two_pass": ("backward_dq", "backward_dkdv")}

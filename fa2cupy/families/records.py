@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "ARRIVALS",
     "EXCEPTIONS",
     "LENGTHS",
+    "PARTIALS",
     "PARTS",
     "POINTER_RECORDS",
     "SCALES",
@@ -44,6 +46,8 @@ class Record(NamedTuple):
 
 #: The workspace of a split kernel, in which every block leaves its share of a tile's results.
 SHARES = "shares"
+#: The workspace and the counters of a kernel whose last block merges what others have left.
+PARTIALS, ARRIVALS = "partials", "arrivals"
 #: The results that shares replace.
 _SHARED_RESULTS = ("o", "lse", "dk", "dv")
 
@@ -88,6 +92,14 @@ POINTER_RECORDS = {
     "backward": _of_gradients("dq:output dk:output dv:output", "dq", "dk", "dv"),
     "backward_dq": _of_gradients("dq:output", "dq"),
     "backward_dkdv": _of_gradients("dk:output dv:output", "dk", "dv"),
+    # The cache is read, and new rows are written to it. `partials` are O and lse of blocks that share a tile of rows.
+    "decode": Record(
+        f"q:input k_cache:in_place v_cache:in_place cache_seqlens:input_int k:input v:input block_table:input_int "
+        f"o:output lse:output_accum {PARTIALS}:output_accum {ARRIVALS}:counter",
+        ("q", "k_cache", "v_cache", "k", "v", "o"),
+        ("scale_log2",),
+        (*LENGTHS, "batch", "seqlen_new", "page_size", "pages_per_sequence", "num_pages"),
+    ),
     # The backward whose dQ is summed in a workspace.
     "backward_to_workspace": _of_gradients("dq_accum:output_accum dk:output dv:output", "dk", "dv"),
 }

@@ -6,7 +6,7 @@ Its kernels are the simplest, and the best ones to read first.
 from __future__ import annotations
 
 from ..problem.dtypes import itemsize
-from .family import Family, TileRow, register_shortage
+from .family import Family, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -20,6 +20,7 @@ _OWN_AND_OTHER = {
     "backward": ("b_r", "b_c"),
     "backward_dq": ("b_r", "b_c"),
     "backward_dkdv": ("b_c", "b_r"),
+    "decode": ("b_r", "b_c"),
 }
 
 
@@ -27,6 +28,7 @@ class Simt(Family):
     """Kernels without tensor cores, whose blocks own query tiles in ``backward`` and add to dK and dV atomically."""
 
     name = "simt"
+    operations = (*Family.operations, "decode")
     dtypes = ("float32", "float64")
     min_compute_capability = 60
     row_alignment = 1
@@ -62,6 +64,16 @@ class Simt(Family):
             TileRow(256, TileConfig(32, 16, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(16, 8, 4), dtypes=_DOUBLE),
             TileRow(256, TileConfig(4, 8, 1), dtypes=_DOUBLE),
+        ),
+        # Their b_r is the most rows of a tile.
+        "decode": (
+            TileRow(64, TileConfig(16, 64, 4, 2, 2), dtypes=_FLOAT),
+            TileRow(64, TileConfig(16, 64, 4, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 64, 4, 2), dtypes=_FLOAT),
+            TileRow(256, TileConfig(16, 32, 2, 2), dtypes=_FLOAT),
+            TileRow(128, TileConfig(16, 32, 2, 2)),
+            TileRow(256, TileConfig(8, 16, 1, 2)),
+            TileRow(256, TileConfig(4, 16, 1, 2)),
         ),
         "backward": (
             TileRow(64, TileConfig(64, 64, 4, 1, 2), dtypes=_FLOAT),
@@ -150,6 +162,9 @@ class Simt(Family):
         element = itemsize(dtype)
         row = self.padded_head_dim(head_dim) * element + 16
         own, other = (getattr(tile, name) for name in _OWN_AND_OTHER[operation])
+        if operation == "decode":
+            rows = 2 * own + tile.num_stages * 2 * other
+            return rows * row + tile.num_warps * own * (16 + 8 + 1) * element
         rows = own + 2 * other if operation == "forward" else 2 * (own + other)
         statistics = 2 * other if operation == "backward_dkdv" else 0
         return rows * row + (own * (other + 8 + other % 16) + statistics) * element
@@ -157,6 +172,9 @@ class Simt(Family):
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
         own_name, other_name = _OWN_AND_OTHER[operation]
         own, other = getattr(tile, own_name), getattr(tile, other_name)
+        if operation == "decode":
+            sums = (head_dim // 8 + 2 * 2) * itemsize(dtype) // 4
+            return why_no_decode(tile, (4, 8, 16)) or register_shortage(own // 4 * sums, 40, tile)
         step = 4 * tile.num_warps
         if own % step or own // step not in (1, 2, 4, 8):
             return f"{own_name}={own} does not give each lane of {tile.num_warps} warps 1, 2, 4 or 8 rows"

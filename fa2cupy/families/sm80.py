@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .estimate import BlockCost, Costs
-from .family import Family, TileRow, register_shortage
+from .family import Family, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
 
@@ -39,6 +39,7 @@ class Sm80(Family):
     """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose blocks own key tiles in ``backward``."""
 
     name = "sm80"
+    operations = (*Family.operations, "decode")
     dtypes = ("float16", "bfloat16")
     min_compute_capability = 80
     row_alignment = 16
@@ -60,6 +61,18 @@ class Sm80(Family):
             TileRow(256, TileConfig(128, 64, 8, 2), _H100),
             TileRow(256, TileConfig(128, 64, 8)),
             TileRow(256, TileConfig(64, 32, 4)),
+        ),
+        # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
+        "decode": (
+            TileRow(64, TileConfig(32, 64, 4, 4, 3)),
+            TileRow(64, TileConfig(32, 64, 4, 4, 2)),
+            TileRow(64, TileConfig(32, 64, 4, 4)),
+            TileRow(128, TileConfig(32, 64, 4, 3, 2)),
+            TileRow(128, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(128, TileConfig(32, 64, 4, 2)),
+            TileRow(256, TileConfig(16, 64, 4, 3)),
+            TileRow(256, TileConfig(16, 64, 4, 2)),
+            TileRow(256, TileConfig(16, 32, 2, 2)),
         ),
         "backward": (
             TileRow(32, TileConfig(64, 128, 8, 2, 2), _H100),
@@ -116,6 +129,8 @@ class Sm80(Family):
             return b_r * row + tile.num_stages * 2 * b_c * row + exchange
         if operation == "backward_dq":
             return 2 * b_r * row + tile.num_stages * 2 * b_c * row
+        if operation == "decode":
+            return 2 * b_r * row + tile.num_stages * 2 * b_c * row + 4 * tile.num_warps * b_r
         by_keys = 2 * b_c * row + tile.num_stages * 2 * b_r * row + scores + 4 * b_r * 4
         return {"backward": by_keys + 2 * scores, "backward_dkdv": by_keys}[operation]
 
@@ -124,6 +139,8 @@ class Sm80(Family):
             return _why_no_forward(tile, head_dim)
         if operation == "backward_dq":
             return _why_no_query_rows(tile, head_dim, 2)
+        if operation == "decode":
+            return why_no_decode(tile, (16, 32)) or register_shortage(tile.b_r // 16 * (head_dim + 16) // 2, 40, tile)
         return {"backward": _why_no_backward, "backward_dkdv": _why_no_key_rows}[operation](tile, head_dim)
 
 

@@ -20,6 +20,12 @@ _ARRAYS = {
     "forward": (("q", "k", "v"), (), ("o", "lse")),
     "delta": (("o", "do"), (), ("delta",)),
     "backward": (("q", "k", "v", "o", "lse", "do", "delta"), ("delta",), ("dq", "dk", "dv")),
+    "decode": (
+        ("q", "k_cache", "v_cache", "cache_seqlens", "k", "v", "block_table"),
+        ("k", "v", "block_table"),
+        ("o", "lse"),
+    ),
+    "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
 }
 
 
@@ -31,7 +37,7 @@ class Arguments:
     Attributes
     ----------
     call : str
-        ``"forward"``, ``"delta"`` or ``"backward"``.
+        A key of the table.
     inputs : tuple of str
         The arrays that the call reads.
     optional : tuple of str
@@ -70,7 +76,7 @@ def arguments_of(call: str, features: tuple[str, ...] = (), gradients: tuple[str
 
     Parameters
     ----------
-    call : {"forward", "delta", "backward"}
+    call : {"forward", "delta", "backward", "decode", "merge"}
     features : tuple of str, optional
         Further inputs, all optional.
     gradients : tuple of str, optional

@@ -15,9 +15,10 @@ from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import run
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "decode", "delta", "forward", "merge"]
 
-_FORWARD, _DELTA, _BACKWARD = arguments_of("forward"), arguments_of("delta"), arguments_of("backward")
+_FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
+_DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
 
 
 def forward(
@@ -39,6 +40,37 @@ def forward(
 def delta(o: cupy.ndarray, do: cupy.ndarray, out: cupy.ndarray | None, options: CallOptions) -> cupy.ndarray:
     """`fa2cupy.delta` on CuPy arrays."""
     return run(_DELTA, (o, do, out), options)[0]
+
+
+def decode(
+    q: cupy.ndarray,
+    k_cache: cupy.ndarray,
+    v_cache: cupy.ndarray,
+    cache_seqlens: cupy.ndarray,
+    k: cupy.ndarray | None,
+    v: cupy.ndarray | None,
+    block_table: cupy.ndarray | None,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.decode` on CuPy arrays."""
+    o, lse = (None, None) if out is None else unpack_out(out, _DECODE.results)
+    inputs = (q, k_cache, v_cache, cache_seqlens, k, v, block_table)
+    if not keywords:
+        return run(_DECODE, (*inputs, o, lse), options)
+    names, arrays, scalars, _ = _split(keywords)
+    return run(arguments_of("decode", names), (*inputs, *arrays, o, lse), options, scalars)
+
+
+def merge(
+    o_parts: cupy.ndarray,
+    lse_parts: cupy.ndarray,
+    out: tuple[cupy.ndarray | None, ...] | None,
+    options: CallOptions,
+) -> tuple[cupy.ndarray, ...]:
+    """`fa2cupy.merge` on CuPy arrays."""
+    return run(_MERGE, (o_parts, lse_parts, *unpack_out(out, _MERGE.results)), options)
 
 
 def backward(

@@ -78,7 +78,7 @@ class CopyingCall:
 
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
         if ROWS_OF.get(KERNEL_NAMES.get(name, name)) not in ("queries", "keys"):
-            return cupy.ascontiguousarray(array)
+            return array.copy(order="C")
         if self.head_dim == array.shape[-1]:
             return array.copy(order="C")
         padded = cupy.zeros((*array.shape[:-1], self.head_dim), array.dtype)

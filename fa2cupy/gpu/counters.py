@@ -1,8 +1,8 @@
-"""Tile counters: two ints in device memory from which the blocks of a persistent kernel draw their tiles.
+"""Counters in device memory: those from which persistent blocks draw tiles, and those at which blocks arrive.
 
-A kernel finds its counter zero and leaves it zero, so that a launch costs no memset. Two kernels that run at the same
-time must not share a counter. Kernels of one stream run one after the other, so each stream has one counter. A launch
-that is captured into a graph may run at the same time as other work of its stream; it keeps a separate counter for the
+A kernel finds its counters zero and leaves them zero, so that a launch costs no memset. Two kernels that run at the
+same time must not share counters. Kernels of one stream run one after the other, so each stream has its own. A launch
+that is captured into a graph may run at the same time as other work of its stream; it keeps separate counters for the
 life of the process.
 """
 
@@ -13,17 +13,19 @@ import threading
 
 from ..system.locks import new_lock
 
-__all__ = ["TileCounters", "tile_counters"]
+__all__ = ["Counters", "counters"]
 
-_SLOT_BYTES = 32  # a sector for each counter, so that concurrent kernels do not share one
-_SLOTS = 1024
+_SECTOR_BYTES = 32  # counters have sectors of their own, so that concurrent kernels do not share one
+_ALLOCATED_BYTES, _LEAST_SLOTS = 32 << 10, 128
 _LEGACY_STREAM, _PER_THREAD_STREAM = 0, 2  # addresses; the second means a different stream in every thread
 
 
-class TileCounters:
-    """Hands out the counters of one device."""
+class Counters:
+    """Hands out the counters of one device, a number of ints at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, ints: int) -> None:
+        self._slot_bytes = -(-4 * ints // _SECTOR_BYTES) * _SECTOR_BYTES
+        self._slots = max(_ALLOCATED_BYTES // self._slot_bytes, _LEAST_SLOTS)
         self._lock = new_lock()
         self._memory: list[object] = []  # never freed: graphs may hold its addresses until the process ends
         self._free: list[int] = []
@@ -32,13 +34,13 @@ class TileCounters:
     def reserve(self) -> None:
         """Allocates counters ahead, when a kernel is loaded: a capture must not allocate them."""
         with self._lock:
-            if len(self._free) < _SLOTS // 2:
+            if len(self._free) < self._slots // 2:
                 self._allocate()
 
     def address(self, stream: int) -> int:
         """The address of the counter for a launch on a stream; 0 if captures have used up the reserved ones.
 
-        A kernel that gets 0 takes its tiles in a fixed order, which is correct and a little slower.
+        A kernel that gets 0 divides its work in a fixed way, which is correct and slower.
         """
         from cupy.cuda import runtime
 
@@ -59,14 +61,14 @@ class TileCounters:
         from cupy.cuda import runtime
 
         # Not from CuPy's pool, whose memory belongs to a stream.
-        memory = cupy.cuda.Memory(_SLOTS * _SLOT_BYTES)
+        memory = cupy.cuda.Memory(self._slots * self._slot_bytes)
         runtime.memset(memory.ptr, 0, memory.size)
         runtime.streamSynchronize(_LEGACY_STREAM)  # other streams do not wait for the memset by themselves
         self._memory.append(memory)
-        self._free += range(memory.ptr, memory.ptr + memory.size, _SLOT_BYTES)
+        self._free += range(memory.ptr, memory.ptr + memory.size, self._slot_bytes)
 
 
 @functools.lru_cache(maxsize=None)
-def tile_counters(ordinal: int) -> TileCounters:
-    """The counters of a device, which must be current when they are used."""
-    return TileCounters()
+def counters(ordinal: int, ints: int) -> Counters:
+    """The counters of so many ints on a device, which must be current when they are used."""
+    return Counters(ints)

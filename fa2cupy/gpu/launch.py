@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from ..errors import INSTALL_CUDA, KernelLaunchError
 from ..jit.cache import cached_kernel
 from ..jit.compiler import CompiledKernel
-from ..jit.params import TILE_COUNTER
+from ..jit.params import COUNTERS
 from ..jit.spec import KernelSpec
 from ..plan.stages import Plan, Stage
 from ..system.locks import new_lock
-from .counters import tile_counters
+from .counters import counters
 from .tensor_maps import tensor_maps
 
 if TYPE_CHECKING:
@@ -92,9 +92,10 @@ class BoundStage:
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
-        self._pick = itemgetter(*[positions[name] for name in layout.pointers if name != TILE_COUNTER])
+        self._pick = itemgetter(*[positions[name] for name in layout.pointers if name not in COUNTERS])
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
-        self._counters = tile_counters(runtime.getDevice()) if TILE_COUNTER in layout.pointers else None
+        needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers]
+        self._counters = counters(runtime.getDevice(), *needed) if needed else None
         if self._counters:
             self._counters.reserve()
         self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)

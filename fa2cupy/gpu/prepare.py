@@ -23,6 +23,7 @@ from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full, score_strides
 from .arguments import KERNEL_NAMES, Arguments
 from .copies import CopyingCall
+from .placement import device_of, takes_rows
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
@@ -57,7 +58,7 @@ def prepare(
     named = arguments.named(arrays)
     features = feature_arrays(named)
     problem, results = _check(arguments.call, named, options, dict(scalars) | features)
-    ordinal, device = _device(arguments, named)
+    ordinal, device = device_of(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
     extras = tuple(
         name for name in ("dlse", "dbias", "dsink") if named.get(name) is not None or name in arguments.results
@@ -140,19 +141,6 @@ def _check_deterministic_dbias(problem: AttentionProblem, bias: cupy.ndarray) ->
         )
 
 
-def _device(arguments: Arguments, named: Mapping[str, cupy.ndarray | None]) -> tuple[int, DeviceInfo]:
-    """The device of all arrays. Raises ValueError if there are several."""
-    ordinals = {name: array.data.device_id for name, array in named.items() if array is not None}
-    first_name = arguments.inputs[0]
-    first = ordinals[first_name]
-    for name, ordinal in ordinals.items():
-        if ordinal != first:
-            like = f"device {first} like {first_name}"
-            raise ValueError(f"{arguments.label(name)}: expected an array on {like}, got device {ordinal}")
-    with cupy.cuda.Device(first):
-        return first, DeviceInfo.current()
-
-
 def _is_tensor(name: str) -> bool:
     """True if the array has head_dim columns."""
     return ROWS_OF.get(KERNEL_NAMES.get(name, name)) in ("queries", "keys")
@@ -165,17 +153,8 @@ def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionPro
     if array is None or array.size == 0:
         return False
     if _is_tensor(name):
-        return not _takes_rows(family, array)
+        return not takes_rows(family.row_alignment, array)
     return name in _CONTIGUOUS and not array.flags.c_contiguous
-
-
-def _takes_rows(family: Family, array: cupy.ndarray) -> bool:
-    """True if the family's kernels take the strides and the address of the array."""
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return False
-    step = family.row_alignment
-    starts = (s for s, length in zip(array.strides[:-1], array.shape[:-1], strict=True) if length > 1)
-    return array.data.ptr % step == 0 and all(s % step == 0 for s in starts)
 
 
 def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:

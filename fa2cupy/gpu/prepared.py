@@ -34,8 +34,8 @@ def overlap_check(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...])
 class KernelCall:
     """A prepared call on arrays that the kernels take as they are.
 
-    Addresses are numbered: first those of the arguments, then those of the workspaces. Everything that a call allocates
-    is known when it is prepared.
+    Addresses are numbered: first those of the arguments, then those of the workspaces, and last 0, for arrays that a
+    kernel could have and the call has not. Everything that a call allocates is known when it is prepared.
 
     Parameters
     ----------
@@ -80,8 +80,10 @@ class KernelCall:
             self.workspace_bytes += -(-workspace.nbytes // _ALIGNMENT) * _ALIGNMENT
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
+        none = len(arguments.names) + len(workspaces)
+        renamed = {name: none if own is None else positions[own] for name, own in plan.renamed.items()}
         with cupy.cuda.Device(ordinal):
-            self.stages = bind_plan(plan, positions)
+            self.stages = bind_plan(plan, positions | renamed)
 
     def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""
@@ -109,6 +111,7 @@ class KernelCall:
                 (memory + self.kept_bytes).memset_async(0, self.workspace_bytes - self.kept_bytes)
         else:
             addresses += self.offsets  # all are empty
+        addresses.append(0)
         for position in self.cleared:
             _clear(buffers[position])
         for stage in self.stages:

@@ -14,6 +14,8 @@ from ..problem.options import CallOptions
 from ..system.locks import new_lock
 from .arguments import Arguments
 from .prepare import prepare
+from .prepare_decode import prepare_decode
+from .prepare_merge import prepare_merge
 
 if TYPE_CHECKING:
     import cupy
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+#: What prepares calls that are not attention.
+_PREPARE = {"decode": prepare_decode, "merge": prepare_merge}
 _MAX_PREPARED = 4096
 _prepared: dict[Hashable, KernelCall | CopyingCall] = {}
 _lock = new_lock()
@@ -70,14 +74,23 @@ def run(
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-        return prepare(arguments, arrays, options, scalars)(arrays, addresses)
+        return _prepare(arguments, arrays, options, scalars)(arrays, addresses)
     if prepared is None:
-        prepared = prepare(arguments, arrays, options, scalars)
+        prepared = _prepare(arguments, arrays, options, scalars)
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
             _prepared[key] = prepared
     return prepared(arrays, addresses)
+
+
+def _prepare(
+    arguments: Arguments,
+    arrays: tuple[cupy.ndarray | None, ...],
+    options: CallOptions,
+    scalars: tuple[tuple[str, object], ...],
+) -> KernelCall | CopyingCall:
+    return _PREPARE.get(arguments.call, prepare)(arguments, arrays, options, scalars)
 
 
 def _types(values: tuple[object, ...]) -> tuple[object, ...]:

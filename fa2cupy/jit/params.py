@@ -9,14 +9,17 @@ from dataclasses import dataclass
 
 from ..families.choice import family_named
 from ..families.operations import operation_named
-from ..families.records import EXCEPTIONS, split_record
+from ..families.records import ARRIVALS, EXCEPTIONS, split_record
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 
-__all__ = ["TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
+__all__ = ["COUNTERS", "TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
 
 #: The pointer to a persistent kernel's tile counter. It is the last pointer, and not a buffer of the call.
 TILE_COUNTER = "tile_counter"
+#: Pointers to counters, which are zero between launches, and the numbers of ints there. `ARRIVALS` has two for each of
+#: the most blocks of a launch (``kernels/decode/parts.cuh``).
+COUNTERS = {TILE_COUNTER: 2, ARRIVALS: 2 * 1024}
 
 # kind: (C declaration, struct format). `real` is the accumulator type: float, or double for float64 data.
 _KINDS = {
@@ -25,6 +28,7 @@ _KINDS = {
     "counter": ("int32* {name}", "Q"),
     "input": ("const Element* {name}", "Q"),
     "output": ("Element* {name}", "Q"),
+    "in_place": ("Element* {name}", "Q"),
     "input_accum": ("const Accum* {name}", "Q"),
     "input_int": ("const int32* {name}", "Q"),
     "output_int": ("int32* {name}", "Q"),
@@ -42,8 +46,8 @@ _KINDS = {
 }
 _MAPS = ("input_map", "output_map")
 _FRONT = (
-    *_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "output_int", "input_bool",
-    "input_parts", "output_parts", "per_call",
+    *_MAPS, "counter", "input", "output", "in_place", "input_accum", "output_accum", "input_int", "output_int",
+    "input_bool", "input_parts", "output_parts", "per_call",
 )  # fmt: skip
 
 

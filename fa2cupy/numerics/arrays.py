@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import numpy as np
 
+from ..problem.arguments import array_backend, check_array
 from ..problem.array_types import Array
 
-__all__ = ["array_module", "device_context", "has_cublas", "matmul"]
+__all__ = ["array_module", "device_context", "has_cublas", "matmul", "stacked"]
 
 
 def array_module(array: Array) -> ModuleType:
@@ -46,3 +47,27 @@ def has_cublas() -> bool:
     except ImportError:
         return False
     return True
+
+
+def stacked(name: str, parts: Array | Sequence[Array]) -> Array:
+    """An array as it is, or those of a list or tuple as one array with an axis in front.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The sequence is empty, or its elements are no arrays of one library, shape and dtype.
+    """
+    if not isinstance(parts, list | tuple):
+        return parts
+    if not parts:
+        raise ValueError(f"{name}: expected at least one part, got an empty {type(parts).__name__}")
+    labels = [f"{name}[{index}]" for index in range(len(parts))]
+    array_backend(dict(zip(labels, parts, strict=True)))
+    first = parts[0]
+    for label, part in zip(labels, parts, strict=True):
+        check_array(label, part, first.shape, first.dtype, labels[0])
+    with device_context(first):
+        whole = array_module(first).empty((len(parts), *first.shape), first.dtype)
+        for index, part in enumerate(parts):
+            whole[index] = part
+    return whole

@@ -12,11 +12,12 @@ from ..families.tile import TileConfig
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from ..problem.strides import AnyStrides
+from .decode import plan_few_queries
 from .layout import PART_ROWS, StageLayout
 from .stages import Plan, Stage, Workspace
 from .tensor_maps import BOX_COLUMNS
 
-__all__ = ["plan_backward", "plan_delta", "plan_forward"]
+__all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge"]
 
 #: The workspaces that the kernel of delta can clear, of a call that has none.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
@@ -26,6 +27,8 @@ def plan_forward(
     problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
 ) -> Plan:
     """The plan of `fa2cupy.forward`. `strides` has ``q``, ``k``, ``v``, ``o`` and the features' arrays."""
+    if "decode" in choice.tiles:
+        return plan_few_queries(problem, device, strides, choice)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
     stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]
@@ -42,6 +45,21 @@ def plan_delta(
 ) -> Plan:
     """The plan of `fa2cupy.delta`. `strides` has ``o`` and ``dout``."""
     return _plan([_delta(StageLayout(problem, device, choice.family, strides))], _CLEARED_BY_DELTA)
+
+
+def plan_merge(
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    choice: Choice,
+    num_parts: int,
+    part_stride: int,
+) -> Plan:
+    """The plan of `fa2cupy.merge`. `strides` has ``o_parts``, of one part, and ``o``; parts are `part_stride` apart."""
+    layout = StageLayout(problem, device, choice.family, strides)
+    tile = _tile_of("merge", 32 * _num_warps("merge") // _lanes_of_row(problem))
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    return _plan([layout.stage("merge", tile, -(-rows // tile.b_r), num_parts=num_parts, part_stride=part_stride)])
 
 
 def plan_backward(
@@ -131,9 +149,7 @@ def _with_parts(
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:
     """The stage that computes delta, and clears workspaces of the stages after it."""
     problem = layout.problem
-    vector = 8 if problem.itemsize == 2 else 1
-    lanes = min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
-    tile = _tile_of("delta", 32 * _num_warps("delta") // lanes)
+    tile = _tile_of("delta", 32 * _num_warps("delta") // _lanes_of_row(problem))
     num_tiles = -(-problem.seqlen_q // tile.b_r)
     blocks = problem.batch * problem.num_heads * num_tiles
     sizes = {f"{workspace.name}_bytes": workspace.nbytes for workspace in (*_CLEARED_BY_DELTA, *cleared)}
@@ -208,6 +224,12 @@ def _clear_unused(layout: StageLayout, operation: str) -> list[Stage]:
     tile = _tile_of(operation)
     rows = problem.seqlen_q if operation == "clear_forward" else max(problem.seqlen_q, problem.seqlen_k)
     return [layout.stage(operation, tile, -(-rows // tile.num_threads) if problem.num_heads else 0)]
+
+
+def _lanes_of_row(problem: AttentionProblem) -> int:
+    """The lanes that share a row of o in kernels of one pass over it. Each has 16 bytes, or one element at a time."""
+    vector = 8 if problem.itemsize == 2 and problem.head_dim % 8 == 0 else 1
+    return min(32, 1 << max(2, (-(-problem.head_dim // vector) - 1).bit_length()))
 
 
 def _tile_of(operation: str, b_r: int = 1, b_c: int = 1) -> TileConfig:

@@ -8,17 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from ..families.choice import choose, choose_family
+from ..families.choice import choose, choose_decode, choose_family
 from ..families.device import DeviceInfo
 from ..families.tile import TileConfig
 from ..jit.spec import KernelSpec
-from ..problem.checks import problem_from_arrays
+from ..problem.checks import problem_from_arrays, problem_from_parts
+from ..problem.decoding import check_decode
+from ..problem.dtypes import accumulator_dtype
 from ..problem.features import FeatureKeywords, feature_arrays
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
-from .calls import plan_backward, plan_forward
+from .calls import plan_backward, plan_forward, plan_merge
+from .decode import plan_decode
 
-__all__ = ["default_specs"]
+__all__ = ["decode_specs", "default_specs", "merge_spec"]
 
 _ROWS = 128
 #: Features of the backward only, and their names in `plan_backward`.
@@ -72,6 +75,38 @@ def default_specs(
             plan = plan_backward(problem, device, strides, choice, extras=present)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
     return list(specs)
+
+
+def decode_specs(
+    device: DeviceInfo, dtype: str, head_dim: int, causal: bool = True, *, features: Sequence[str] = ()
+) -> list[KernelSpec]:
+    """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
+
+    `features` are of ``"window"``, ``"softcap"``, ``"alibi_slopes"`` and ``"sink"``, all combined.
+    """
+    specs: dict[KernelSpec, None] = {}
+    for rows in (1, 8, 16, 32):
+        (keywords,) = _examples(features, dtype)
+        q, cache = _array((1, rows, 1, head_dim), dtype), _array((1, _ROWS, 1, head_dim), dtype)
+        arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(1, "int32")}
+        absent = dict.fromkeys(("k", "v", "block_table"))
+        problem, shape, _ = check_decode({**arrays, **absent}, CallOptions(causal), keywords)
+        strides: dict[str, AnyStrides] = dict.fromkeys(
+            ("q", "k_cache", "v_cache", "k", "v", "o"), problem.kernel_strides(q.shape)
+        )
+        strides |= feature_strides(keywords)
+        plan = plan_decode(problem, shape, device, strides, choose_decode(problem, device))
+        specs[plan.stages[0].spec] = None
+    return list(specs)
+
+
+def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
+    """The kernel of `fa2cupy.merge`."""
+    parts = _array((1, 1, 1, 1, head_dim), dtype)
+    problem = problem_from_parts(parts, np.zeros((1, 1, 1, 1), accumulator_dtype(dtype)))
+    strides: dict[str, AnyStrides] = dict.fromkeys(("o_parts", "o"), problem.kernel_strides(problem.q_shape))
+    choice = choose("merge", problem, device, strides, is_launched=False)
+    return plan_merge(problem, device, strides, choice, 1, head_dim).stages[0].spec
 
 
 def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:

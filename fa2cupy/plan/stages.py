@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..jit.spec import KernelSpec
 from .tensor_maps import TensorLayout
@@ -54,8 +55,12 @@ class Plan:
     workspaces : tuple of Workspace
     cleared : tuple of str
         Workspaces and outputs that must be zero before the first stage.
+    renamed : mapping of str to (str or None)
+        Arrays that a kernel knows by another name than the call: that of the call by the kernel's; None for arrays that
+        the call does not have.
     """
 
     stages: tuple[Stage, ...]
     workspaces: tuple[Workspace, ...] = ()
     cleared: tuple[str, ...] = ()
+    renamed: Mapping[str, str | None] = field(default_factory=dict)

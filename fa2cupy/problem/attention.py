@@ -113,6 +113,11 @@ class AttentionProblem:
         """Shape of v and its gradient, as the caller sees it."""
         return (*self.k_shape[:-1], self.head_dim_v or self.head_dim)
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of q."""
+        return math.prod(self.q_shape)
+
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Shape of a tensor as the caller sees it, by the kernels' name for it."""
         shapes = {"q": self.q_shape, "k": self.k_shape, "v": self.v_shape, "o": self.o_shape}

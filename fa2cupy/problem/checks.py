@@ -23,8 +23,13 @@ __all__ = [
     "check_backward",
     "check_delta",
     "check_forward",
+    "check_heads",
+    "check_merge",
     "problem_from_arrays",
     "problem_from_outputs",
+    "problem_from_parts",
+    "sizes_of",
+    "with_features",
 ]
 
 
@@ -80,6 +85,18 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
     )
 
 
+def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
+    """Checks a call of `fa2cupy.merge`: o_parts and lse_parts by name."""
+    problem = problem_from_parts(arrays["o_parts"], arrays["lse_parts"], layout=options.layout)
+    return Request(
+        problem,
+        (
+            Result("o", problem.q_shape, arrays["o_parts"].dtype),
+            Result("lse", problem.lse_shape, np.dtype(problem.accumulator_dtype)),
+        ),
+    )
+
+
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
     check_num_splits(options.num_splits)
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
@@ -104,17 +121,12 @@ def problem_from_arrays(
     check_keywords(problem_from_arrays, keywords)
     check_bool("causal", causal)
     array_backend({"q": q, "k": k, "v": v})
-    batch, seqlen_q, num_heads, head_dim = _sizes("q", q, layout)
+    batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
     _, seqlen_k, num_heads_kv, _ = _sizes_like_q("k", k, q, layout)
     *_, head_dim_v = _sizes_like_q("v", v, q, layout)
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v: expected shape {(*k.shape[:-1], head_dim_v)} to match k, got {v.shape}")
-    if num_heads and not num_heads_kv:
-        raise ValueError(f"k: expected at least one head for the {num_heads} of q, got shape {k.shape}")
-    if num_heads_kv and num_heads % num_heads_kv:
-        raise ValueError(
-            f"k: the number of heads of q ({num_heads}) must be a multiple of that of k and v, got {num_heads_kv}"
-        )
+    check_heads("k", num_heads, num_heads_kv)
     for name, length in (("q", seqlen_q), ("k", seqlen_k)):
         if length > MAX_SEQLEN:
             raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
@@ -122,10 +134,20 @@ def problem_from_arrays(
     sizes = (batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim)
     own_v = None if head_dim_v == head_dim else head_dim_v
     problem = AttentionProblem(q.dtype.name, *sizes, bool(causal), scale, layout, q.ndim, own_v)
-    return _with_features(problem, q, keywords) if keywords else problem
+    return with_features(problem, q, keywords) if keywords else problem
 
 
-def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, Any]) -> AttentionProblem:
+def check_heads(name: str, num_heads: int, num_heads_kv: int) -> None:
+    """Checks that query heads divide evenly among the heads of k and v; `name` is the argument that has these."""
+    if num_heads and not num_heads_kv:
+        raise ValueError(f"{name}: expected at least one head for the {num_heads} of q, got none")
+    if num_heads_kv and num_heads % num_heads_kv:
+        raise ValueError(
+            f"{name}: the number of heads of q ({num_heads}) must be a multiple of that of k and v, got {num_heads_kv}"
+        )
+
+
+def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, Any]) -> AttentionProblem:
     """The problem with the settings of the keywords of features."""
     arrays = feature_arrays(keywords)
     array_backend({"q": q}, arrays)
@@ -144,10 +166,23 @@ def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, A
 def problem_from_outputs(o: Array, do: Array, *, layout: str = "bshd") -> AttentionProblem:
     """A problem without keys: delta depends on the queries' sizes only."""
     array_backend({"o": o, "do": do})
-    batch, seqlen_q, num_heads, head_dim = _sizes("o", o, layout)
+    batch, seqlen_q, num_heads, head_dim = sizes_of("o", o, layout)
     sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
     problem = AttentionProblem(o.dtype.name, *sizes, False, 1.0, layout, o.ndim)
     check_array("do", do, problem.q_shape, o.dtype, "o")
+    return problem
+
+
+def problem_from_parts(o_parts: Array, lse_parts: Array, *, layout: str = "bshd") -> AttentionProblem:
+    """A problem without keys from parts of o and lse, along an axis in front of those of o and lse."""
+    array_backend({"o_parts": o_parts, "lse_parts": lse_parts})
+    if o_parts.ndim < 1:
+        raise ValueError(f"o_parts: expected an axis of parts in front of those of o, got shape {o_parts.shape}")
+    num_parts, shape = o_parts.shape[0], o_parts.shape[1:]
+    batch, seqlen_q, num_heads, head_dim = _sizes_of_shape("o_parts", shape, o_parts.dtype, layout, "of each part ")
+    sizes = (batch, seqlen_q, 0, num_heads, num_heads, head_dim)
+    problem = AttentionProblem(o_parts.dtype.name, *sizes, False, 1.0, layout, len(shape))
+    check_array("lse_parts", lse_parts, (num_parts, *problem.lse_shape), problem.accumulator_dtype, "o_parts")
     return problem
 
 
@@ -157,28 +192,33 @@ def _sizes_like_q(name: str, array: Array, q: Array, layout: str) -> tuple[int, 
         raise ValueError(f"{name}: expected {q.ndim} axes like q, got shape {array.shape}")
     if array.dtype != q.dtype:
         raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {array.dtype}")
-    batch_q, _, _, head_dim_q = _sizes("q", q, layout)
-    batch, seqlen, heads, head_dim = _sizes(name, array, layout)
+    batch_q, _, _, head_dim_q = sizes_of("q", q, layout)
+    batch, seqlen, heads, head_dim = sizes_of(name, array, layout)
     if name == "k" and (batch, head_dim) != (batch_q, head_dim_q):
         wanted = array_shape(layout, q.ndim, batch_q, "seqlen_k", "num_heads_kv", head_dim_q)
         raise ValueError(f"k: expected shape ({', '.join(map(str, wanted))}) to match q {q.shape}, got {array.shape}")
     return batch, seqlen, heads, head_dim
 
 
-def _sizes(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
+def sizes_of(name: str, array: Array, layout: str) -> tuple[int, int, int, int]:
     """Sizes of the batch, row, head and column axes."""
+    return _sizes_of_shape(name, array.shape, array.dtype, layout)
+
+
+def _sizes_of_shape(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, layout: str, whose: str = ""
+) -> tuple[int, int, int, int]:
+    """The same of an array with this shape and dtype; `whose` is of what, in messages."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    if array.ndim not in (2, 3, 4):
+    if len(shape) not in (2, 3, 4):
         wanted = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
-        raise ValueError(f"{name}: expected 2, 3 or 4 axes such as {wanted}, got shape {array.shape}")
-    if array.dtype.name not in DTYPES:
-        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {array.dtype}")
-    batch, seqlen, heads, head_dim = (
-        1 if axis is None else array.shape[axis] for axis in SOURCE_AXES[layout, array.ndim]
-    )
+        raise ValueError(f"{name}: expected 2, 3 or 4 axes {whose}such as {wanted}, got shape {shape}")
+    if dtype.name not in DTYPES:
+        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype}")
+    batch, seqlen, heads, head_dim = (1 if axis is None else shape[axis] for axis in SOURCE_AXES[layout, len(shape)])
     if head_dim == 0:
-        raise ValueError(f"{name}: head_dim must be at least 1, got shape {array.shape}")
+        raise ValueError(f"{name}: head_dim must be at least 1, got shape {shape}")
     if head_dim > MAX_HEAD_DIM:
-        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {array.shape}")
+        raise UnsupportedProblemError(f"{name}: head_dim up to {MAX_HEAD_DIM} is supported, got shape {shape}")
     return batch, seqlen, heads, head_dim

@@ -62,7 +62,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("block_table", "page_table", "cache_seqlens", "k_cache", "v_cache"),
-        "something else: there is no paged K/V cache",
+        "something else: fa2cupy.decode takes a cache of keys and values",
     ),
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "something else: there is no float8"),
 }

@@ -11,6 +11,8 @@ namespace fa2::common {
 // [first_query, end_query).
 template <bool kCausal, bool kWindow>
 struct Mask {
+    static constexpr bool kLeftLimit = kWindow;
+
     int32 seqlen_k;
     int32 diagonal;  // seqlen_k - seqlen_q
     WindowLimits<kWindow> window;
@@ -40,10 +42,10 @@ __device__ __forceinline__ Mask<Spec::kCausal, Spec::kWindow> mask_of(const Reco
 }
 
 // Writes `value` over every element that is not visible. Bounds are taken relative to the lane's first column, so that
-// each comparison is with a compile-time constant.
-template <class Fragment, bool kCausal, bool kWindow, class Real>
-__device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal, kWindow>& mask,
-                                            const TilePosition& position, Real value) {
+// each comparison is with a compile-time constant. RowMask is a Mask, or has its bounds for rows that are no queries.
+template <class Fragment, class RowMask, class Real>
+__device__ __forceinline__ void mask_scores(Fragment& scores, const RowMask& mask, const TilePosition& position,
+                                            Real value) {
     const auto [first_query, first_key, lane] = position;
 #pragma unroll
     for (int i = 0; i < Fragment::kRows; ++i) {
@@ -52,7 +54,7 @@ __device__ __forceinline__ void mask_scores(Fragment& scores, const Mask<kCausal
         for (int j = 0; j < Fragment::kCols; ++j)
             if (Fragment::col(j, 0) >= end) scores(i, j) = value;
     }
-    if constexpr (kWindow)
+    if constexpr (RowMask::kLeftLimit)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) {
             const int32 begin =

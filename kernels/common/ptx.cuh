@@ -104,6 +104,12 @@ __device__ __forceinline__ OperandA ldmatrix_x4(uint32 address) {
 __device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, int32 existing) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(existing) : "memory");
 }
+// Ends a group of copies; waits until at most kPending of this thread's groups are under way.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 // Waits for all of this thread's copies.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -63,6 +63,17 @@ __device__ __forceinline__ auto product_scale(const Record& params) {
         return params.scale_log2;
 }
 
+// The factor from capped products to scores in these units.
+template <class Spec, class Record>
+__device__ __forceinline__ auto capped_scale(const Record& params) {
+    if constexpr (!Spec::kSoftcap)
+        return product_scale<Spec>(params);
+    else if constexpr (sizeof(typename Spec::Element) == 2)
+        return params.capped_log2;
+    else
+        return params.softcap_log2 * decltype(params.softcap_log2)(kLn2);
+}
+
 // The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
 template <class Spec, class Record>
 __device__ __forceinline__ auto score_scale(const Record& params) {
@@ -138,7 +149,8 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     __device__ __forceinline__ Real score(Real capped, const Position& first, int32 queries, int32 keys,
                                           const typename Arrays::Term& term) const {
         Real x = capped;
-        if constexpr (!kScalesInExponent<Spec>) x = kRounded ? rounded_product(x, capped_scale()) : x * capped_scale();
+        if constexpr (!kScalesInExponent<Spec>)
+            x = kRounded ? rounded_product(x, capped_scale<Spec>(params_)) : x * capped_scale<Spec>(params_);
         if constexpr (Spec::kAlibi) {
             // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
             // element costs one addition. Keys that a causal mask leaves visible have distances of zero or more;
@@ -164,16 +176,6 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     }
 
   private:
-    // The factor from capped products to scores.
-    __device__ __forceinline__ Real capped_scale() const {
-        if constexpr (!Spec::kSoftcap)
-            return product_scale<Spec>(params_);
-        else if constexpr (kFast)
-            return params_.capped_log2;
-        else
-            return params_.softcap_log2 * Real(kLn2);
-    }
-
     const Record& params_;
     const int32 batch_, head_;
     const HeadTerms<Spec> terms_;

@@ -100,6 +100,15 @@ __device__ __forceinline__ uint32 pack_positive<bfloat16>(float lo, float hi) {
     return y;
 }
 
+// Rounds a number of the accumulators' type to an element.
+template <class Element, class Accum>
+__device__ __forceinline__ Element rounded(Accum x) {
+    if constexpr (sizeof(Element) == 2)
+        return {static_cast<uint16>(pack<Element>(x, x))};
+    else
+        return x;
+}
+
 template <class Element>
 __device__ __forceinline__ float unpack_lo(uint32 x) {
     return to_accum(Element{static_cast<uint16>(x)});

@@ -57,6 +57,19 @@ struct SharedRows {
             copy_pieces<kThreads, kRows, 1>(rows, gmem, row_stride, num_rows);
     }
 
+    // Copies a piece, or writes zeros if it does not exist.
+    template <int kElements>
+    __device__ __forceinline__ static void copy_piece(Real* smem, const Real* gmem, bool exists) {
+        using Piece = Vector<Real, kElements>;
+        if constexpr (kAsynchronous) {
+            cp_async<sizeof(Piece)>(common::shared_address(smem), gmem, exists);
+        } else {
+            Piece piece = {};
+            if (exists) piece = *reinterpret_cast<const Piece*>(gmem);
+            *reinterpret_cast<Piece*>(smem) = piece;
+        }
+    }
+
   private:
     // The same in pieces of kElements. Where copies are asynchronous, no thread waits for a piece, and a loop that is
     // not unrolled saves registers.
@@ -69,18 +82,6 @@ struct SharedRows {
             const int32 row = index / kPieces, column = index % kPieces * kElements;
             copy_piece<kElements>(rows + row * kRowLength + column, gmem + row * row_stride + column,
                                   row < num_rows && column < kHeadDim);
-        }
-    }
-    // Copies a piece, or writes zeros if it does not exist.
-    template <int kElements>
-    __device__ __forceinline__ static void copy_piece(Real* smem, const Real* gmem, bool exists) {
-        using Piece = Vector<Real, kElements>;
-        if constexpr (kAsynchronous) {
-            cp_async<sizeof(Piece)>(common::shared_address(smem), gmem, exists);
-        } else {
-            Piece piece = {};
-            if (exists) piece = *reinterpret_cast<const Piece*>(gmem);
-            *reinterpret_cast<Piece*>(smem) = piece;
         }
     }
 };

@@ -1,10 +1,11 @@
-// Instructions that only this family uses: cp.async in groups, mma.sync, barriers with a vote.
+// Instructions that only this family uses: cp.async of whole chunks, mma.sync, barriers with a vote.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace fa2::sm80 {
 
 using common::barrier_arrive, common::barrier_sync, common::ldmatrix_x4;
+using common::cp_async_commit, common::cp_async_wait;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 
@@ -13,11 +14,6 @@ using common::OperandA;
 __device__ __forceinline__ void cp_async_16(uint32 smem, const void* gmem, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0)
                  : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // d += a b on a 16 x 8 x 16 tile.

@@ -105,6 +105,26 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
     }
 }
 
+// The same for rows from anywhere: source_of(row) is where a row of the tile begins, or null for a row of zeros.
+template <class Tile, int kThreads, int kHeadDim, class SourceOf>
+__device__ __forceinline__ void load_rows_async(uint32 tile, const SourceOf& source_of, int32 thread) {
+    using Map = CopyMap<Tile, kThreads>;
+    const int32 col_chunk = thread % Map::kChunksPerStep;
+    const int32 row0 = thread / Map::kChunksPerStep;
+#pragma unroll
+    for (int r = 0; r < Map::kRowSteps; ++r) {
+        const int32 row = row0 + r * Map::kRowsPerStep;
+        if (Map::kLastStepPartial && r == Map::kRowSteps - 1 && row >= Tile::kRows) break;
+        const auto* source = source_of(row);
+#pragma unroll
+        for (int c = 0; c < Map::kColSteps; ++c) {
+            const int32 chunk = col_chunk + c * Map::kChunksPerStep;
+            const bool valid = source != nullptr && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);
+            cp_async_16(tile + Tile::offset(row, chunk), source + chunk * 8, valid);
+        }
+    }
+}
+
 // Rounds a warp's kRows16 * 16 rows of fp32 accumulators to 16 bits and writes them to global memory, from column
 // 8 * first_chunk on. The rows are staged in the warp's own part of a tile and leave as 16 bytes per lane, so that the
 // writes fill whole memory sectors.

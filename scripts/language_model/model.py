@@ -126,10 +126,16 @@ class Transformer:
     attention : callable
         ``attention(q, k, v, causal=True) -> (o, backprop)`` on (batch, seqlen, heads, head_dim), such as
         ``fa2cupy.attention``.
+
+    Attributes
+    ----------
+    positions : slice
+        Of the bytes that the model gets, in each sequence; by default the whole context.
     """
 
     def __init__(self, config: ModelConfig, arrays: Arrays, parameters: Parameters, attention: Callable):
         self.config, self.arrays, self.parameters, self.attention = config, arrays, parameters, attention
+        self.positions = slice(0, config.context)
         self._gelu, self._gelu_gradient = arrays.pointwise(_gelu), arrays.pointwise(_gelu_gradient)
         half = config.head_dim // 2
         angles = np.arange(config.context)[:, None] * _ROTARY_BASE ** (-np.arange(half) / half)
@@ -143,11 +149,11 @@ class Transformer:
 
         Parameters
         ----------
-        ids : ndarray of uint8, shape (batch, context)
+        ids : ndarray of uint8, shape (batch, bytes at the positions)
 
         Returns
         -------
-        logits : ndarray, shape (batch * context, vocabulary)
+        logits : ndarray, shape (batch * bytes, vocabulary)
             In the wide dtype.
         backprop : callable
             ``backprop(dlogits)``, to be called once, writes the gradients of all weights.
@@ -182,7 +188,7 @@ class Transformer:
         wide, (heads, head_dim) = self.arrays.wide, (self.config.heads, self.config.head_dim)
         normed, norm_backprop = self._norm(x)
         qkv, qkv_backprop = self._linear(normed, f"{layer}.qkv")
-        qkv = qkv.reshape(-1, self.config.context, 3, heads, head_dim)
+        qkv = qkv.reshape(-1, self.positions.stop - self.positions.start, 3, heads, head_dim)
         qk = self._rotate(qkv[:, :, :2], self._sin)
         o, attention_backprop = self.attention(qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2], causal=True)
         y, out_backprop = self._linear(o.reshape(len(x), -1), f"{layer}.out", wide)
@@ -242,9 +248,10 @@ class Transformer:
         """Turns the pairs (column, column + head_dim / 2) of x by an angle that grows with the position (RoFormer)."""
         wide, half = self.arrays.wide, x.shape[-1] // 2
         first, second = (part.astype(wide, copy=False) for part in (x[..., :half], x[..., half:]))
+        cos, sin = self._cos[self.positions], sin[self.positions]
         out = self.arrays.xp.empty(x.shape, self.arrays.dtype)
-        out[..., :half] = first * self._cos - second * sin
-        out[..., half:] = second * self._cos + first * sin
+        out[..., :half] = first * cos - second * sin
+        out[..., half:] = second * cos + first * sin
         return out
 
     def _operand(self, x):

@@ -15,7 +15,7 @@ from support.kernel_formulas import run_formulas
 from support.launch_record import Launch
 
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.gpu import calls, copies, device_memory, prepare, prepared, signatures
+from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, signatures
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import CallOptions, hashable_config
 
@@ -45,6 +45,32 @@ def forward(
 def delta(o, do, *, layout="bshd", out=None):
     """`fa2cupy.gpu.calls.delta` by keyword."""
     return calls.delta(o, do, out, CallOptions(layout=layout))
+
+
+def decode(
+    q,
+    k_cache,
+    v_cache,
+    cache_seqlens,
+    *,
+    k=None,
+    v=None,
+    block_table=None,
+    causal=True,
+    scale=None,
+    layout="bshd",
+    out=None,
+    family=None,
+    **features,
+):
+    """`fa2cupy.gpu.calls.decode` by keyword."""
+    options = CallOptions(causal, scale, layout, family=family)
+    return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
+
+
+def merge(o_parts, lse_parts, *, layout="bshd", out=None):
+    """`fa2cupy.gpu.calls.merge` by keyword."""
+    return calls.merge(o_parts, lse_parts, out, CallOptions(layout=layout))
 
 
 def backward(
@@ -114,7 +140,7 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (calls, copies, device_memory, prepare, prepared):
+    for module in (calls, copies, device_memory, placement, prepare, prepared):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ import numpy as np
 from ptxsim.tensor_map import TensorMap, driver_tensor_map
 from support.float32_parts import joined_parts
 
-from fa2cupy.families.records import EXCEPTIONS, SHARES
+from fa2cupy.families.records import EXCEPTIONS, PARTIALS, SHARES
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
@@ -20,7 +20,9 @@ from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in ("parts", "units"))  # of float32 inputs
 ADDED = ("dq_accum", SHARES)  # of float32, as tiles: workspaces to which kernels add
-WORKSPACES = (*ADDED, EXCEPTIONS, *PARTS)
+CACHES = ("k_cache", "v_cache")  # of decoding, whose rows are read and written
+_OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
+WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS)
 
 
 class Launch:
@@ -80,7 +82,12 @@ class Launch:
         return self.values[f"total_{side}" if self.packed else f"seqlen_{side}"]
 
     def array(self, name: str) -> np.ndarray:
-        """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta."""
+        """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta.
+
+        It is None for an array that the call does not have.
+        """
+        if self.spec.operation == "decode" and name in _OF_DECODE:
+            return self._array_of_decode(name)
         if name in WORKSPACES:
             kind = self._kinds[name].partition("_")[2]
             dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, "float32"))
@@ -94,6 +101,9 @@ class Launch:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
             return memory_at(self.pointers[name], (heads,), None, self._wide)
+        if name == "lse_parts":
+            shape = (self.values["num_parts"], self.batch, heads, rows)
+            return memory_at(self.pointers[name], shape, None, self._wide)
         if name in ("lse", "delta", "dlse"):
             return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
@@ -105,11 +115,41 @@ class Launch:
                 sizes = tuple(self.values[n] for n in ("num_sequences", "num_heads", "max_seqlen_q", "max_seqlen_k"))
             shape = tuple(size if stride else 1 for size, stride in zip(sizes, strides, strict=True))
             return memory_at(self.pointers[name], shape, strides, dtype)
-        if dtype.itemsize == 2:
+        if dtype.itemsize == 2 and self.spec.head_dim % 8 == 0:
             assert self.pointers[name] % 16 == 0 and all(s % 8 == 0 for s in self.values[f"{name}_strides"]), name
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
         shape = (self.batch, rows, heads, self.spec.head_dim)
+        if name == "o_parts":
+            strides = (self.values["part_stride"] * dtype.itemsize, batch, row, head, dtype.itemsize)
+            return memory_at(self.pointers[name], (self.values["num_parts"], *shape), strides, dtype)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def _array_of_decode(self, name: str) -> np.ndarray | None:
+        """The caches, the rows to append, and what says where they are; None if the call does not have it."""
+        values = self.values
+        if self.pointers[name] == 0:
+            return None
+        if name in ("cache_seqlens", "block_table"):
+            shape = (self.batch, values["pages_per_sequence"])[: 1 + (name == "block_table")]
+            return memory_at(self.pointers[name], shape, None, np.dtype("int32"))
+        sizes = (values["num_pages"], values["page_size"]) if name in CACHES else (self.batch, values["seqlen_new"])
+        shape = (*sizes, values["num_heads"] // values["heads_per_group"], self.spec.head_dim)
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
+        batch, row, head = (stride * dtype.itemsize for stride in values[f"{name}_strides"])
+        return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def written_rows(self, cache: np.ndarray) -> np.ndarray:
+        """For each (page, row) of a cache of decoding, whether the call may read it: below a sequence's length."""
+        lengths, table = self.array("cache_seqlens"), self.array("block_table")
+        pages, size = cache.shape[:2]
+        written = np.zeros((pages, size), bool)
+        for number in range(self.batch):
+            room = self.values["seqlen_k"] - self.values["seqlen_new"]
+            length = room if lengths is None else min(max(int(lengths[number]), 0), room)
+            own = [number] if table is None else np.clip(table[number], 0, pages - 1)
+            for index, page in enumerate(own):
+                written[page, : max(0, length - index * size)] = True
+        return written
 
     def _joined(self, name: str, side: str) -> np.ndarray:
         """An input of which the record has parts. Sequences that are packed have theirs elsewhere."""

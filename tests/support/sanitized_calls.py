@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a pa
 
 import cupy
 import numpy as np
+from support.decode_cases import Case
 from support.feature_cases import extras, options_of
 
 import fa2cupy
@@ -60,6 +61,19 @@ def plain() -> None:
                     fa2cupy.forward(q, k, v, **how)
                 for method in ("single_pass", "two_pass"):
                     fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
+
+
+def decoding() -> None:
+    """A cache with pages and new rows, cut among blocks, and the merge of two results."""
+    for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 64)):
+        for case in (
+            Case(dtype, (0, 17, 900), head_dim=head_dim, page_size=16, num_new=1, seqlen_q=2),
+            Case(dtype, (20_000,), head_dim=head_dim, heads=(8, 1)),
+        ):
+            q, k_cache, v_cache, lengths, options = case.arguments()
+            keywords = {name: cupy.asarray(x) for name, x in options.items()}
+            o, lse = fa2cupy.decode(*map(cupy.asarray, (q, k_cache, v_cache, lengths)), **keywords)
+            fa2cupy.merge([o, o], [lse, lse])
 
 
 def of_parts() -> None:
@@ -114,7 +128,7 @@ def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
         fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method)
 
 
-PARTS = {"plain": plain, "features": with_settings, "packed": packed, "float32": of_parts}
+PARTS = {"plain": plain, "features": with_settings, "packed": packed, "float32": of_parts, "decode": decoding}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PARTS:

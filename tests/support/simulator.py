@@ -20,11 +20,12 @@ from numpy.lib.stride_tricks import as_strided
 from ptxsim.compile import compile_ptx
 from ptxsim.tensor_map import driver_tensor_map
 from support.fake_gpu import fake_gpu
-from support.launch_record import TILE_COUNTER, WORKSPACES, Launch, memory_at
+from support.launch_record import CACHES, WORKSPACES, Launch, memory_at
 
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.compiler import compile_options
+from fa2cupy.jit.params import COUNTERS
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Stage
@@ -112,18 +113,21 @@ def _execute(
     buffers = {}
     for name in launch.pointers:
         array = launch.array(name)
-        if array.size:
+        if array is not None and array.size:
             written = partly_written.pop(launch.pointers[name], None)
             is_output = kinds[name].startswith("output")
+            if name in CACHES:
+                is_output, written = True, _bytes_of_rows(launch.written_rows(array), array)
             buffers[name] = _Buffer(memory, name, array, is_output, name in launch.cleared, written)
     # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
     addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
-    counter = memory.alloc(np.zeros(2, np.int32), TILE_COUNTER)
+    needed = {name: ints for name, ints in COUNTERS.items() if name in kinds}
+    counters = {name: memory.alloc(np.zeros(ints, np.int32), name) for name, ints in needed.items()}
     module.launch(
         spec.symbol,
         grid=launch.stage.blocks,
         block=launch.stage.threads,
-        args=[launch.record({**addresses, TILE_COUNTER: counter if with_counter else 0}, _tensor_map)],
+        args=[launch.record({**addresses, **(counters if with_counter else {})}, _tensor_map)],
         dynamic_smem=spec.shared_memory_bytes,
         memory=memory,
         race_check=True,
@@ -135,12 +139,21 @@ def _execute(
         written = buffer.finish(spec)
         if not buffer.is_output:
             continue
+        if name in CACHES:
+            continue
         of_several = spec.operation.startswith("clear_") or name in WORKSPACES or launch.before_fallback
         if of_several:
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
-    assert not memory.read(counter).any(), f"{spec}: the tile counter is left at {memory.read(counter)}"
+    for name, counter in counters.items():
+        left = memory.read(counter)
+        assert not left.any(), f"{spec}: the {name.replace('_', ' ')} is left at {left[left != 0]}"
+
+
+def _bytes_of_rows(rows: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """Of (page, row) the same for each byte of a (page, row, head, column) array, its elements' bytes behind it."""
+    return np.broadcast_to(rows[:, :, None, None, None], (*array.shape, array.itemsize))
 
 
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:

@@ -1,0 +1,260 @@
+"""Attention on NumPy arrays: the tiled algorithm of FlashAttention-2 with BLAS matrix products.
+
+The K/V heads are processed one after the other. The query heads that share a K/V head are stacked as rows, in the order
+(position, head of the group), so that a tile of B_r positions is one contiguous matrix for all of them and no K/V head
+is repeated.
+
+    forward      for each query tile, a loop over key tiles with an online softmax (Algorithm 1)
+    single_pass  for each key tile, a loop over query tiles: dk and dv of the tile, and its share of dq (Algorithm 2)
+    two_pass     for each key tile dk and dv, then for each query tile dq
+
+Memory beyond inputs and results is one head's rows in the accumulators' dtype and a few tiles of scores.
+``cpu/tiles.py`` selects the pairs of tiles, ``cpu/scores.py`` applies features to a tile of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from ..families.choice import requested_method
+from ..families.tile import requested_tile
+from ..problem.arguments import array_backend
+from ..problem.attention import AttentionProblem
+from ..problem.checks import check_backward, check_delta, check_forward
+from ..problem.feature_checks import extra_gradients
+from ..problem.features import feature_arrays
+from ..problem.options import CallOptions
+from .results import results_for
+from .scores import BiasGradient
+from .tiles import Head, heads_of, rows, store
+
+__all__ = ["backward", "default_tile", "delta", "forward"]
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+def forward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object] = _NOTHING,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`fa2cupy.forward` on NumPy arrays."""
+    inputs = {"q": q, "k": k, "v": v}
+    request = check_forward(inputs, options, keywords)
+    problem = request.problem
+    tile = _tile_shape("forward", problem, options)
+    heads = heads_of(problem, keywords)
+    o, lse = results_for(request.results, out, inputs | feature_arrays(keywords))
+    _fill_unused(problem, (o, 0), (lse, -np.inf))
+    with np.errstate(all="ignore"):
+        for head in heads:
+            q_rows, k_rows, v_rows = rows(head.queries(q)), rows(head.keys(k)), rows(head.keys(v))
+            o_rows, lse_rows = _online_softmax(head, q_rows * problem.softmax_scale, k_rows, v_rows, *tile)
+            store(o_rows, head.queries(o))
+            store(lse_rows, head.statistics(lse))
+    return o, lse
+
+
+def delta(o: np.ndarray, do: np.ndarray, out: np.ndarray | None, options: CallOptions) -> np.ndarray:
+    """`fa2cupy.delta` on NumPy arrays."""
+    inputs = {"o": o, "do": do}
+    request = check_delta(inputs, options)
+    (result,) = results_for(request.results, (out,), inputs)
+    with np.errstate(all="ignore"):
+        for head in heads_of(request.problem, _NOTHING):
+            delta_rows = np.einsum("ij,ij->i", rows(head.queries(do)), rows(head.queries(o)))
+            store(delta_rows, head.statistics(result))
+    return result
+
+
+def backward(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    do: np.ndarray,
+    given_delta: np.ndarray | None,
+    dlse: np.ndarray | None,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object] = _NOTHING,
+) -> tuple[np.ndarray, ...]:
+    """`fa2cupy.backward` on NumPy arrays."""
+    inputs = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
+    optional = {name: array for name, array in (("delta", given_delta), ("dlse", dlse)) if array is not None}
+    array_backend(inputs, optional)
+    request = check_backward(inputs | optional, options, keywords)
+    problem = request.problem
+    method = requested_method(options.method, options.deterministic, with_atomics=False) or "single_pass"
+    one_pass = method == "single_pass"
+    operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
+    tiles = [_tile_shape(operation, problem, options) for operation in operations]
+    heads = heads_of(problem, keywords)
+    results = results_for(request.results, out, inputs | optional | feature_arrays(keywords))
+    named = {result.name: array for result, array in zip(request.results, results, strict=True)}
+    dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
+    _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
+    sums = _Sums(extra_gradients(keywords, options.return_dbias, options.return_dsink), problem)
+    row_delta = delta(o, do, None, CallOptions(layout=options.layout)) if given_delta is None else given_delta
+    with np.errstate(all="ignore"):
+        for head in heads:
+            gradient = _Gradient(head, q, k, v, lse, do, row_delta, dlse, sums)
+            gradient.by_key_tiles(*tiles[0], with_dq=one_pass)
+            if not one_pass:
+                gradient.by_query_tiles(*tiles[1])
+            gradient.sum_sink()
+            store(gradient.dq * problem.softmax_scale, head.queries(dq))
+            store(gradient.dk, head.keys(dk))
+            store(gradient.dv, head.keys(dv))
+        if sums.bias is not None:
+            store(sums.bias.sums, named["dbias"])
+        if sums.sink is not None:
+            store(sums.sink, named["dsink"])
+    return tuple(results)
+
+
+def _online_softmax(
+    head: Head, q: np.ndarray, k: np.ndarray, v: np.ndarray, b_r: int, b_c: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """O and lse of one head's rows. `q` is scaled."""
+    o, lse = np.zeros((len(q), v.shape[1]), q.dtype), np.empty((len(q), 1), q.dtype)
+    for queries in head.query_tiles(b_r):
+        o_tile = o[queries]
+        row_max, row_sum = _start(head, len(o_tile), q.dtype)
+        for keys in head.key_tiles(b_c, queries):
+            s, _ = head.scores(q, k, queries, keys)
+            new_max = np.maximum(row_max, s.max(axis=1, keepdims=True))
+            # The maximum of a row without a visible key is -inf so far; exp(-inf - -inf) would be NaN instead of 0.
+            shift = np.where(new_max == -np.inf, 0, new_max)
+            p = np.exp(np.subtract(s, shift, out=s), out=s)
+            rescale = np.exp(row_max - shift)
+            row_sum = row_sum * rescale + p.sum(axis=1, keepdims=True)
+            keep = head.terms.keep(queries, keys, p.dtype) if head.terms else None
+            if keep is not None:
+                p *= keep
+            o_tile *= rescale
+            o_tile += p @ v[keys]
+            row_max = new_max
+        o_tile /= np.where(row_sum == 0, 1, row_sum)
+        lse[queries] = row_max + np.log(row_sum)
+    return o, lse
+
+
+def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Row maxima and row sums before the first key: those of the sink alone."""
+    row_max = np.full((num_rows, 1), -np.inf, dtype)
+    if head.terms is None or head.terms.sink is None:
+        return row_max, np.zeros_like(row_max)
+    sinks = head.terms.sink
+    row_max.reshape(-1, len(sinks))[...] = sinks
+    return row_max, np.exp(row_max - np.where(row_max == -np.inf, 0, row_max))
+
+
+class _Sums:
+    """Gradients that are summed over heads: those of the bias and of the sinks, None if not requested."""
+
+    def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
+        accumulator = problem.accumulator_dtype
+        self.bias = BiasGradient(extra["dbias"].shape, accumulator) if "dbias" in extra else None
+        self.sink = np.zeros(extra["dsink"].shape, accumulator) if "dsink" in extra else None
+
+
+class _Gradient:
+    """The backward of one head: its operands and its results, as rows. dq lacks the factor softmax_scale."""
+
+    def __init__(
+        self,
+        head: Head,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        lse: np.ndarray,
+        do: np.ndarray,
+        delta: np.ndarray,
+        dlse: np.ndarray | None,
+        sums: _Sums,
+    ):
+        self.head = head
+        self.sums = sums
+        self.q = rows(head.queries(q)) * head.problem.softmax_scale
+        self.k = rows(head.keys(k))
+        self.v = rows(head.keys(v))
+        self.do = rows(head.queries(do))
+        self.delta = rows(head.statistics(delta))
+        if dlse is not None:
+            self.delta = self.delta - rows(head.statistics(dlse))
+        lse = rows(head.statistics(lse))
+        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN.
+        self.lse = np.where(lse == -np.inf, np.inf, lse)
+        self.dq, self.dk, self.dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+
+    def by_key_tiles(self, b_r: int, b_c: int, with_dq: bool) -> None:
+        """Computes dk, dv and dbias with four matrix products for a pair of tiles; with five, also dq."""
+        for keys in self.head.key_tiles(b_c):
+            for queries in self.head.query_tiles(b_r, keys):
+                p, ds = self._score_gradients(queries, keys, self.sums.bias)
+                self.dv[keys] += p.T @ self.do[queries]
+                self.dk[keys] += ds.T @ self.q[queries]
+                if with_dq:
+                    self.dq[queries] += ds @ self.k[keys]
+
+    def by_query_tiles(self, b_r: int, b_c: int) -> None:
+        """Computes dq with three matrix products for a pair of tiles."""
+        for queries in self.head.query_tiles(b_r):
+            for keys in self.head.key_tiles(b_c, queries):
+                _, ds = self._score_gradients(queries, keys)
+                self.dq[queries] += ds @ self.k[keys]
+
+    def sum_sink(self) -> None:
+        """Adds dsink: minus the sum over the rows of the sink's share of the softmax times delta."""
+        terms = self.head.terms
+        if self.sums.sink is not None and terms is not None and terms.sink is not None:
+            sinks = terms.sink
+            shares = np.exp(sinks - self.lse.reshape(-1, len(sinks)))
+            self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
+
+    def _score_gradients(
+        self, queries: slice, keys: slice, dbias: BiasGradient | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """P after dropout, for dV, and the gradient of the scaled scores."""
+        terms = self.head.terms
+        s, slope = self.head.scores(self.q, self.k, queries, keys)
+        s -= self.lse[queries]
+        p = np.exp(s, out=s)
+        ds = self.do[queries] @ self.v[keys].T
+        keep = terms.keep(queries, keys, p.dtype) if terms else None
+        if keep is not None:
+            ds *= keep
+        ds -= self.delta[queries]
+        ds *= p
+        if keep is not None:
+            p *= keep
+        if dbias is not None and terms is not None:
+            dbias.add(ds, terms, queries, keys)
+        if slope is not None:
+            ds *= slope
+        return p, ds
+
+
+def default_tile(heads_per_group: int = 1) -> tuple[int, int]:
+    """B_r and B_c such that a tile of scores of a group of heads stays in a core's L2 cache between matrix products."""
+    return max(16, 256 // max(1, heads_per_group)), 512
+
+
+def _tile_shape(operation: str, problem: AttentionProblem, options: CallOptions) -> tuple[int, int]:
+    tile = requested_tile(operation, options.config)
+    return default_tile(problem.heads_per_group) if tile is None else (tile.b_r, tile.b_c)
+
+
+def _fill_unused(problem: AttentionProblem, *results: tuple[np.ndarray, float]) -> None:
+    # Rows of packed arrays before the first and after the last offset belong to no sequence.
+    if problem.is_packed:
+        for array, value in results:
+            array[...] = value

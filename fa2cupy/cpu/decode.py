@@ -1,0 +1,94 @@
+"""Decoding on NumPy arrays: rows are appended to the cache, then each sequence is a forward over its own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..problem.arguments import check_overlap
+from ..problem.attention import AttentionProblem
+from ..problem.decoding import CacheShape, cache_lengths, check_decode, check_pages
+from ..problem.features import feature_arrays
+from ..problem.options import CallOptions
+from .attention import forward
+from .results import results_for
+
+__all__ = ["decode"]
+
+
+def decode(
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    cache_seqlens: np.ndarray,
+    k: np.ndarray | None,
+    v: np.ndarray | None,
+    block_table: np.ndarray | None,
+    out: tuple[np.ndarray | None, ...] | None,
+    options: CallOptions,
+    keywords: Mapping[str, object],
+) -> tuple[np.ndarray, ...]:
+    """`fa2cupy.decode` on NumPy arrays."""
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    optional = {"k": k, "v": v, "block_table": block_table}
+    others = {"q": q, "cache_seqlens": cache_seqlens, **optional}
+    problem, shape, results = check_decode({**caches, **others}, options, keywords)
+    given = {name: array for name, array in others.items() if array is not None} | feature_arrays(keywords)
+    o, lse = results_for(results, out, given | caches)
+    lengths = cache_lengths(cache_seqlens, shape)
+    if block_table is not None:
+        check_pages(block_table, lengths + shape.num_new, shape)
+    if k is not None:
+        _check_writable(caches)
+        check_overlap(caches, given)
+    for number, length in enumerate(lengths.tolist()):
+        pages = [number] if block_table is None else block_table[number]
+        end = length + shape.num_new
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            if new is not None:
+                _append(_by_rows(problem, cache), _by_rows(problem, new)[number], pages, length, shape)
+        keys, values = (_rows(_by_rows(problem, cache), pages, end, shape) for cache in (k_cache, v_cache))
+        own = slice(number, number + 1)
+        forward(
+            _by_rows(problem, q)[own],
+            keys,
+            values,
+            (_by_rows(problem, o)[own], lse[own]),
+            CallOptions(options.causal, options.softmax_scale),
+            _of_sequence(keywords, own),
+        )
+    return o, lse
+
+
+def _by_rows(problem: AttentionProblem, array: np.ndarray) -> np.ndarray:
+    """A view with the axes (batch or page, row, head, column)."""
+    return array if problem.layout == "bshd" else array.swapaxes(1, 2)
+
+
+def _append(cache: np.ndarray, rows: np.ndarray, pages: list[int] | np.ndarray, first: int, shape: CacheShape) -> None:
+    """Writes rows to their places from row `first` of a sequence on."""
+    places = np.arange(first, first + len(rows))
+    cache[np.asarray(pages)[places // max(1, shape.page_size)], places % max(1, shape.page_size)] = rows
+
+
+def _rows(cache: np.ndarray, pages: list[int] | np.ndarray, end: int, shape: CacheShape) -> np.ndarray:
+    """The rows of a sequence below `end`, with an axis of one sequence in front."""
+    needed = np.asarray(pages[: -(-end // max(1, shape.page_size))], dtype=int)
+    if len(needed) == 1:
+        return cache[needed[0], :end][None]
+    return cache[needed].reshape(1, -1, *cache.shape[2:])[:, :end]
+
+
+def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object]:
+    """The keywords of features for one sequence."""
+    slopes = keywords.get("alibi_slopes")
+    if isinstance(slopes, np.ndarray) and slopes.ndim == 2:
+        return {**keywords, "alibi_slopes": slopes[own]}
+    return dict(keywords)
+
+
+def _check_writable(caches: Mapping[str, np.ndarray]) -> None:
+    for name, cache in caches.items():
+        if not cache.flags.writeable:
+            raise ValueError(f"{name}: k and v are written to the cache, and the array is read-only")

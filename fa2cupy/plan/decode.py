@@ -1,0 +1,75 @@
+"""The plans of `fa2cupy.decode` and of forwards with few queries: one launch that divides the work on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..families.choice import Choice
+from ..families.device import DeviceInfo
+from ..families.records import ARRIVALS, PARTIALS
+from ..jit.params import COUNTERS
+from ..problem.attention import AttentionProblem
+from ..problem.decoding import CacheShape
+from ..problem.dtypes import itemsize
+from ..problem.strides import AnyStrides
+from .layout import StageLayout
+from .stages import Plan, Workspace
+
+__all__ = ["plan_decode", "plan_few_queries"]
+
+_MOST_BLOCKS = COUNTERS[ARRIVALS] // 2
+_PARTS_OF_BLOCK = 3  # the same as in kernels/decode/parts.cuh
+
+
+def plan_decode(
+    problem: AttentionProblem,
+    cache: CacheShape,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    choice: Choice,
+) -> Plan:
+    """The plan of `fa2cupy.decode`.
+
+    Parameters
+    ----------
+    problem, cache
+        As `fa2cupy.problem.decoding.check_decode` returns them.
+    device
+    strides : mapping
+        Strides of q, k_cache, v_cache, k, v, o and the features' arrays.
+    choice
+
+    Notes
+    -----
+    The grid must not depend on lengths, which change between the launches of a graph. It has as many blocks as are
+    resident at the same time, or as the cache has tiles.
+    """
+    layout = StageLayout(problem, device, choice.family, strides)
+    tile = choice.tiles["decode"]
+    row_tiles = max(1, -(-problem.seqlen_q * problem.heads_per_group // tile.b_r))
+    steps = problem.batch * problem.num_heads_kv * row_tiles * max(1, -(-cache.capacity // tile.b_c))
+    blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
+    stage = layout.stage(
+        "decode",
+        tile,
+        blocks,
+        seqlen_new=cache.num_new,
+        page_size=cache.page_size,
+        pages_per_sequence=cache.pages_per_sequence,
+        num_pages=cache.num_pages,
+    )
+    part = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
+    return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTS_OF_BLOCK * blocks * part),))
+
+
+def plan_few_queries(
+    problem: AttentionProblem, device: DeviceInfo, strides: Mapping[str, AnyStrides], choice: Choice
+) -> Plan:
+    """The plan of a forward with few queries: its keys are a cache in which all sequences have the same length."""
+    of_kernel = {"k_cache": "k", "v_cache": "v"}
+    absent = ("cache_seqlens", "k", "v", "block_table")
+    cache = CacheShape(problem.batch, problem.seqlen_k, 1, 0)
+    named = {**strides, **{name: strides[own] for name, own in of_kernel.items()}}
+    plan = plan_decode(problem, cache, device, named, choice)
+    return replace(plan, renamed={**dict.fromkeys(absent), **of_kernel})

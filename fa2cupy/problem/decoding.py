@@ -1,0 +1,193 @@
+"""Decoding: the key/value cache of a call, and the checks of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import UnsupportedProblemError
+from .arguments import array_backend, check_array, check_bool
+from .array_types import Array
+from .attention import MAX_SEQLEN, AttentionProblem, array_shape
+from .checks import Result, check_heads, sizes_of, with_features
+from .feature_checks import finite_number
+from .options import CallOptions
+
+__all__ = ["PAGE_STEP", "CacheShape", "DecodeRequest", "cache_lengths", "check_decode", "check_pages"]
+
+#: Rows of a page are a multiple of this, so that no tile of keys of a warp crosses the end of a page.
+PAGE_STEP = 16
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How a cache is divided. One without a block table has a page of its own for each sequence.
+
+    Attributes
+    ----------
+    num_pages : int
+        Pages of the whole cache.
+    page_size : int
+        Rows of a page.
+    pages_per_sequence : int
+        Columns of the block table; 1 without one.
+    num_new : int
+        Rows that the call appends to each sequence.
+    """
+
+    num_pages: int
+    page_size: int
+    pages_per_sequence: int
+    num_new: int
+
+    @property
+    def capacity(self) -> int:
+        """The most rows of a sequence, the appended ones included."""
+        return self.page_size * self.pages_per_sequence
+
+
+class DecodeRequest(NamedTuple):
+    """A call that has been checked. `problem` has the capacity of the cache as its seqlen_k."""
+
+    problem: AttentionProblem
+    cache: CacheShape
+    results: tuple[Result, ...]
+
+
+def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> DecodeRequest:
+    """Checks a call of `fa2cupy.decode`, except for lengths and block table, which may be on a GPU.
+
+    Parameters
+    ----------
+    arrays : mapping
+        q, k_cache, v_cache and cache_seqlens by name, and k, v and block_table, which may be None.
+    options : CallOptions
+        `causal`, `softmax_scale` and `layout` are read.
+    keywords : mapping
+        Keywords of features.
+    """
+    required = {name: arrays[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens")}
+    optional = {name: arrays[name] for name in ("k", "v", "block_table")}
+    array_backend(required, optional)
+    check_bool("causal", options.causal)
+    q, layout = arrays["q"], options.layout
+    batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
+    if q.ndim != 4:
+        raise ValueError(f"q: expected 4 axes, {_axes(layout)}, got shape {q.shape}")
+    cache, num_heads_kv = _check_cache(arrays, batch, head_dim, layout)
+    check_heads("k_cache", num_heads, num_heads_kv)
+    scale = head_dim**-0.5 if options.softmax_scale is None else finite_number("softmax_scale", options.softmax_scale)
+    sizes = (batch, seqlen_q, cache.capacity, num_heads, num_heads_kv, head_dim)
+    problem = AttentionProblem(q.dtype.name, *sizes, bool(options.causal), scale, layout, q.ndim)
+    for name, length in (("q", seqlen_q), ("k_cache", cache.capacity)):
+        if length > MAX_SEQLEN:
+            raise UnsupportedProblemError(f"{name}: sequences of up to {MAX_SEQLEN} rows are supported, got {length}")
+    problem = with_features(problem, q, keywords) if keywords else problem
+    statistic = np.dtype(problem.accumulator_dtype)
+    results = (Result("o", problem.o_shape, q.dtype), Result("lse", problem.lse_shape, statistic))
+    return DecodeRequest(problem, cache, results)
+
+
+def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: str) -> tuple[CacheShape, int]:
+    """The division of the cache, and its number of heads."""
+    q, k_cache, v_cache, table = (arrays[name] for name in ("q", "k_cache", "v_cache", "block_table"))
+    for name in ("k_cache", "v_cache"):
+        if arrays[name].dtype != q.dtype:
+            raise TypeError(f"{name}: expected dtype {q.dtype} to match q, got {arrays[name].dtype}")
+    first = "batch" if table is None else "pages"
+    if k_cache.ndim != 4:
+        raise ValueError(f"k_cache: expected 4 axes, {_axes(layout, first)}, got shape {k_cache.shape}")
+    num_pages, page_size, num_heads_kv, columns = sizes_of("k_cache", k_cache, layout)
+    if columns != head_dim or (table is None and num_pages != batch):
+        wanted: tuple[int | str, ...] = array_shape(
+            layout, 4, batch if table is None else "pages", "rows", "num_heads_kv", head_dim
+        )
+        listed = ", ".join(map(str, wanted))
+        raise ValueError(f"k_cache: expected shape ({listed}) to match q {q.shape}, got {k_cache.shape}")
+    pages_per_sequence = 1
+    if table is not None:
+        if page_size == 0 or page_size % PAGE_STEP:
+            raise ValueError(
+                f"k_cache: expected pages of a multiple of {PAGE_STEP} rows, got {page_size} (shape {k_cache.shape})"
+            )
+        if table.ndim != 2:
+            raise ValueError(f"block_table: expected shape (batch, pages of a sequence), got {table.shape}")
+        pages_per_sequence = table.shape[1]
+        _check_int32("block_table", table, (batch, pages_per_sequence))
+    check_array("v_cache", v_cache, k_cache.shape, q.dtype, "k_cache")
+    _check_int32("cache_seqlens", arrays["cache_seqlens"], (batch,))
+    num_new = _check_new_rows(arrays, batch, num_heads_kv, head_dim, layout)
+    cache = CacheShape(num_pages, page_size, pages_per_sequence, num_new)
+    if num_new > cache.capacity:
+        raise ValueError(f"k: {num_new} rows are more than the {cache.capacity} that a sequence has in the cache")
+    return cache, num_heads_kv
+
+
+def _check_new_rows(arrays: Mapping[str, Any], batch: int, num_heads_kv: int, head_dim: int, layout: str) -> int:
+    """The number of rows that are appended."""
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    if (k is None) != (v is None):
+        missing, given = ("v", "k") if v is None else ("k", "v")
+        raise ValueError(f"{missing}: rows are appended to both caches; pass it together with {given}")
+    if k is None:
+        return 0
+    num_new = sizes_of("k", k, layout)[1] if k.ndim == 4 else 0
+    shape = array_shape(layout, 4, batch, num_new, num_heads_kv, head_dim)
+    if k.ndim != 4 or k.shape != shape:
+        wanted = ", ".join(map(str, array_shape(layout, 4, batch, "new rows", num_heads_kv, head_dim)))
+        raise ValueError(f"k: expected shape ({wanted}) to match q and k_cache, got {k.shape}")
+    check_array("k", k, shape, q.dtype, "q and k_cache")
+    check_array("v", v, shape, q.dtype, "k")
+    return num_new
+
+
+def cache_lengths(seqlens: np.ndarray, cache: CacheShape) -> np.ndarray:
+    """The lengths of the sequences before rows are appended, checked.
+
+    Raises
+    ------
+    ValueError
+        One is negative, or leaves no room for the appended rows.
+    """
+    most = cache.capacity - cache.num_new
+    outside = np.flatnonzero((seqlens < 0) | (seqlens > most))
+    if len(outside):
+        room = f" (of {cache.capacity} rows, {cache.num_new} are for k and v)" if cache.num_new else ""
+        index = int(outside[0])
+        raise ValueError(
+            f"cache_seqlens: expected lengths from 0 to {most}{room}, got {seqlens[index]} for sequence {index}"
+        )
+    return seqlens.astype("int64")
+
+
+def check_pages(table: np.ndarray, lengths: np.ndarray, cache: CacheShape) -> None:
+    """Checks the entries of a block table that rows below `lengths` need; others may be anything.
+
+    Raises
+    ------
+    ValueError
+        One is not the number of a page.
+    """
+    used = np.arange(cache.pages_per_sequence) * cache.page_size < lengths[:, None]
+    outside = np.argwhere(used & ((table < 0) | (table >= cache.num_pages)))
+    if len(outside):
+        sequence, column = outside[0].tolist()
+        raise ValueError(
+            f"block_table: expected numbers of the {cache.num_pages} pages of k_cache, from 0 on, "
+            f"got {table[sequence, column]} at [{sequence}, {column}]"
+        )
+
+
+def _axes(layout: str, first: str = "batch") -> str:
+    rows = "page_size" if first == "pages" else "seqlen"
+    return f"({', '.join(array_shape(layout, 4, first, rows, 'heads', 'head_dim'))})"
+
+
+def _check_int32(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    if array.dtype.name != "int32":
+        raise TypeError(f'{name}: expected dtype int32, got {array.dtype}; write {name}.astype("int32")')
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape} to match q, got {array.shape}")

@@ -1,0 +1,48 @@
+// A row of O and its lse, merged from parts that were computed over different keys:
+//
+//   lse = log(sum_s exp(lse_s))        O = sum_s exp(lse_s - lse) O_s
+//
+// Parts are summed in their order, so that the result is bit-reproducible.
+#pragma once
+#include "common/math.cuh"
+
+namespace fa2::common {
+
+template <class Real, int kColumns>
+struct MergedRow {
+    Real lse;
+    Real column[kColumns];
+};
+
+// Merges kColumns adjacent columns of a row. `lse_of(s)` and `columns_of(s)`, a Vector, read part s. `without_values` is
+// the lse of one more part whose O is zero: a sink, or -inf for none.
+template <class Real, int kColumns, class LseOf, class ColumnsOf>
+__device__ __forceinline__ MergedRow<Real, kColumns> merge_row(int32 num_parts, Real without_values,
+                                                               const LseOf& lse_of, const ColumnsOf& columns_of) {
+    Real highest = without_values;
+#pragma unroll 4
+    for (int32 s = 0; s < num_parts; ++s) highest = maximum(highest, lse_of(s));
+    // In a row without a visible key, 0 is subtracted instead, as -inf - (-inf) is NaN.
+    const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
+    Real total = exp_accurate(without_values - shift);
+    MergedRow<Real, kColumns> row = {};
+#pragma unroll 4
+    for (int32 s = 0; s < num_parts; ++s) {
+        const Real lse = lse_of(s);
+        const Vector<Real, kColumns> x = columns_of(s);
+        const Real weight = exp_accurate(lse - shift);
+        total += weight;
+        // A part without a visible key is left out: V of hidden keys may have made its O NaN.
+        const bool visible = lse != -infinity<Real>();
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+            if (visible) row.column[c] = fma(weight, x.item[c], row.column[c]);
+    }
+    const Real inverse = total == Real(0) ? Real(0) : Real(1) / total;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) row.column[c] *= inverse;
+    row.lse = shift + log(total);
+    return row;
+}
+
+}  // namespace fa2::common

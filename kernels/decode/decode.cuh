@@ -1,0 +1,195 @@
+// Attention of a few queries to a cache of keys and values. It is bound by memory: every K and V is read once for all
+// query heads that share it, by asynchronous copies, of which many are under way on each multiprocessor.
+//
+//   block   a piece of the line of all steps (work.cuh): segments of jobs, one after the other
+//   warp    16 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys themselves,
+//           through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
+//
+// At the end of a segment the block merges the warps' O and lse, and stores them as results, or in the workspace if other
+// blocks have steps of the same job: the last of these merges all (parts.cuh). Meanwhile the keys of the next segment are
+// on their way, into all slots but the one through which the warps exchange O.
+//
+//   shared memory                         written by             read by
+//   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
+//   slots [warp][kStages][K, V][16 rows]  the warp               the warp
+//   O [warp][16 rows], in a free slot     the warp               all warps
+//   lse [warp][kBr]                       the warp               all warps
+//
+// Barriers: two at each end of a segment for every 16 rows, one at its beginning, and those of a merge of blocks.
+// The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
+#pragma once
+#include "decode/cache.cuh"
+#include "decode/parts.cuh"
+#include "decode/rows.cuh"
+
+namespace fa2::decode {
+
+template <class Spec, class Warp>
+struct Decode {
+    using Element = typename Spec::Element;
+    using Accum = typename common::ElementTraits<Element>::Accum;
+    static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kStages = Spec::kStages;
+    static constexpr int kThreads = 32 * kWarps, kKeys = 16;
+    static constexpr int kRowsAtOnce = min_of(kBr, 16);  // rows of O that warps exchange at once
+    using Exchange = ExchangeRows<Accum, Warp::kColumns>;
+    using Parts = decode::Parts<Spec, Warp::kColumns>;
+    static constexpr int kWarpBytes = kStages * Warp::kSlotBytes + Warp::kScratchBytes;
+    static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
+    static constexpr int kSharedBytes = 2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes;
+    static_assert(kBc == kKeys * kWarps && kStages >= 2);
+    static_assert(Exchange::kBytes <= Warp::kSlotBytes);
+    static_assert(kSharedBytes == Spec::kSharedBytes);
+    static constexpr int kFirstSlot = 2 * Warp::kQueryBytes, kFirstLse = kFirstSlot + kWarps * kWarpBytes;
+
+    __device__ static void run(const Params& params, char* smem) {
+        const int32 warp = threadIdx.x / 32, worker = blockIdx.x;
+        const bool cuts_jobs = params.arrivals != nullptr;
+        WorkLine<Spec> line(params);
+        if (worker >= line.workers()) return;
+        char* slots = smem + kFirstSlot + warp * kWarpBytes;
+        Warp state;
+        Ring ring{params, slots};
+        Segment segment{}, next = line.first(worker, cuts_jobs);
+        // In one turn, the keys of a segment are on their way before the results of the segment before are stored.
+        for (int32 number = 0;; ++number) {
+            char* const exchange = ring.free_slot();
+            char* const q = smem + number % 2 * Warp::kQueryBytes;
+            if (next.end != 0) ring.start(next, q, line.rows());
+            if (number > 0) store(params, line, segment, worker, state, smem, exchange - slots);
+            if (next.end == 0) return;
+            segment = next;
+            const Job& job = segment.job;
+            // The block that has the last step appends rows.
+            if (params.seqlen_new > 0 && job.row_tile == 0 && segment.end == job.steps) append_rows<Spec>(params, job);
+
+            const int32 first_row = job.row_tile * kBr, last_row = min_of(first_row + kBr, max_of(line.rows(), 1)) - 1;
+            const PackedMask<Spec::kCausal, Spec::kWindow> mask{line.mask_of(job.length), params.heads_per_group};
+            const auto keys = KeyRange::of(mask, first_row, last_row);
+            state.begin(params, job, first_row);
+            ring.wait();
+            __syncthreads();  // all of Q is there, and nobody reads the slots of the exchange any more
+            for (int32 step = segment.begin; step < segment.end; ++step) {
+                const char* slot = ring.acquire(segment, step);
+                const int32 first_key = (job.first_tile + step) * kBc + warp * kKeys;
+                if (keys.sees(first_key, kKeys))
+                    state.step(params, q, slot, slots + kStages * Warp::kSlotBytes, mask, first_row, first_key,
+                               keys.needs_mask(first_key, kKeys));
+            }
+            next = line.after(segment, cuts_jobs);
+        }
+    }
+
+  private:
+    // The slots of a warp. Steps of one segment after another pass through them; a copy starts kStages - 1 steps ahead.
+    struct Ring {
+        const Params& params;
+        char* slots;
+        int32 filled = 0, taken = 0;  // the next slots to fill and to take
+        Place ahead = {};             // of the first key of the next copy
+
+        // Starts the copies of a segment's first steps, and of its Q with the first of them.
+        __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
+            Warp::template copy_queries<kThreads>(q, params, segment.job, rows);
+            filled = taken;
+            look_up(segment, segment.begin);
+#pragma unroll 1
+            for (int32 s = 0; s < kStages - 1; ++s) load(segment, segment.begin + s);
+        }
+        // Waits for this thread's part of the first copy.
+        __device__ __forceinline__ void wait() const { Warp::template wait<kStages - 2>(); }
+        // The slot with the keys of a step, after which the slot of the step before is filled again.
+        __device__ __forceinline__ const char* acquire(const Segment& segment, int32 step) {
+            wait();
+            __syncwarp();
+            load(segment, step + kStages - 1);
+            const char* slot = slots + taken * Warp::kSlotBytes;
+            taken = taken + 1 == kStages ? 0 : taken + 1;
+            return slot;
+        }
+        // Between two segments, the slot that the copies of the next one's first steps leave free.
+        __device__ __forceinline__ char* free_slot() const {
+            return slots + (taken == 0 ? kStages - 1 : taken - 1) * Warp::kSlotBytes;
+        }
+
+      private:
+        __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
+            return (job.first_tile + step) * kBc + static_cast<int32>(threadIdx.x) / 32 * kKeys;
+        }
+        // Finds the page of a step ahead of its copy, which would wait for it.
+        __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {
+            const int32 key = first_key(segment.job, step);
+            if (step < segment.end && key < segment.job.cached) ahead = place_of(params, segment.job.batch, key);
+        }
+        __device__ __forceinline__ void load(const Segment& segment, int32 step) {
+            const Job& job = segment.job;
+            const int32 first = first_key(job, step);
+            if (step < segment.end && first < job.length) {
+                char* k = slots + filled * Warp::kSlotBytes;
+                char* v = k + Warp::kSlotBytes / 2;
+                const Element* k_rows = params.k_cache + ahead.offset(params.k_cache_strides, job.head_kv);
+                const Element* v_rows = params.v_cache + ahead.offset(params.v_cache_strides, job.head_kv);
+                const int64 k_stride = params.k_cache_strides.row, v_stride = params.v_cache_strides.row;
+                if (first + kKeys <= job.cached) {
+                    Warp::copy_keys(k, [=](int32 key) { return k_rows + key * k_stride; });
+                    Warp::copy_keys(v, [=](int32 key) { return v_rows + key * v_stride; });
+                } else {
+                    const int32 cached = job.cached - first, present = job.length - first;
+                    const Element* new_k = params.k + params.k_strides.offset(job.batch, -cached, job.head_kv);
+                    const Element* new_v = params.v + params.v_strides.offset(job.batch, -cached, job.head_kv);
+                    Warp::copy_keys(k, [=](int32 key) -> const Element* {
+                        if (key < cached) return k_rows + key * k_stride;
+                        return key < present ? new_k + key * params.k_strides.row : nullptr;
+                    });
+                    Warp::copy_keys(v, [=](int32 key) -> const Element* {
+                        if (key < cached) return v_rows + key * v_stride;
+                        return key < present ? new_v + key * params.v_strides.row : nullptr;
+                    });
+                }
+                look_up(segment, step + 1);
+            }
+            filled = filled + 1 == kStages ? 0 : filled + 1;
+            Warp::commit();
+        }
+    };
+
+    // Merges the O of the warps, which each leaves at `distance` from its first slot, and stores it; if the segment is a
+    // part of its job, as a part, which may be the last one of the job.
+    __device__ __forceinline__ static void store(const Params& params, const WorkLine<Spec>& line,
+                                                 const Segment& segment, int32 worker, Warp& state, char* smem,
+                                                 int32 distance) {
+        const Job& job = segment.job;
+        const int32 first_row = job.row_tile * kBr, warp = threadIdx.x / 32;
+        const Parts parts{params, job, first_row, min_of(line.rows() - first_row, kBr)};
+        const bool is_whole = segment.is_whole();
+        Contributors blocks{};
+        if (!is_whole) {
+            blocks.first = line.worker_of(job.start);
+            blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
+        }
+        const int32 part = Parts::part_of_block(blocks, worker - blocks.first);
+        Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
+        char* exchange = smem + kFirstSlot + distance;
+        state.finish(lse + warp * kBr);
+        __syncwarp();  // no lane reads the slot any more
+#pragma unroll
+        for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
+            state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
+            __syncthreads();
+            parts.for_items(begin, min_of(begin + kRowsAtOnce, parts.num_rows), [&](int32 row, int32 column) {
+                const int32 offset = Exchange::offset(row - begin, column);
+                const auto x = common::merge_row<Accum, Parts::kVector>(
+                    kWarps, is_whole ? parts.sink_of(row) : -common::infinity<Accum>(),
+                    [&](int32 s) { return lse[s * kBr + row]; },
+                    [&](int32 s) {
+                        const Accum* of_warp = reinterpret_cast<const Accum*>(exchange + s * kWarpBytes);
+                        return *reinterpret_cast<const typename Parts::Columns*>(of_warp + offset);
+                    });
+                parts.store(row, column, x, is_whole, part);
+            });
+            if (begin + kRowsAtOnce < kBr) __syncthreads();
+        }
+        if (!is_whole) parts.merge(blocks, worker);
+    }
+};
+
+}  // namespace fa2::decode

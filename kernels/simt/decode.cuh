@@ -1,0 +1,123 @@
+// The arithmetic of a warp in decode/decode.cuh without tensor cores: S = Q K^T and O = P V of 16 keys for up to 16 rows,
+// in IEEE arithmetic in float or double. A lane holds a part of S and O, as microtile.cuh says.
+#pragma once
+#include "common/online_softmax.cuh"
+#include "decode/decode.cuh"
+#include "simt/microtile.cuh"
+
+namespace fa2::simt {
+
+template <class Spec>
+class DecodeWarp {
+    using Real = typename Spec::Element;
+    static constexpr int kKeys = 16, kBr = Spec::kBr;
+    using Micro = Microtile<Real, kBr, kKeys, Spec::kHeadDim>;
+    using Rows = typename Micro::Rows;
+    using Scores = typename Micro::Scores;
+    using Sums = typename Micro::Sums;
+    using Job = decode::Job;
+    static constexpr int kRows = Scores::kRows;
+    static_assert(kBr <= 16);
+
+  public:
+    static constexpr int kColumns = Rows::kColumns;
+    static constexpr int kSlotBytes = 2 * kKeys * Rows::kRowLength * sizeof(Real);
+    static constexpr int kQueryBytes = kBr * Rows::kRowLength * sizeof(Real);
+    static constexpr int kScratchBytes = Micro::kPostedElements * sizeof(Real);
+
+    template <int kThreads>
+    __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
+        copy_rows<kThreads, kBr>(to, threadIdx.x, [&](int32 row) -> const Real* {
+            const int32 packed = job.row_tile * kBr + row, query = packed / params.heads_per_group;
+            if (packed >= rows) return nullptr;
+            const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
+            return params.q + params.q_strides.offset(job.batch, query, head);
+        });
+    }
+    template <class SourceOf>
+    __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
+        copy_rows<32, kKeys>(to, threadIdx.x % 32, source_of);
+    }
+    // GPUs without asynchronous copies have copied when they get here.
+    __device__ __forceinline__ static void commit() {
+        if constexpr (kAsynchronous) common::cp_async_commit();
+    }
+    template <int kPending>
+    __device__ __forceinline__ static void wait() {
+        if constexpr (kAsynchronous) common::cp_async_wait<kPending>();
+    }
+
+    __device__ __forceinline__ void begin(const Params& params, const Job& job, int32 first_row) {
+        slopes_.load(params, job, [=](int i) { return first_row + Scores::row(i, threadIdx.x % 32); });
+        softmax_.reset();
+        output_.clear();
+    }
+
+    template <class Mask>
+    __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char* scratch,
+                                         const Mask& mask, int32 first_row, int32 first_key, bool masked) {
+        const int32 lane = threadIdx.x % 32;
+        const Real* k = reinterpret_cast<const Real*>(slot);
+        Real* posted = reinterpret_cast<Real*>(scratch);
+        Scores scores;
+        Micro::dot(scores, reinterpret_cast<const Real*>(q), k, lane);
+        decode::modify<Spec>(scores, params, slopes_, 0, first_key, lane);
+        if (masked)
+            common::mask_scores(scores, mask, common::TilePosition{first_row, first_key, lane},
+                                -common::infinity<Real>());
+        Real rescale[kRows];
+        softmax_.update(scores, rescale);
+        __syncwarp();  // nobody reads the P of the step before any more
+        Micro::post(scores, posted, lane);
+        __syncwarp();
+        Micro::accumulate(output_, rescale, posted, k + kKeys * Rows::kRowLength, lane);
+    }
+
+    __device__ __forceinline__ void finish(Real* lse) {
+        const int32 lane = threadIdx.x % 32;
+        Real inverse[kRows], row_lse[kRows];
+        softmax_.finish(inverse, row_lse);
+        output_.scale(inverse);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+            if (Micro::lane_column(lane) == 0) lse[Scores::row(i, lane)] = row_lse[i];
+    }
+
+    template <class Exchange>
+    __device__ __forceinline__ void put(char* to, int32) const {
+        const int32 lane = threadIdx.x % 32;
+        Real* rows = reinterpret_cast<Real*>(to);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+            for (int c = 0; c < Sums::kChunks; ++c)
+                *reinterpret_cast<typename Rows::Vec*>(
+                    rows + Exchange::offset(Scores::row(i, lane), Sums::col(c, lane))) = output_.scaled(i, c, Real(1));
+    }
+
+  private:
+    // Starts the copy of rows from anywhere: 16 bytes at a time where a row begins on them, else one element.
+    template <int kThreads, int kCount, class SourceOf>
+    __device__ __forceinline__ static void copy_rows(char* to, int32 thread, const SourceOf& source_of) {
+        constexpr int kVector = Rows::kVector, kPieces = Rows::kColumns / kVector;
+        Real* rows = reinterpret_cast<Real*>(to);
+        for (int32 index = thread; index < kCount * kPieces; index += kThreads) {
+            const int32 row = index / kPieces, column = index % kPieces * kVector;
+            const Real* source = source_of(row);
+            Real* piece = rows + row * Rows::kRowLength + column;
+            if (Rows::in_vectors(source, 0)) {
+                Rows::template copy_piece<kVector>(piece, source + column, source && column < Spec::kHeadDim);
+            } else {
+#pragma unroll
+                for (int v = 0; v < kVector; ++v)
+                    Rows::template copy_piece<1>(piece + v, source + column + v, source && column + v < Spec::kHeadDim);
+            }
+        }
+    }
+
+    decode::RowSlopes<Spec, kRows> slopes_;
+    common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true, Scores::kLaneStep> softmax_;
+    Sums output_;
+};
+
+}  // namespace fa2::simt

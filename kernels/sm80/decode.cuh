@@ -1,0 +1,141 @@
+// The arithmetic of a warp in decode/decode.cuh on mma.sync: S = Q K^T and O = P V of 16 keys, for up to 32 rows of the
+// query heads that share them. Few of the rows may exist: the tensor cores have time, as memory bounds the kernel.
+#pragma once
+#include "common/online_softmax.cuh"
+#include "decode/decode.cuh"
+#include "sm80/multiply.cuh"
+
+namespace fa2::sm80 {
+
+template <class Spec>
+class DecodeWarp {
+    using Element = typename Spec::Element;
+    static constexpr int kKeys = 16, kBr = Spec::kBr, kM16 = kBr / 16;
+    static constexpr int kD = padded_head_dim(Spec::kHeadDim);
+    using QTile = SmemTile<kBr, kD>;
+    using KeyTile = SmemTile<kKeys, kD>;
+    using Scores = QuadFragment<kKeys / 8>;
+    using Output = QuadFragment<kD / 8>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+    using Job = decode::Job;
+    static_assert(kBr % 16 == 0);
+
+  public:
+    static constexpr int kColumns = kD;
+    static constexpr int kSlotBytes = 2 * KeyTile::kBytes, kQueryBytes = QTile::kBytes, kScratchBytes = 0;
+
+    // Starts the copy of a job's rows of Q by all threads of the block.
+    template <int kThreads>
+    __device__ __forceinline__ static void copy_queries(char* to, const Params& params, const Job& job, int32 rows) {
+        const auto source_of = [&](int32 row) -> const Element* {
+            const int32 packed = job.row_tile * kBr + row, query = packed / params.heads_per_group;
+            if (packed >= rows) return nullptr;
+            const int32 head = job.head_kv * params.heads_per_group + packed - query * params.heads_per_group;
+            return params.q + params.q_strides.offset(job.batch, query, head);
+        };
+        load_rows_async<QTile, kThreads, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x);
+    }
+    // Starts the copy of the warp's keys in K or V.
+    template <class SourceOf>
+    __device__ __forceinline__ static void copy_keys(char* to, const SourceOf& source_of) {
+        load_rows_async<KeyTile, 32, Spec::kHeadDim>(shared_address(to), source_of, threadIdx.x % 32);
+    }
+    __device__ __forceinline__ static void commit() { cp_async_commit(); }
+    template <int kPending>
+    __device__ __forceinline__ static void wait() {
+        cp_async_wait<kPending>();
+    }
+
+    // Begins a job whose first row is `first_row`.
+    __device__ __forceinline__ void begin(const Params& params, const Job& job, int32 first_row) {
+        slopes_.load(params, job, [=](int i) { return first_row + i / 2 * 16 + Output::row(i % 2, threadIdx.x % 32); });
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            softmax_[m].reset();
+            output_[m].fill(0.0f);
+        }
+    }
+
+    template <class Mask>
+    __device__ __forceinline__ void step(const Params& params, const char* q, const char* slot, char*, const Mask& mask,
+                                         int32 first_row, int32 first_key, bool masked) {
+        const int32 lane = threadIdx.x % 32;
+        const LaneAddress<QTile, MatrixOrder::kRowsFirst> q_address(shared_address(q), 0, lane);
+        const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(shared_address(slot), 0, lane);
+        const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(shared_address(slot) + KeyTile::kBytes, 0, lane);
+        Scores scores[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) scores[m].fill(0.0f);
+        multiply<Element, kD / 16>(
+            scores, [&](int m, int kk) { return ldmatrix_x4<false>(q_address.at(m, kk)); },
+            [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
+
+        const float scale = decode::kScalesFirst<Spec> ? 1.0f : common::capped_scale<Spec>(params);
+        PackedFragment<Element, kKeys / 8> p[kM16];
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            decode::modify<Spec>(scores[m], params, slopes_, 2 * m, first_key, lane);
+            if (!masked && softmax_[m].try_row_shift(scores[m], scale, p[m])) continue;
+            if constexpr (!decode::kScalesFirst<Spec>)
+#pragma unroll
+                for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= scale;
+            if (masked)
+                common::mask_scores(scores[m], mask, common::TilePosition{first_row + 16 * m, first_key, lane},
+                                    -common::infinity<float>());
+            float rescale[2];
+            softmax_[m].update(scores[m], rescale);
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= rescale[e / 2];
+            p[m].set(scores[m]);
+        }
+        multiply<Element, kKeys / 16>(
+            output_, [&](int m, int kk) { return p[m].k16(kk); },
+            [&](int n, int kk) { return ldmatrix_x4<true>(v_address.at(kk, n)); });
+    }
+
+    // Divides O by the sums of its rows, and writes lse of the rows.
+    __device__ __forceinline__ void finish(float* lse) {
+        const int32 lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            float inverse[2], row_lse[2];
+            softmax_[m].finish(inverse, row_lse);
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) output_[m].value[n][e] *= inverse[e / 2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (lane % 4 == 0) lse[16 * m + Output::row(i, lane)] = row_lse[i];
+        }
+    }
+
+    // Writes 16 rows of O, from the tile's row `begin` on.
+    template <class Exchange>
+    __device__ __forceinline__ void put(char* to, int32 begin) const {
+        const int32 lane = threadIdx.x % 32;
+        float* rows = reinterpret_cast<float*>(to);
+#pragma unroll
+        for (int m = 0; m < kM16; ++m) {
+            if (16 * m != begin) continue;
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    *reinterpret_cast<float2*>(rows +
+                                               Exchange::offset(Output::row(i, lane), Output::col(2 * n, lane))) =
+                        make_float2(output_[m].value[n][2 * i], output_[m].value[n][2 * i + 1]);
+        }
+    }
+
+  private:
+    decode::RowSlopes<Spec, 2 * kM16> slopes_;
+    Softmax softmax_[kM16];
+    Output output_[kM16];
+};
+
+}  // namespace fa2::sm80

@@ -1,0 +1,249 @@
+"""The section decode of benchmark.py: attention to a cache beside the speed of the memory and other operators."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import fa2cupy
+from fa2cupy import reference
+
+from .measure import (
+    Candidate,
+    Gpu,
+    host_microseconds,
+    progress,
+    rotating,
+    sets_beyond_cache,
+    stamp_of,
+    time_in_rounds,
+    write_csv,
+)
+
+__all__ = ["COLUMNS", "PEERS", "CachedProblem", "cached_problems", "run_decode", "table"]
+
+COLUMNS = (
+    "gpu", "driver", "date", "dtype", "head_dim", "num_heads", "num_heads_kv", "seqlen_q", "cache", "page_size",
+    "provider", "us_median", "us_min", "us_max", "gbs", "of_copy", "ratio", "host_us",
+)  # fmt: skip
+#: The operators that take such shapes: caches without pages whose sequences have one length.
+PEERS = ("torch flash", "torch cudnn")
+COPY, OURS = "device copy", "fa2cupy"
+_COPIED_BYTES = 1 << 30
+_CHECKED = 2e-2  # of the largest element of a checked head
+
+
+@dataclass(frozen=True)
+class CachedProblem:
+    """One call in bfloat16: the lengths of its sequences in a cache.
+
+    Attributes
+    ----------
+    name : str
+        Batch and length, for the column cache.
+    lengths : tuple of int
+    heads : tuple (num_heads, num_heads_kv)
+    head_dim, seqlen_q : int
+    page_size : int or None
+        None for a cache without a block table.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    head_dim: int
+    seqlen_q: int
+    page_size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that a call must read."""
+        return 2 * 2 * sum(self.lengths) * self.heads[1] * self.head_dim
+
+    @property
+    def is_even(self) -> bool:
+        """True if operators without lengths and pages compute the same."""
+        return self.page_size is None and len(set(self.lengths)) == 1
+
+    def columns(self) -> dict[str, object]:
+        """Its part of a row."""
+        sizes = {"dtype": "bfloat16", "head_dim": self.head_dim, "num_heads": self.heads[0]}
+        sizes |= {"num_heads_kv": self.heads[1], "seqlen_q": self.seqlen_q}
+        return sizes | {"cache": self.name, "page_size": self.page_size or ""}
+
+
+def cached_problems() -> Iterable[CachedProblem]:
+    """The problems of the section, those of one head_dim after the other."""
+    even = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 1024), (128, 8192))
+    ragged = tuple(int(n) for n in np.random.default_rng(0).integers(1, 8193, 64))
+    for head_dim in (64, 128):
+        for heads in ((32, 8), (8, 1)):
+            for seqlen_q in (1, 4):
+                sizes = (heads, head_dim, seqlen_q)
+                for batch, length in even:
+                    yield CachedProblem(f"{batch} x {length}", (length,) * batch, *sizes)
+                yield CachedProblem("64 x (1 to 8192)", ragged, *sizes)
+                for page_size in (16, 64):
+                    yield CachedProblem("16 x 4096", (4096,) * 16, *sizes, page_size)
+
+
+class _Inputs:
+    """q, a cache, lengths and a table on the device; the rows of a cache are drawn once and repeated."""
+
+    def __init__(self, gpu: Gpu, problem: CachedProblem, seed: int):
+        import ml_dtypes
+
+        xp, rng = gpu.xp, np.random.default_rng(seed)
+        batch, (num_heads, num_heads_kv) = len(problem.lengths), problem.heads
+        capacity, drawn = max(problem.lengths), 4096
+        page_size = problem.page_size or capacity
+        pages = -(-capacity // page_size) * batch
+        period = rng.standard_normal((2, drawn, problem.head_dim), dtype=np.float32).astype(ml_dtypes.bfloat16)
+        shape = (pages, page_size, num_heads_kv, problem.head_dim)
+        self.caches = []
+        for rows in map(xp.asarray, period):
+            cache = xp.empty((pages * page_size * num_heads_kv, problem.head_dim), rows.dtype)
+            for first in range(0, len(cache), drawn):
+                cache[first : first + drawn] = rows[: len(cache) - first]
+            self.caches.append(cache.reshape(shape))
+        q = rng.standard_normal((batch, problem.seqlen_q, num_heads, problem.head_dim), dtype=np.float32)
+        self.q = xp.asarray(q.astype(ml_dtypes.bfloat16))
+        self.lengths = xp.asarray(np.array(problem.lengths, "int32"))
+        order = rng.permutation(pages).astype("int32").reshape(batch, -1)
+        self.table = xp.asarray(order) if problem.page_size else None
+
+    def decode(self) -> tuple:
+        """Our call. Without a causal mask, so that operators that align it otherwise compute the same."""
+        return fa2cupy.decode(self.q, *self.caches, self.lengths, block_table=self.table, causal=False)
+
+
+def _check(gpu: Gpu, problem: CachedProblem, inputs: _Inputs) -> str | None:
+    """Holds the last sequence's first group of heads against float64; returns what is wrong, or None."""
+    number, length = len(problem.lengths) - 1, problem.lengths[-1]
+    group = problem.heads[0] // problem.heads[1]
+    rows = []
+    for cache in inputs.caches:
+        own = cache[number, :, :1] if inputs.table is None else cache[inputs.table[number]][:, :, :1]
+        rows.append(own.reshape(1, -1, 1, problem.head_dim)[:, :length])
+    expected, _ = reference.forward(inputs.q[number:, :, :group], *rows)
+    found = inputs.decode()[0][number:, :, :group].astype("float64")
+    error = float(abs(found - expected).max() / abs(expected).max())
+    return None if error < _CHECKED else f"{problem}: an error of {error:.3g} of the largest element"
+
+
+def _copy(gpu: Gpu) -> Candidate:
+    source, target = (gpu.xp.zeros(_COPIED_BYTES, "uint8") for _ in range(2))
+
+    def copy() -> tuple:
+        target[...] = source
+        return (target,)
+
+    return Candidate(COPY, copy)
+
+
+def _peer(peer, inputs: Sequence[_Inputs]) -> Candidate:
+    sets = [(False, *map(peer.own, (one.q, *one.caches))) for one in inputs]
+    return Candidate(peer.name, rotating(peer.forward, sets))
+
+
+def run_decode(
+    gpu: Gpu,
+    peers: Sequence,
+    rounds: int,
+    budget_ms: float,
+    path: Path,
+    problems: Sequence[CachedProblem] | None = None,
+) -> list[str]:
+    """Measures all problems and writes the rows after each; returns what failed."""
+    failures: list[str] = []
+    rows: list[dict[str, object]] = []
+    copy, rng = _copy(gpu), random.Random(0)
+    work = list(cached_problems()) if problems is None else list(problems)
+    with progress(len(work), "decode") as bar:
+        for problem in work:
+            count = sets_beyond_cache(problem.nbytes, gpu.info.l2_bytes)
+            inputs = [_Inputs(gpu, problem, seed) for seed in range(min(count, 64))]
+            wrong = _check(gpu, problem, inputs[0])
+            if wrong:
+                failures.append(wrong)
+            else:
+                ours = Candidate(OURS, rotating(_Inputs.decode, [(one,) for one in inputs]))
+                others = [_peer(peer, inputs) for peer in peers if problem.is_even]
+                candidates = [copy, ours, *_that_run(others, bar.write)]
+                times = time_in_rounds(gpu, candidates, rounds, budget_ms, rng)
+                host = host_microseconds(gpu, [ours], rounds=2) if problem.nbytes < 1 << 22 else {}
+                rows += _rows(gpu, problem, times, host)
+                write_csv(path, COLUMNS, rows)
+            del inputs
+            gpu.release()
+            for peer in peers:
+                peer.release()
+            bar.update()
+    print("", *table(rows), "", sep="\n")
+    return failures
+
+
+def _that_run(candidates: Iterable[Candidate], write) -> list[Candidate]:
+    """Those that take the shape."""
+    found = []
+    for candidate in candidates:
+        try:
+            candidate.call()
+        except Exception as error:  # whatever an operator says of shapes that it does not take
+            write(f"{candidate.name}: {str(error).splitlines()[0]}")
+        else:
+            found.append(candidate)
+    return found
+
+
+def _rows(
+    gpu: Gpu, problem: CachedProblem, times: Mapping[str, Sequence[float]], host: Mapping[str, float]
+) -> list[dict[str, object]]:
+    """A row for each provider. A copy counts what it reads and what it writes."""
+    copied = 2 * _COPIED_BYTES / statistics.median(times[COPY]) / 1e6
+    rows = []
+    for name, of_rounds in times.items():
+        median = statistics.median(of_rounds)
+        speed = copied if name == COPY else problem.nbytes / median / 1e6
+        ratios = [other / own for other, own in zip(of_rounds, times[OURS], strict=True)]
+        rows.append(
+            stamp_of(gpu)
+            | problem.columns()
+            | {
+                "provider": name,
+                "us_median": f"{1e3 * median:.2f}",
+                "us_min": f"{1e3 * min(of_rounds):.2f}",
+                "us_max": f"{1e3 * max(of_rounds):.2f}",
+                "gbs": f"{speed:.0f}",
+                "of_copy": f"{speed / copied:.3f}",
+                "ratio": "" if name in (OURS, COPY) else f"{statistics.median(ratios):.3f}",
+                "host_us": f"{host[name]:.1f}" if name in host else "",
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Ours in GB/s, its share of the copy's, and the time of the fastest other operator over ours."""
+    keys = ("head_dim", "num_heads", "num_heads_kv", "seqlen_q", "cache", "page_size")
+    ratios: dict[tuple, list[float]] = {}
+    for row in rows:
+        if row["ratio"]:
+            ratios.setdefault(tuple(row[key] for key in keys), []).append(float(str(row["ratio"])))
+    lines = ["| head_dim | heads | queries | cache | us | GB/s | of a copy | others' time |", f"|{'---|' * 8}"]
+    for row in rows:
+        if row["provider"] != OURS:
+            continue
+        cache = f"{row['cache']}, pages of {row['page_size']}" if row["page_size"] else row["cache"]
+        best = ratios.get(tuple(row[key] for key in keys))
+        cells = (
+            row["head_dim"], f"{row['num_heads']}/{row['num_heads_kv']}", row["seqlen_q"], cache, row["us_median"],
+            row["gbs"], row["of_copy"], f"{min(best):.2f}" if best else "",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines

@@ -1,0 +1,141 @@
+"""Calls of `fa2cupy.decode`: their arguments, and the check of their results against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from fa2cupy.testing import Expectation
+
+
+def paged(rows: np.ndarray, page_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The rows (batch, row, head, column) in pages of any order, with some that are of no sequence, and their table."""
+    batch, capacity = rows.shape[:2]
+    count = batch * (capacity // page_size)
+    table = rng.permutation(count + 3)[:count].astype("int32").reshape(batch, -1)
+    pages = np.full((count + 3, page_size, *rows.shape[2:]), np.nan, rows.dtype)
+    pages[table] = rows.reshape(batch, -1, page_size, *rows.shape[2:])
+    return pages, table
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a call.
+
+    Attributes
+    ----------
+    dtype : str
+    lengths : tuple of int
+        Rows of each sequence in the cache; behind them it holds NaN.
+    seqlen_q, heads, head_dim : int, (int, int), int
+        Queries, heads of q and of the cache, columns.
+    num_new : int
+        Rows that are appended; 0 is a call without k and v.
+    page_size : int or None
+        None is a cache without a block table.
+    capacity : int or None
+        Rows that a sequence has in the cache; None are as many as the longest needs, in whole pages.
+    """
+
+    dtype: str
+    lengths: tuple[int, ...]
+    seqlen_q: int = 1
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    num_new: int = 0
+    page_size: int | None = None
+    capacity: int | None = None
+    layout: str = "bshd"
+    seed: int = 0
+
+    @property
+    def room(self) -> int:
+        """Rows that a sequence has in the cache."""
+        step = self.page_size or 1
+        return self.capacity or -(-(max(self.lengths, default=0) + self.num_new) // step) * step
+
+    def dense(self) -> tuple[np.ndarray, ...]:
+        """q, keys and values of whole sequences, and the new rows of both, with the axes (batch, row, head, column)."""
+        rng = np.random.default_rng(self.seed)
+        batch, (num_heads, num_heads_kv) = len(self.lengths), self.heads
+        dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype
+
+        def draw(rows: int, heads: int) -> np.ndarray:
+            return rng.standard_normal((batch, rows, heads, self.head_dim)).astype(dtype)
+
+        q, k, v = draw(self.seqlen_q, num_heads), draw(self.room, num_heads_kv), draw(self.room, num_heads_kv)
+        new = draw(self.num_new, num_heads_kv), draw(self.num_new, num_heads_kv)
+        for rows in (k, v):
+            for number, length in enumerate(self.lengths):
+                rows[number, length:] = np.nan
+        return q, k, v, *new
+
+    def arguments(self) -> tuple:
+        """q, k_cache, v_cache, cache_seqlens and the keywords, in the layout of the case."""
+        q, k, v, new_k, new_v = self.dense()
+        options: dict = {"layout": self.layout} if self.layout != "bshd" else {}
+        if self.num_new:
+            options |= {"k": self._laid_out(new_k), "v": self._laid_out(new_v)}
+        if self.page_size:
+            (k, options["block_table"]), (v, _) = (
+                paged(rows, self.page_size, np.random.default_rng(self.seed + 1)) for rows in (k, v)
+            )
+        caches = self._laid_out(k), self._laid_out(v)
+        return self._laid_out(q), *caches, np.array(self.lengths, "int32"), options
+
+    def _laid_out(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self.layout == "bshd" else np.ascontiguousarray(rows.swapaxes(1, 2))
+
+    def features(self, **options) -> dict:
+        """Options with arrays in the place of "head", "batch" and True."""
+        wide = "float64" if self.dtype == "float64" else "float32"
+        rng, heads = np.random.default_rng(self.seed + 2), self.heads[0]
+        slopes = {"head": (heads,), "batch": (len(self.lengths), heads)}
+        if "alibi_slopes" in options:
+            options["alibi_slopes"] = rng.uniform(-0.1, 0.5, slopes[options["alibi_slopes"]]).astype(wide)
+        if "sink" in options:
+            options["sink"] = rng.standard_normal(heads).astype(wide)
+        return options
+
+
+def check(decode: Callable, case: Case, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Calls `decode`, and checks its results and the cache that it leaves; `options` as for `Case.features`."""
+    options = case.features(**options)
+    q, k_cache, v_cache, lengths, call = case.arguments()
+    expected_caches = [cache.copy() for cache in (k_cache, v_cache)]
+    o, lse = decode(q, k_cache, v_cache, lengths, **call, **options)
+    _append(case, expected_caches, call)
+    for cache, expected in zip((k_cache, v_cache), expected_caches, strict=True):
+        np.testing.assert_array_equal(cache.view(f"u{cache.itemsize}"), expected.view(f"u{cache.itemsize}"))
+    dense = replace(case, layout="bshd")
+    q, k, v, new_k, new_v = dense.dense()
+    of_reference = {"causal": True, **options}
+    for number, length in enumerate(case.lengths):
+        own = slice(number, number + 1)
+        keys, values = (
+            np.concatenate([rows[own, :length], new[own]], axis=1) for rows, new in ((k, new_k), (v, new_v))
+        )
+        slopes = options.get("alibi_slopes")
+        if slopes is not None and slopes.ndim == 2:
+            of_reference["alibi_slopes"] = slopes[own]
+        o_rows = o[own] if case.layout == "bshd" else o[own].swapaxes(1, 2)
+        Expectation(q[own], keys, values, **of_reference).check(spec=(case, number), o=o_rows, lse=lse[own])
+    return o, lse
+
+
+def _append(case: Case, caches: list[np.ndarray], call: dict) -> None:
+    """Writes the new rows to their places, one by one."""
+    for cache, name in zip(caches, ("k", "v"), strict=True):
+        for number, length in enumerate(case.lengths):
+            for row in range(case.num_new):
+                page, place = number, length + row
+                if case.page_size:
+                    page, place = call["block_table"][number, place // case.page_size], place % case.page_size
+                new = call[name][number]
+                if case.layout == "bshd":
+                    cache[page, place] = new[row]
+                else:
+                    cache[page, :, place] = new[:, row]

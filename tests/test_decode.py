@@ -1,0 +1,187 @@
+"""Decoding on NumPy: against the reference on the keys of each sequence, and arguments that do not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.decode_cases import Case, check, paged
+
+import fa2cupy
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("page_size", [None, 16, 48])
+@pytest.mark.parametrize("num_new", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_lengths(dtype, num_new, page_size, layout):
+    lengths = (0, 1, 47, 48, 90, 101)
+    check(fa2cupy.decode, Case(dtype, lengths, num_new=num_new, page_size=page_size, layout=layout))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 7])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_groups_of_heads_and_several_queries(seqlen_q, heads, causal):
+    case = Case("float16", (0, 2, 33, 60), seqlen_q=seqlen_q, heads=heads, page_size=16, num_new=2)
+    check(fa2cupy.decode, case, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (10, None), "causal": False},
+        {"window": (3, 1), "causal": False},
+        {"window": (20, 20)},
+        {"softcap": 2.0},
+        {"alibi_slopes": "head"},
+        {"alibi_slopes": "batch"},
+        {"sink": True},
+        {"softmax_scale": -0.3},
+        {"window": (9, 0), "softcap": 3.0, "alibi_slopes": "batch", "sink": True},
+    ],
+    ids=str,
+)
+def test_features(options):
+    for dtype in ("float16", "float64"):
+        check(fa2cupy.decode, Case(dtype, (0, 5, 40), seqlen_q=3, num_new=1, page_size=16), **options)
+
+
+def test_rows_behind_a_length_are_not_read_and_not_written():
+    """`Case` fills them with NaN; besides, pages of no sequence stay as they are."""
+    case = Case("float32", (5, 20), num_new=1, page_size=16)
+    q, k_cache, v_cache, lengths, options = case.arguments()
+    before = k_cache.copy(), v_cache.copy()
+    fa2cupy.decode(q, k_cache, v_cache, lengths, **options)
+    for cache, old, new in zip((k_cache, v_cache), before, (options["k"], options["v"]), strict=True):
+        for number, length in enumerate((5, 20)):
+            page, row = options["block_table"][number, length // 16], length % 16
+            np.testing.assert_array_equal(cache[page, row], new[number, 0])
+            old[page, row] = new[number, 0]
+        np.testing.assert_array_equal(cache, old)
+
+
+def test_a_sequence_token_by_token_gives_what_all_of_it_gives():
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 1, 40, 2, 16))
+    whole, _ = fa2cupy.forward(q, k, v, causal=True)
+    k_cache, v_cache = np.full((2, 1, 40, 2, 16), np.nan)
+    lengths = np.zeros(1, "int32")
+    for row in range(40):
+        now = slice(row, row + 1)
+        o, _ = fa2cupy.decode(q[:, now], k_cache, v_cache, lengths, k=k[:, now], v=v[:, now])
+        lengths += 1
+        np.testing.assert_allclose(o, whole[:, now], rtol=1e-12)
+    np.testing.assert_array_equal(k_cache, k)
+
+
+def test_out():
+    q, k_cache, v_cache, lengths, _ = Case("float32", (5, 20)).arguments()
+    out = np.empty_like(q), np.empty((2, q.shape[2], 1), "float32")
+    o, lse = fa2cupy.decode(q, k_cache, v_cache, lengths, out=out)
+    assert o is out[0] and lse is out[1]
+
+
+def test_empty_batches_and_queries():
+    for case in (Case("float32", ()), Case("float32", (3, 4), seqlen_q=0)):
+        q, k_cache, v_cache, lengths, _ = case.arguments()
+        o, lse = fa2cupy.decode(q, k_cache, v_cache, lengths)
+        assert o.shape == q.shape and lse.size == 0
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+CASE = Case("float32", (5, 20), num_new=1, page_size=16)
+
+
+def changed(name: str, change):
+    """The arguments of `CASE` as a dict, one of them changed."""
+    q, k_cache, v_cache, lengths, options = CASE.arguments()
+    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, **options}
+    arguments[name] = change(arguments.get(name))
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "text"),
+    [
+        ("cache_seqlens", lambda x: x * 0 - 1, ValueError, "^cache_seqlens: expected lengths from 0 to 31.*got -1 for"),
+        ("cache_seqlens", lambda x: x * 0 + 32, ValueError, "^cache_seqlens: .* 1 are for k and v.*got 32 for"),
+        ("cache_seqlens", lambda x: x.astype("int64"), TypeError, "^cache_seqlens: expected dtype int32, got int64"),
+        ("cache_seqlens", lambda x: x[:1], ValueError, r"^cache_seqlens: expected shape \(2,\)"),
+        ("cache_seqlens", lambda x: [5, 20], TypeError, "^cache_seqlens: expected a numpy.ndarray"),
+        ("block_table", lambda x: x + 100, ValueError, r"^block_table: expected numbers of the \d pages.* at \[0"),
+        ("block_table", lambda x: x * 0 - 1, ValueError, "^block_table: expected numbers of .*, from 0 on, got -1"),
+        ("block_table", lambda x: x.astype("int64"), TypeError, "^block_table: expected dtype int32"),
+        ("block_table", lambda x: x[0], ValueError, "^block_table: expected shape"),
+        ("block_table", lambda x: x[:1], ValueError, r"^block_table: expected shape \(2, 2\)"),
+        ("block_table", lambda x: None, ValueError, r"^k_cache: expected shape \(2, rows, num_heads_kv, 32"),
+        ("k_cache", lambda x: x[:, :8], ValueError, "^k_cache: expected pages of a multiple of 16 rows, got 8"),
+        ("k_cache", lambda x: x[..., :8], ValueError, "^k_cache: expected shape"),
+        ("k_cache", lambda x: x.astype("float64"), TypeError, "^k_cache: expected dtype float32 to match q"),
+        ("k_cache", lambda x: x[0], ValueError, "^k_cache: expected 4 axes"),
+        ("v_cache", lambda x: x[:1], ValueError, "^v_cache: expected shape .* to match k_cache"),
+        ("v", lambda x: None, ValueError, "^v: rows are appended to both caches"),
+        ("k", lambda x: None, ValueError, "^k: rows are appended to both caches"),
+        ("k", lambda x: x[:, :, :1], ValueError, "^k: expected shape"),
+        ("k", lambda x: x.astype("float64"), TypeError, "^k: expected dtype float32"),
+        ("v", lambda x: x.astype("float64"), TypeError, "^v: expected dtype float32"),
+        ("q", lambda x: x[0], ValueError, "^q: expected 4 axes"),
+        ("q", lambda x: x[:, :, :3], ValueError, "^k_cache: the number of heads of q"),
+        ("q", lambda x: None, TypeError, "^q: expected a numpy.ndarray"),
+        ("causal", lambda x: 1, TypeError, "^causal: expected a bool"),
+        ("layout", lambda x: "sbhd", ValueError, "^layout: expected"),
+        ("softcap", lambda x: -1.0, ValueError, "^softcap: expected a positive number"),
+        ("window", lambda x: (-1, 0), ValueError, r"^window \(left\): expected at least 0"),
+        ("sink", lambda x: np.zeros(3, "float32"), ValueError, "^sink: expected shape"),
+        ("alibi_slopes", lambda x: np.zeros(4), TypeError, "^alibi_slopes: expected dtype float32"),
+        ("softmax_scale", lambda x: float("nan"), ValueError, "^softmax_scale: expected a finite number"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(name, change, error, text):
+    arguments = changed(name, change)
+    before = None if arguments["k_cache"].ndim < 4 else arguments["k_cache"].copy()
+    with pytest.raises(error, match=text):
+        fa2cupy.decode(**arguments)
+    if before is not None:
+        np.testing.assert_array_equal(arguments["k_cache"], before)
+
+
+def test_pages_behind_a_sequence_may_be_anything():
+    arguments = changed("block_table", lambda table: table)
+    arguments["block_table"][0, 1:] = -1  # sequence 0 has 6 rows, of the first page
+    fa2cupy.decode(**arguments)
+
+
+def test_a_cache_that_cannot_be_written_to():
+    arguments = changed("v_cache", lambda x: x)
+    arguments["v_cache"].flags.writeable = False
+    with pytest.raises(ValueError, match="^v_cache: k and v are written to the cache, and the array is read-only"):
+        fa2cupy.decode(**arguments)
+
+
+@pytest.mark.parametrize(("name", "other"), [("k", "k_cache"), ("v_cache", "k_cache")])
+def test_a_cache_that_overlaps_what_is_read(name, other):
+    arguments = changed("block_table", lambda table: table)
+    like = arguments[name]
+    arguments[name] = arguments[other] if like.ndim == 4 and name == "v_cache" else arguments[other][:2, :1]
+    with pytest.raises(ValueError, match="overlaps .* in memory"):
+        fa2cupy.decode(**arguments)
+
+
+def test_more_new_rows_than_a_sequence_can_have():
+    q, k_cache, v_cache, lengths, _ = Case("float32", (0, 0), capacity=4).arguments()
+    new = np.zeros((2, 5, *k_cache.shape[2:]), "float32")
+    with pytest.raises(ValueError, match="^k: 5 rows are more than the 4"):
+        fa2cupy.decode(q, k_cache, v_cache, lengths, k=new, v=new)
+
+
+def test_a_paged_cache_holds_the_rows_of_the_dense_one():
+    """What `support.decode_cases.paged` promises."""
+    rows = np.arange(2 * 32.0).reshape(2, 32, 1, 1)
+    pages, table = paged(rows, 16, np.random.default_rng(0))
+    np.testing.assert_array_equal(pages[table].reshape(2, 32, 1, 1), rows)
+    assert len(pages) > 4

@@ -1,0 +1,148 @@
+"""Kernels of decoding broken on purpose, each in one place, and each caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+import ptxsim
+from support.decode_cases import Case, check
+from support.fake_cupy import place
+from support.fake_gpu import decode
+from support.simulator import simulated_gpu
+
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.jit.spec import KernelSpec
+
+pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
+
+#: What catches a mutant: the exception, and what its text says.
+CATCHES = {
+    "race": (ptxsim.PtxError, "shared memory race"),
+    "blocks": (ptxsim.PtxError, "global memory race"),
+    "bounds": (ptxsim.PtxError, "out of bounds"),
+    "uninitialised": (ptxsim.PtxError, "uninitialised"),
+    "counter": (AssertionError, "arrivals is left at"),
+    "unwritten": (AssertionError, "elements of .* are unwritten"),
+    "numbers": (AssertionError, "% of the allowed"),
+    "cache": (AssertionError, "Arrays are not equal"),
+}
+
+#: Blocks that have parts of several jobs, and enough of them for two levels of merges.
+FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
+MANY = dataclasses.replace(FEW, multiprocessors=23)
+
+PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
+DENSE = Case("float16", (200, 90), num_new=1)
+LONG = Case("float16", (22 * 64 - 3,), heads=(2, 1), head_dim=128)
+SIXTEEN = Case("float16", (70,), heads=(16, 1))
+TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is changed in the kernel, and what must catch the change."""
+
+    name: str
+    old: str
+    new: str
+    caught_by: str
+    case: Case = DENSE
+    options: tuple = ()
+    lengths: tuple | None = None  # in the place of the case's, which then are those that they are clamped to
+    table: int | None = None  # in the place of the entries of the block table
+    device: DeviceInfo = FEW
+
+    def __call__(self, spec: KernelSpec, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
+        return text.replace(self.old, self.new)
+
+    def run(self) -> None:
+        def on_device(q, k_cache, v_cache, lengths, **options):
+            caches = place(k_cache), place(v_cache)
+            if self.table is not None:
+                options["block_table"] = np.full_like(options["block_table"], self.table)
+            given = lengths if self.lengths is None else np.array(self.lengths, "int32")
+            placed = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+            results = decode(place(q), *caches, place(given), **placed)
+            k_cache[...], v_cache[...] = caches
+            return results
+
+        if self.table is None:
+            check(on_device, self.case, **dict(self.options))
+        else:  # what all sequences then read are the same rows of one page: there is nothing to compare with
+            q, k_cache, v_cache, lengths, options = self.case.arguments()
+            on_device(q, np.zeros_like(k_cache), np.zeros_like(v_cache), lengths, **options)
+
+
+SINK = (("sink", True),)
+FENCES = "last = atomicAdd(counter, 1) == expected - 1;"
+MUTANTS = (
+    Mutant("a page of the sequence before", "static_cast<int64>(batch) * params.pages_per_sequence + index",
+           "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
+    Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]",
+           "params.pages_per_sequence]",
+           "blocks", PAGED),
+    Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
+    Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
+           dataclasses.replace(PAGED, num_new=0), table=1000),
+    Mutant("pages below the first", "min_of(max_of(page, 0), ", "min_of(page, ", "bounds",
+           dataclasses.replace(PAGED, num_new=0), table=-1000),
+    Mutant("the rest of the last page", "if (first + kKeys <= job.cached) {", "if (first <= job.cached) {",
+           "uninitialised", PAGED),
+    Mutant("new rows past the last", "return key < present ? new_k", "return true ? new_k", "bounds",
+           dataclasses.replace(DENSE, num_new=2)),
+    Mutant("a length beyond the cache", "min_of(max_of(params.cache_seqlens[batch], 0), room)",
+           "max_of(params.cache_seqlens[batch], 0)", "bounds", TOO_LONG, lengths=(1000, 90)),
+    Mutant("a negative length", "min_of(max_of(params.cache_seqlens[batch], 0), room)",
+           "min_of(params.cache_seqlens[batch], room)", "bounds",
+           dataclasses.replace(DENSE, lengths=(0, 90)), lengths=(-5, 90)),
+    Mutant("no room for new rows", "const int32 room = params.seqlen_k - params.seqlen_new;",
+           "const int32 room = params.seqlen_k;", "uninitialised", TOO_LONG, lengths=(1000, 90)),
+    Mutant("new rows one place late", "place_of(params, job.batch, job.cached + row)",
+           "place_of(params, job.batch, job.cached + row + 1)", "cache", dataclasses.replace(DENSE, capacity=300)),
+    Mutant("new rows by every block", "segment.end == job.steps) append_rows", "true) append_rows", "blocks", DENSE),
+    Mutant("parts of equal weight", "weight = exp_accurate(lse - shift);", "weight = 1;", "numbers"),
+    Mutant("weights without their sum", "total += weight;", "total = 1;", "numbers"),
+    Mutant("lse without the shift", "row.lse = shift + log(total);", "row.lse = log(total);", "numbers"),
+    Mutant("the sink in every part", "count, is_all ? sink_of(row) : -common::infinity<Accum>(),",
+           "count, sink_of(row),", "numbers", LONG, SINK, device=MANY),
+    Mutant("the sink in parts of blocks", "kWarps, is_whole ? parts.sink_of(row) : -common::infinity<Accum>(),",
+           "kWarps, parts.sink_of(row),", "numbers", DENSE, SINK),
+    Mutant("nothing is released", f"__threadfence();\n            {FENCES}", FENCES, "blocks"),
+    Mutant("nothing is acquired", "if (last) atomicExch(counter, 0);\n            __threadfence();",
+           "if (last) atomicExch(counter, 0);", "blocks"),
+    Mutant("arrival ahead of the other warps", "__syncthreads();  // all threads have written their items",
+           "__syncwarp();  //", "blocks", Case("float16", (300,), heads=(8, 1), head_dim=64)),
+    Mutant("a counter that stays", "if (last) atomicExch(counter, 0);", "", "counter"),
+    Mutant("no merge at all", FENCES, "last = atomicAdd(counter, 1) == expected;", "unwritten"),
+    Mutant("groups of other sizes", "3 * (blocks.first + s * size) + 2 :", "3 * (blocks.first + s) + 2 :",
+           "uninitialised", LONG, device=MANY),
+    Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
+    Mutant("keys before they are there", "wait();\n            __syncwarp();\n            load", "load", "race"),
+    Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",
+           "uninitialised"),
+    Mutant("steps of the block before again", "? static_cast<int32>(position - job.start) : 0", "? 0 : 0", "counter"),
+    Mutant("every warp the same keys", "static_cast<int32>(threadIdx.x) / 32 * kKeys;", "0;", "numbers"),
+    Mutant("heads of a group in another order", "packed - query * params.heads_per_group;",
+           "params.heads_per_group - 1 - (packed - query * params.heads_per_group);", "numbers"),
+    Mutant("rows that are queries", "of_queries.end_key(row / heads_per_group)", "of_queries.end_key(row)", "numbers",
+           Case("float16", (90,), seqlen_q=3)),
+    Mutant("a slope for all heads", "slopes.slope[first_row + i]", "slopes.slope[first_row]", "numbers", SIXTEEN,
+           (("alibi_slopes", "head"),)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_it_is_caught(monkeypatch, mutant):
+    error, text = CATCHES[mutant.caught_by]
+    with monkeypatch.context() as patch, simulated_gpu(patch, mutant.device):
+        mutant.run()
+    with simulated_gpu(monkeypatch, mutant.device, patch=mutant), pytest.raises(error, match=text):
+        mutant.run()

@@ -1,0 +1,262 @@
+"""Decoding by its kernels, executed without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.decode_cases import Case, check
+from support.fake_cupy import place
+from support.fake_gpu import decode as decode_on_gpu
+from support.fake_gpu import fake_gpu, forward
+from support.launch_record import stage_values
+from support.simulator import simulated_gpu
+from support.strided_arrays import packed
+
+import fa2cupy
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.testing import Expectation, make_inputs
+
+pytestmark = pytest.mark.simulated
+
+H100 = DeviceInfo.named("sm_90")
+#: Whose blocks have pieces of several jobs, and cut others.
+FEW = dataclasses.replace(H100, multiprocessors=2)
+#: Which has more blocks than parts are merged at once.
+MANY = dataclasses.replace(H100, multiprocessors=23)
+
+
+def on_device(q, k_cache, v_cache, lengths, view=place, **options):
+    """`decode` of NumPy arrays on the simulated device. New rows come back in the caches."""
+    caches = view(k_cache), view(v_cache)
+    placed = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    if "softmax_scale" in placed:
+        placed["scale"] = placed.pop("softmax_scale")
+    results = decode_on_gpu(view(q), *caches, place(lengths), **placed)
+    k_cache[...], v_cache[...] = caches
+    return results
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch, FEW) as stages:
+        yield stages
+        assert {stage.spec.operation for stage in stages} <= {"decode"}
+
+
+@pytest.mark.sample(dtype=("bfloat16",), head_dim=(40, 128, 256))
+@pytest.mark.parametrize("head_dim", (8, 16, 40, 64, 96, 128, 160, 256))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim):
+    page_size = 16 if head_dim % 64 else None
+    for case in (
+        Case(dtype, (0, 1, 63, 64, 65, 200), head_dim=head_dim, heads=(2, 1), page_size=page_size, num_new=1),
+        Case(dtype, (17, 130), head_dim=head_dim, heads=(6, 2), seqlen_q=3, page_size=page_size),
+    ):
+        check(on_device, case)
+
+
+@pytest.mark.sample(head_dim=(59, 128))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", d) for d in (1, 32, 59, 128, 250)] + [("float64", d) for d in (32, 111, 256)]
+)
+def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim):
+    for case in (
+        Case(dtype, (0, 1, 31, 33, 90), head_dim=head_dim, heads=(2, 1), page_size=16, num_new=1),
+        Case(dtype, (17, 80), head_dim=head_dim, heads=(6, 2), seqlen_q=3, num_new=2),
+    ):
+        check(on_device, case)
+
+
+@pytest.mark.sample(num_new=(21,))
+@pytest.mark.parametrize("page_size", [None, 16, 48])
+@pytest.mark.parametrize("num_new", [0, 1, 21])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_appended_rows_and_pages(launched, layout, num_new, page_size):
+    """Rows of the cache, then new ones, within 16 keys of a warp, at its end and across several tiles."""
+    lengths = (0, 15, 16, 60, 64, 100)
+    check(on_device, Case("float16", lengths, num_new=num_new, page_size=page_size, layout=layout, seqlen_q=2))
+
+
+@pytest.mark.sample(causal=(True,), seqlen_q=(1, 5, 17))
+@pytest.mark.parametrize(("seqlen_q", "heads"), [(1, (8, 8)), (4, (8, 1)), (5, (8, 1)), (9, (4, 1)), (17, (4, 2))])
+@pytest.mark.parametrize("causal", [False, True])
+def test_groups_of_rows(launched, causal, seqlen_q, heads):
+    """One tile of 16 rows or 32, whole and ragged, and several tiles; also sequences with fewer keys than queries."""
+    case = Case("float16", (0, 3, 70, 130), seqlen_q=seqlen_q, heads=heads, head_dim=64, num_new=1)
+    check(on_device, case, causal=causal)
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (10, None), "causal": False},
+        {"window": (3, 1), "causal": False},
+        {"window": (70, 70)},
+        {"softcap": 2.0},
+        {"alibi_slopes": "head"},
+        {"alibi_slopes": "batch", "causal": False},
+        {"sink": True},
+        {"softmax_scale": -0.3},
+        {"softmax_scale": -0.3, "softcap": 2.0, "alibi_slopes": "head"},
+        {"window": (90, 0), "softcap": 3.0, "alibi_slopes": "batch", "sink": True},
+    ],
+    ids=str,
+)
+def test_features(launched, dtype, options):
+    check(on_device, Case(dtype, (0, 5, 200), seqlen_q=3, num_new=1, page_size=16), **options)
+    check(on_device, Case(dtype, (64, 300), seqlen_q=6, heads=(6, 1), head_dim=64), **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_merges_in_two_levels(monkeypatch, dtype):
+    """More blocks for a job than parts are merged at once, in groups of which the last is smaller."""
+    with simulated_gpu(monkeypatch, MANY) as launched:
+        steps = 22 if dtype == "float16" else 37
+        lengths = (steps * (64 if dtype == "float16" else 32) - 3,)
+        head_dim = 128 if dtype == "float16" else 160
+        check(on_device, Case(dtype, lengths, heads=(2, 1), head_dim=head_dim), sink=True)
+        check(on_device, Case(dtype, (lengths[0] - 70, 60), heads=(2, 1), head_dim=head_dim, seqlen_q=2))
+        assert all(stage.blocks > 16 for stage in launched)
+
+
+def test_without_counters_no_job_is_cut(monkeypatch):
+    """As for calls that are captured when all counters are taken: each block has the jobs that begin in its piece."""
+    for device in (FEW, MANY):
+        with monkeypatch.context() as patch, simulated_gpu(patch, device, with_counter=False):
+            check(on_device, Case("float16", (0, 5, 200, 64), page_size=16, num_new=1))
+            check(on_device, Case("float16", (700, 3), heads=(1, 1)))
+
+
+@pytest.mark.sample(seed=(0,))
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_warps(monkeypatch, seed):
+    with simulated_gpu(monkeypatch, FEW, seed=seed):
+        check(on_device, Case("float16", (0, 1, 200, 90), num_new=1, page_size=16, seqlen_q=2))
+        check(on_device, Case("float32", (0, 1, 150), num_new=1, head_dim=59))
+
+
+def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
+    """The same bits from launch to launch."""
+    case = Case("bfloat16", (200, 90, 333), num_new=1, page_size=16)
+    found = []
+    for seed in (None, 5):
+        with monkeypatch.context() as patch, simulated_gpu(patch, FEW, seed=seed):
+            q, *caches, lengths, options = case.arguments()
+            found.append(on_device(q, *caches, lengths, **options))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}"))
+
+
+def test_lengths_and_pages_are_clamped(monkeypatch):
+    """The host cannot check them: whatever they are, nothing outside of the cache is read or written."""
+    with simulated_gpu(monkeypatch, FEW):
+        case = Case("float16", (40, 79, 0), num_new=1, page_size=16, capacity=80)
+        clamped = check(on_device, case)
+        q, k_cache, v_cache, _, options = case.arguments()
+        given = on_device(q, k_cache, v_cache, np.array([40, 1000, -7], "int32"), **options)
+        for one, other in zip(clamped, given, strict=True):
+            np.testing.assert_array_equal(one, other)
+        q, k_cache, v_cache, lengths, options = Case("float16", (40, 64, 0), page_size=16).arguments()
+        options["block_table"][:] = [[10**6], [-5], [0]]
+        on_device(q, np.zeros_like(k_cache), np.zeros_like(v_cache), lengths, **options)
+
+
+def test_arrays_between_others(launched):
+    check(lambda *a, **o: on_device(*a, view=packed, **o), Case("float16", (5, 70), num_new=1))
+
+
+def test_arrays_on_odd_addresses(launched):
+    """q and new rows are copied; of a cache that is not aligned, an error says so."""
+
+    def shifted_by_one(*arrays, **options):
+        q, k_cache, v_cache, lengths = map(place, arrays)
+        wide = {name: place(np.zeros((*x.shape[:-1], 40), x.dtype))[..., 3:35] for name, x in options.items()}
+        odd_q = place(np.zeros((*q.shape[:-1], 40), q.dtype))[..., 3:35]
+        odd_q[...] = q
+        for name, x in options.items():
+            wide[name][...] = x
+        odd_lengths = place(np.repeat(lengths, 2))[::2]
+        results = decode_on_gpu(odd_q, k_cache, v_cache, odd_lengths, **wide)
+        arrays[1][...], arrays[2][...] = k_cache, v_cache
+        with pytest.raises(
+            ValueError, match="^v_cache: expected contiguous rows that start on 16 bytes, because a cache"
+        ):
+            odd = place(np.zeros((*v_cache.shape[:-1], 40), q.dtype))[..., 3:35]
+            decode_on_gpu(q, k_cache, odd, lengths)
+        return results
+
+    check(shifted_by_one, Case("float16", (5, 70), num_new=1))
+
+
+def test_out(launched):
+    case = Case("float16", (5, 70))
+    q, k_cache, v_cache, lengths, _ = case.arguments()
+    out = place(np.empty_like(q)), place(np.empty((2, 4, 1), "float32"))
+    o, lse = decode_on_gpu(*map(place, (q, k_cache, v_cache, lengths)), out=out)
+    assert o.ctypes.data == out[0].ctypes.data and lse.ctypes.data == out[1].ctypes.data
+
+
+def test_empty_calls(launched):
+    for case in (Case("float16", ()), Case("float16", (3, 4), seqlen_q=0, num_new=1), Case("float16", (0, 0))):
+        check(on_device, case)
+
+
+def test_a_head_dim_whose_rows_are_not_aligned_is_refused(launched):
+    q, k_cache, v_cache, lengths, _ = Case("float16", (3,), head_dim=36).arguments()
+    with pytest.raises(
+        fa2cupy.UnsupportedProblemError, match="^k_cache: for float16 a head_dim that is a multiple of 8"
+    ):
+        decode_on_gpu(*map(place, (q, k_cache, v_cache, lengths)))
+
+
+def test_the_grid_does_not_depend_on_lengths(launched):
+    """Nor anything else of the launch: a graph that has captured it may be launched with other lengths."""
+    for lengths in ((1, 2), (60, 64)):
+        q, k_cache, v_cache, given, _ = Case("float16", lengths, capacity=64).arguments()
+        on_device(q, k_cache, v_cache, given)
+    one, other = launched
+    assert one == other
+    assert stage_values(one)["seqlen_k"] == 64
+
+
+# -------------------------------------------------------------------------------------------- forwards with few queries
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_forward_with_few_queries_runs_the_same_kernel(launched, dtype):
+    for lengths, heads, options in (
+        ((1, 200), (4, 1), {"causal": True}),
+        ((4, 130), (4, 1), {"causal": True, "layout": "bhsd"}),
+        ((3, 70), (2, 2), {"window": (30, 0)}),
+        ((5, 2), (2, 1), {"causal": True}),
+        ((2, 0), (2, 1), {}),
+    ):
+        layout = options.get("layout", "bshd")
+        sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
+        q, k, v, _ = (place(x) for x in make_inputs(dtype, batch=2, head_dim=64, layout=layout, **sizes))
+        o, lse = forward(q, k, v, **options)
+        Expectation(q, k, v, **options).check(o=o, lse=lse)
+    assert len(launched) == 5
+
+
+def test_other_forwards_do_not(monkeypatch):
+    """Many queries, features that the kernel does not have, packed sequences, and what a caller chooses."""
+    with fake_gpu(monkeypatch, run=lambda launch: None) as launched:
+        for lengths, options in (
+            ((33, 40), {}),
+            ((3, 40), {"mask": place(np.ones((3, 40), bool))}),
+            ((3, 40), {"dropout_p": 0.5, "seed": 1}),
+            ((3, 40), {"num_splits": 2}),
+            ((3, 40), {"family": "sm80"}),
+        ):
+            q, k, v, _ = (place(x) for x in make_inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1]))
+            forward(q, k, v, **options)
+    assert {stage.spec.operation for stage in launched} <= {"forward", "merge_forward"}

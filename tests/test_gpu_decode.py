@@ -1,0 +1,135 @@
+"""On a GPU: decoding and merging, against the reference, in graphs, and bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.decode_cases import Case, check
+
+import fa2cupy
+from fa2cupy import reference
+from fa2cupy.testing import make_inputs
+
+cp = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def placed(options: dict) -> dict:
+    return {name: cp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
+def on_gpu(q, k_cache, v_cache, lengths, **options) -> tuple:
+    """`decode` of NumPy arrays on the GPU, into NaN-filled arrays. New rows come back in the caches."""
+    caches = cp.asarray(k_cache), cp.asarray(v_cache)
+    rows = q.shape[1] if options.get("layout", "bshd") == "bshd" else q.shape[2]
+    heads = q.shape[2] if options.get("layout", "bshd") == "bshd" else q.shape[1]
+    wide = "float64" if q.dtype.name == "float64" else "float32"
+    out = cp.asarray(np.full(q.shape, np.nan, q.dtype)), cp.full((q.shape[0], heads, rows), np.nan, wide)
+    o, lse = fa2cupy.decode(cp.asarray(q), *caches, cp.asarray(lengths), out=out, **placed(options))
+    k_cache[...], v_cache[...] = (cache.get() for cache in caches)
+    return o.get(), lse.get()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("page_size", [None, 16, 64, 48])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_lengths(dtype, head_dim, page_size, layout):
+    lengths = (0, 1, 47, 64, 90, 1023, 3000)
+    check(on_gpu, Case(dtype, lengths, head_dim=head_dim, num_new=1, page_size=page_size, layout=layout))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4, 9])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (8, 1), (16, 1)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_groups_of_heads_and_several_queries(dtype, heads, seqlen_q):
+    check(on_gpu, Case(dtype, (5000, 3, 700), heads=heads, seqlen_q=seqlen_q, head_dim=128))
+    check(on_gpu, Case(dtype, (9000,), heads=heads, seqlen_q=seqlen_q, head_dim=64, num_new=2), causal=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (100, None), "causal": False},
+        {"window": (1000, 1000)},
+        {"softcap": 2.0},
+        {"alibi_slopes": "batch"},
+        {"sink": True},
+        {"softmax_scale": -0.3},
+        {"window": (300, 0), "softcap": 3.0, "alibi_slopes": "head", "sink": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_features(dtype, options):
+    check(on_gpu, Case(dtype, (0, 5, 4000), seqlen_q=3, num_new=1, page_size=16, head_dim=64), **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_long_sequence(head_dim):
+    check(on_gpu, Case("bfloat16", (70_000,), heads=(8, 1), head_dim=head_dim))
+
+
+def test_the_same_bits_from_call_to_call():
+    q, *caches, lengths, options = Case("bfloat16", (9000, 20, 333), head_dim=128, page_size=16).arguments()
+    arrays, keywords = [cp.asarray(x) for x in (q, *caches, lengths)], placed(options)
+    first = [x.get() for x in fa2cupy.decode(*arrays, **keywords)]
+    for _ in range(20):
+        for one, other in zip(first, fa2cupy.decode(*arrays, **keywords), strict=True):
+            assert one.tobytes() == other.get().tobytes()
+
+
+def test_generation_in_a_graph():
+    """Lengths grow on the device from launch to launch, and each one appends a row."""
+    steps = 70
+    sizes = {"batch": 2, "seqlen_q": steps, "seqlen_k": steps, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+    q, k, v, _ = make_inputs("float16", **sizes)
+    caches = [cp.full((2, 128, 2, 64), cp.nan, "float16") for _ in range(2)]
+    lengths = cp.zeros(2, "int32")
+    row = [cp.zeros((2, 1, heads, 64), "float16") for heads in (4, 2, 2)]
+    o, lse = cp.empty((2, 1, 4, 64), "float16"), cp.empty((2, 4, 1), "float32")
+
+    def step() -> None:
+        fa2cupy.decode(row[0], *caches, lengths, k=row[1], v=row[2], out=(o, lse))
+
+    step()
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        step()
+        cp.add(lengths, 1, out=lengths)
+        graph = stream.end_capture()
+    expected, _ = reference.forward(q, k, v, causal=True)
+    cp.cuda.Device().synchronize()
+    for position in range(steps):
+        with stream:
+            for to, source in zip(row, (q, k, v), strict=True):
+                to.set(np.ascontiguousarray(source[:, position : position + 1]))
+            graph.launch(stream)
+            found = o.get()
+        np.testing.assert_allclose(found[:, 0].astype("float64"), expected[:, position], rtol=5e-3, atol=5e-3)
+    assert lengths.get().tolist() == [steps, steps]
+
+
+def test_lengths_and_pages_outside_of_the_cache_are_clamped():
+    """Nothing outside is read: results are finite, whatever lengths and pages are."""
+    cache = cp.zeros((4, 16, 2, 64), "float16")
+    q = cp.ones((3, 1, 4, 64), "float16")
+    table = cp.asarray(np.array([[10**6, -5], [0, 1], [2**31 - 1, 3]], "int32"))
+    lengths = cp.asarray(np.array([2**31 - 1, -1, 32], "int32"))
+    o, lse = fa2cupy.decode(q, cache, cache, lengths, block_table=table)
+    assert bool(cp.isfinite(o.astype("float32")).all())
+    np.testing.assert_allclose(lse.get()[:, 0, 0], [np.log(32), -np.inf, np.log(32)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_are_merged(dtype):
+    q, k, v, _ = make_inputs(dtype, seqlen_q=70, seqlen_k=300, num_heads=4, num_heads_kv=2, head_dim=64, xp=cp)
+    parts = [fa2cupy.forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 10), slice(10, 10), slice(10, 300))]
+    o, lse = fa2cupy.merge(*zip(*parts, strict=True))
+    whole, whole_lse = fa2cupy.forward(q, k, v)
+    tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 2e-6)
+    np.testing.assert_allclose(o.get().astype("float64"), whole.get().astype("float64"), atol=tolerance)
+    np.testing.assert_allclose(lse.get(), whole_lse.get(), rtol=1e-5)

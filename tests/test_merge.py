@@ -1,0 +1,174 @@
+"""Partial results over different keys, merged: on NumPy, and by the kernel, executed without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import merge as merge_on_gpu
+from support.simulator import simulated_gpu
+
+import fa2cupy
+from fa2cupy import reference
+from fa2cupy.testing import Expectation, make_inputs
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def parts_of(dtype: str, bounds: tuple[int, ...], layout: str = "bshd", head_dim: int = 64, **problem) -> tuple:
+    """q, k and v, and o and lse over the keys between bounds, in an array each."""
+    sizes = {"seqlen_q": 5, "seqlen_k": bounds[-1], "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+    q, k, v, _ = make_inputs(dtype, head_dim=head_dim, layout=layout, **sizes)
+    axis = 1 if layout == "bshd" else 2
+    results = []
+    for first, end in itertools.pairwise(bounds):
+        keys = (slice(None),) * axis + (slice(first, end),)
+        results.append(reference.forward(q, k[keys], v[keys], layout=layout, **problem))
+    o, lse = (np.stack(parts) for parts in zip(*results, strict=True))
+    return q, k, v, o.astype(q.dtype), lse.astype("float64" if dtype == "float64" else "float32")
+
+
+def check(merge, dtype: str, layout: str = "bshd", head_dim: int = 64, bounds: tuple[int, ...] = (0, 7, 7, 30)) -> None:
+    """Parts, one of them without a key and with NaN in its o."""
+    q, k, v, o_parts, lse_parts = parts_of(dtype, bounds, layout, head_dim)
+    o_parts[lse_parts[..., 0, 0, 0] == -np.inf] = np.nan
+    expected = Expectation(q, k, v, layout=layout)
+    o, lse = merge(o_parts, lse_parts, layout=layout)
+    expected.check(o=o, lse=lse)
+
+
+@pytest.fixture
+def merge_simulated(monkeypatch):
+    """The kernel's `merge` of NumPy arrays."""
+
+    def merge(o_parts, lse_parts, out=None, **options):
+        given = out if out is None else tuple(None if x is None else x.view(type(place(x))) for x in out)
+        return merge_on_gpu(place(o_parts), place(lse_parts), out=given, **options)
+
+    with simulated_gpu(monkeypatch) as launched:
+        yield merge
+        assert [stage.spec.operation for stage in launched] == ["merge"] * len(launched)
+
+
+class TestNumpy:
+    @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_parts_give_what_all_keys_give(self, dtype, layout):
+        check(fa2cupy.merge, dtype, layout)
+
+    def test_a_sequence_of_arrays_is_merged_like_one_array(self):
+        *_, o_parts, lse_parts = parts_of("float16", (0, 9, 30, 31))
+        stacked = fa2cupy.merge(o_parts, lse_parts)
+        for kind in (list, tuple):
+            for one, other in zip(fa2cupy.merge(kind(o_parts), kind(lse_parts)), stacked, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.parametrize("shape", [(3, 4), (3, 2, 4), (2, 3, 2, 4)])
+    def test_ranks(self, shape):
+        rows = {2: shape[:1], 3: (2, 3), 4: (2, 2, 3)}[len(shape)]
+        o, lse = fa2cupy.merge(np.ones((2, *shape)), np.zeros((2, *rows)))
+        assert o.shape == shape
+        np.testing.assert_allclose(o, 1)
+        np.testing.assert_allclose(lse, np.full(rows, np.log(2)))
+
+    def test_rows_that_no_part_has_a_key_of(self):
+        o, lse = fa2cupy.merge(np.full((3, 1, 2, 1, 4), np.nan), np.full((3, 1, 1, 2), -np.inf))
+        assert not o.any() and (lse == -np.inf).all()
+
+    def test_no_parts(self):
+        o, lse = fa2cupy.merge(np.empty((0, 1, 2, 1, 4)), np.empty((0, 1, 1, 2)))
+        assert not o.any() and (lse == -np.inf).all()
+
+    def test_large_statistics_do_not_overflow(self):
+        o, lse = fa2cupy.merge(np.array([[[1.0]], [[3.0]]]), np.array([[5000.0], [5000.0]]))
+        np.testing.assert_allclose(o, [[2.0]])
+        np.testing.assert_allclose(lse, [5000 + np.log(2)])
+
+    def test_nan_is_not_lost(self):
+        o, lse = fa2cupy.merge(np.ones((2, 1, 4)), np.array([[np.nan], [0.0]]))
+        assert np.isnan(o).all() and np.isnan(lse).all()
+
+    def test_out(self):
+        *_, o_parts, lse_parts = parts_of("float32", (0, 9, 30))
+        out = np.empty_like(o_parts[0]), np.empty_like(lse_parts[0])
+        o, lse = fa2cupy.merge(o_parts, lse_parts, out=out)
+        assert o is out[0] and lse is out[1]
+        np.testing.assert_array_equal(o, fa2cupy.merge(o_parts, lse_parts)[0])
+
+
+@pytest.mark.parametrize(
+    ("o_parts", "lse_parts", "error", "text"),
+    [
+        (np.ones((2, 1, 3, 2, 4)), np.ones((2, 1, 3, 2)), ValueError, r"lse_parts: expected shape \(2, 1, 2, 3\)"),
+        (np.ones((2, 1, 3, 2, 4)), np.ones((3, 1, 2, 3)), ValueError, r"lse_parts: expected shape \(2, 1, 2, 3\)"),
+        (np.ones((2, 3, 4), "float16"), np.ones((2, 3)), TypeError, "lse_parts: expected dtype float32"),
+        (np.ones((2, 3, 4), "int32"), np.ones((2, 3)), TypeError, "o_parts: expected dtype"),
+        (np.ones((2, 4)), np.ones(2), ValueError, "o_parts: expected 2, 3 or 4 axes of each part"),
+        (np.ones(()), np.ones(2), ValueError, "o_parts: expected an axis of parts"),
+        ([], [], ValueError, "o_parts: expected at least one part"),
+        ([np.ones((3, 4)), np.ones((3, 5))], np.ones((2, 3)), ValueError, r"o_parts\[1\]: expected shape \(3, 4\)"),
+        ([np.ones((3, 4)), None], np.ones((2, 3)), TypeError, r"o_parts\[1\]: expected a numpy.ndarray"),
+        (np.ones((2, 3, 4)), None, TypeError, "lse_parts: expected a numpy.ndarray"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(o_parts, lse_parts, error, text):
+    with pytest.raises(error, match=text):
+        fa2cupy.merge(o_parts, lse_parts)
+
+
+def test_results_may_not_overlap_parts():
+    o_parts = np.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"out \(o\): overlaps o_parts"):
+        fa2cupy.merge(o_parts, np.ones((2, 3)), out=(o_parts[0], None))
+
+
+@pytest.mark.simulated
+class TestKernel:
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "layout"),
+        [
+            ("float16", 64, "bshd"),
+            ("bfloat16", 128, "bhsd"),
+            ("float32", 59, "bshd"),
+            ("float64", 32, "bhsd"),
+            ("float16", 37, "bshd"),
+            ("float16", 256, "bshd"),
+            ("float16", 8, "bhsd"),
+        ],
+    )
+    def test_parts_give_what_all_keys_give(self, merge_simulated, dtype, head_dim, layout):
+        check(merge_simulated, dtype, layout, head_dim)
+
+    def test_arrays_that_are_not_contiguous(self, merge_simulated):
+        *_, o_parts, lse_parts = parts_of("float16", (0, 9, 30))
+        expected = fa2cupy.merge(o_parts, lse_parts)
+        wide = np.full((2, *o_parts.shape[1:4], 72), np.nan, ml_dtypes.bfloat16).astype("float16")
+        for start in (0, 3):  # rows on 16 bytes, and not
+            view = place(wide)[..., start : start + 64]
+            view[...] = o_parts
+            o, lse = merge_on_gpu(view, place(lse_parts.swapaxes(2, 3)).swapaxes(2, 3))
+            np.testing.assert_allclose(o.astype("float32"), expected[0].astype("float32"), rtol=2e-3, atol=1e-6)
+            np.testing.assert_allclose(lse, expected[1], rtol=1e-6)
+
+    def test_rows_that_no_part_has_a_key_of(self, merge_simulated):
+        o, lse = merge_simulated(np.full((3, 1, 2, 1, 8), np.nan, "float16"), np.full((3, 1, 1, 2), -np.inf, "float32"))
+        assert not o.any() and (lse == -np.inf).all()
+
+    def test_no_parts_and_no_rows(self, merge_simulated):
+        o, lse = merge_simulated(np.empty((0, 1, 2, 1, 8), "float16"), np.empty((0, 1, 1, 2), "float32"))
+        assert not o.any() and (lse == -np.inf).all()
+        assert merge_simulated(np.empty((2, 1, 0, 1, 8)), np.empty((2, 1, 1, 0)))[0].size == 0
+
+    def test_out(self, merge_simulated):
+        *_, o_parts, lse_parts = parts_of("float32", (0, 9, 30))
+        out = place(np.empty_like(o_parts[0])), place(np.empty_like(lse_parts[0]))
+        o, _ = merge_simulated(o_parts, lse_parts, out=out)
+        assert o.ctypes.data == out[0].ctypes.data
