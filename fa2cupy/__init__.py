@@ -1,5 +1,6 @@
 """FlashAttention-2 for CuPy and NumPy arrays: forward, Delta and backward as functions."""
 
+from . import mods
 from ._version import __version__
 from .ahead import precompile
 from .api import backward, delta, forward
@@ -9,9 +10,11 @@ from .families.tile import TileConfig
 from .inspection import info, legal_configs
 from .jit.cache import clear_cache
 from .lengths import cu_seqlens
+from .problem.block_mask import BlockMask, block_mask
 from .settings import cache_dir, configure_logging
 
 __all__ = [
+    "BlockMask",
     "KernelCompileError",
     "KernelLaunchError",
     "TileConfig",
@@ -19,6 +22,7 @@ __all__ = [
     "__version__",
     "attention",
     "backward",
+    "block_mask",
     "cache_dir",
     "clear_cache",
     "cu_seqlens",
@@ -26,6 +30,7 @@ __all__ = [
     "forward",
     "info",
     "legal_configs",
+    "mods",
     "precompile",
 ]
 configure_logging()

@@ -10,8 +10,9 @@ import pytest
 from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError
+from fa2cupy import UnsupportedProblemError, mods
 from fa2cupy.families import choice as families
+from fa2cupy.functions.tracing import trace
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
 from fa2cupy.problem.checks import problem_from_arrays
@@ -246,20 +247,24 @@ def test_lower_ranks():
 # --------------------------------------------------------------------------------------------------- what kernels need
 
 
+SCORE_MOD = trace("score_mod", mods.softcap(2.0), ())
+MASK_MOD = trace("mask_mod", mods.causal(), ())
+
+
 def settings_of(**options) -> FeatureSettings:
     return problem_from_arrays(*inputs_of("float32")[:3], **options).settings
 
 
 def test_every_feature_has_its_row_and_its_numbers():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {
-        "seed"
-    }
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
+    names -= {"seed", "score_args", "mask_args"}
     only_kernels = {"wide_bias", "dbias", "full_dbias", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
     assert arrays == set(ARRAY_KEYWORDS)
     everything = dataclasses.replace(
-        NO_SETTINGS, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
+        NO_SETTINGS, score_mod=SCORE_MOD, mask_mod=MASK_MOD, block_mask=(8, 8),
+        window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
     assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "full_dbias", "dlse"))

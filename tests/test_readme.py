@@ -34,7 +34,9 @@ def test_its_python_runs(monkeypatch):
         text = text.replace(shown, small)
     names: dict = {}
     exec(compile(text, str(README), "exec"), names)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
+    assert names["sparse"].density == pytest.approx(1 / 3)
+    assert names["dtable"].any()
     assert np.isfinite(names["dq"].astype("float32")).all()
     assert names["offsets"].tolist() == [0, 7, 19, 40]
     assert [spec.tile for spec in compiled if spec.operation == "forward"] == [names["tile"]] * 2  # whole, and split

@@ -45,6 +45,7 @@ class Operation:
 
 #: The features that change scores, hide them, or change the sequences that they belong to.
 _OF_SCORES = (
+    "score_mod",
     "window",
     "softcap",
     "alibi_slopes",
@@ -52,6 +53,8 @@ _OF_SCORES = (
     "wide_bias",
     "mask",
     "key_padding_mask",
+    "mask_mod",
+    "block_mask",
     "dropout_p",
     "cu_seqlens",
 )

@@ -3,17 +3,21 @@
 The order of the arithmetic is the same everywhere:
 
     S = softmax_scale * Q K^T
+    S = score_mod(S, b, h, i, j, *score_args)                          score_mod
     S = softcap * tanh(S / softcap)                                    softcap
     S = S - slope * |i + seqlen_k - seqlen_q - j|                      alibi_slopes
     S = S + bias                                                       bias
-    S = -inf where hidden                                              causal, window, mask, key_padding_mask, lengths
+    S = -inf where hidden                                              causal, window, mask, key_padding_mask, mask_mod,
+                                                                       block_mask, lengths
     lse = log(sum_j exp(S_j) + exp(sink))                              sink
     O = (keep * exp(S - lse)) V                                        dropout; keep is 0 or 1 / (1 - dropout_p)
 
 and in the backward, with delta = rowsum(dO * O) - dlse:
 
     dV = (keep * P)^T dO          dS = P * (keep * dO V^T - delta)     dsink = -sum_i exp(sink - lse_i) delta_i
-    dbias = dS, summed to the bias's shape          dQ, dK from dS * (1 - tanh^2(S / softcap))
+    dbias = dS, summed to the bias's shape          dS = dS * (1 - tanh^2(S / softcap))
+    dscore_args = dS * (derivatives of score_mod by the elements that it reads), summed to the arrays' shapes
+    dQ, dK from dS * (derivative of score_mod by the score)
 
 How a feature is added
 ----------------------
@@ -30,11 +34,6 @@ How a feature is added
    kernels without the flag must not change. To ensure this, only templates on the record name the members of a feature:
    they cannot be instantiated for a record without them.
 
-A user-defined score function could be such a row, whose flag carries the text of two device functions, the score and
-its derivative; its place would be that of softcap, and `HeadTerms.apply` would return its derivative like that of
-softcap. A block-sparse map could be a row with two arrays, the offsets and the indices of the tiles of each row of
-tiles; it would change only `Head.key_tiles` and `Head.query_tiles` of ``cpu/tiles.py`` and ``tile_range.cuh``.
-
 Terms: `features` are names of rows, `keywords` the caller's arguments for them, and `settings` the checked values of
 the keywords that are no arrays.
 """
@@ -42,11 +41,13 @@ the keywords that are no arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
+from ..functions.tracing import Program
 from .array_types import Array
+from .block_mask import BlockMask, check_block_mask
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -60,6 +61,7 @@ from .feature_checks import (
     check_wide_bias,
     check_window,
 )
+from .function_checks import check_mask_mod, check_score_mod
 from .philox import dropout_scale, dropout_threshold
 from .softcap import softcap_values
 
@@ -68,6 +70,7 @@ __all__ = [
     "FEATURES",
     "NO_SETTINGS",
     "OFFSETS",
+    "ON_NUMPY_ONLY",
     "Feature",
     "FeatureArray",
     "FeatureKeywords",
@@ -94,6 +97,11 @@ class FeatureKeywords(TypedDict, total=False):
     cu_seqlens_k: Array | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    score_mod: Callable[..., Any] | None
+    score_args: Sequence[Array]
+    mask_mod: Callable[..., Any] | None
+    mask_args: Sequence[Array]
+    block_mask: BlockMask | None
 
 
 class Sizes(NamedTuple):
@@ -119,6 +127,10 @@ class FeatureSettings:
 
     Attributes
     ----------
+    score_mod, mask_mod : Program or None
+        The traced functions.
+    block_mask : tuple of int or None
+        Queries and keys of a tile of the sparse map.
     window : tuple of (int or None)
         Number of visible keys left and right of the diagonal; None is no limit.
     softcap : float or None
@@ -135,6 +147,9 @@ class FeatureSettings:
         True if the bias has the dtype of lse and q has another one.
     """
 
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
+    block_mask: tuple[int, int] | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     dropout_p: float = 0.0
@@ -267,6 +282,9 @@ def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | 
 
 #: All features by name, in the order of their members in a record.
 FEATURES = {
+    "score_mod": Feature(
+        "kScoreMod", lambda settings: settings.score_mod is not None, check=check_score_mod, registers=2
+    ),
     "window": Feature(
         "kWindow",
         lambda settings: settings.window != (None, None),
@@ -303,6 +321,8 @@ FEATURES = {
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
     ),
+    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=1),
+    "block_mask": Feature("kBlockMask", lambda settings: settings.block_mask is not None, check=check_block_mask),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
         "kDropout",
@@ -324,6 +344,9 @@ FEATURES = {
         numbers=_packed_numbers,
     ),
 }
+
+#: The features that no kernel has.
+ON_NUMPY_ONLY = ("score_mod", "mask_mod", "block_mask")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

@@ -20,6 +20,7 @@ struct Arguments {{
 {members}
 }};
 }}  // namespace fa2::common
+using namespace fa2;
 using namespace fa2::common;
 extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* slopes, bool* visible{pointers}) {{
     using Real = {real};
