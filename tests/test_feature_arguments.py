@@ -12,11 +12,11 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, mods
 from fa2cupy.families import choice as families
-from fa2cupy.functions.tracing import trace
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
+from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.problem.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
 
@@ -247,8 +247,8 @@ def test_lower_ranks():
 # --------------------------------------------------------------------------------------------------- what kernels need
 
 
-SCORE_MOD = trace("score_mod", mods.softcap(2.0), ())
-MASK_MOD = trace("mask_mod", mods.causal(), ())
+SCORE_MOD = bound_function("score_mod", mods.softcap(2.0), ())
+MASK_MOD = bound_function("mask_mod", mods.causal(), ())
 
 
 def settings_of(**options) -> FeatureSettings:

@@ -112,7 +112,7 @@ class HeadTerms:
         slope = mod = None
         if self.settings.score_mod is not None:
             products = s.reshape(-1, self.size, s.shape[1]).copy()  # s changes below
-            mod = self._evaluation(self.settings.score_mod, queries, keys, s.dtype, score=products)
+            mod = self._evaluation(self.settings.score_mod.program, queries, keys, s.dtype, score=products)
             s.reshape(products.shape)[...] = mod.result()
         if self.settings.softcap is not None:
             cap = np.asarray(self.settings.softcap, s.dtype)
@@ -143,7 +143,7 @@ class HeadTerms:
                 hidden = (states == EMPTY)[:, rows - rows[0]][..., columns - columns[0]]
                 np.copyto(tile, -np.inf, where=hidden.transpose(1, 0, 2))
         if self.settings.mask_mod is not None and not is_full:
-            visible = self._evaluation(self.settings.mask_mod, queries, keys, tile.dtype).result()
+            visible = self._evaluation(self.settings.mask_mod.program, queries, keys, tile.dtype).result()
             np.copyto(tile, -np.inf, where=~visible)
 
     def has_visible_tiles(self, queries: slice, keys: slice) -> bool:

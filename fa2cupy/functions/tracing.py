@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import hashlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from .places import place_of_definition, place_of_error
 from .symbols import ArgumentSymbol, Symbol, is_array
 from .text import function_text
 
-__all__ = ["MAX_LOOP", "ArgumentKind", "Program", "argument_kind", "trace"]
+__all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
 
 #: Inputs by role, after which the arguments follow.
 _INPUTS = {
@@ -85,11 +86,15 @@ class Program:
         """True if the result depends on an input: the score, b, h, q or k."""
         return any(node.op == "input" and node.value == name for node in reachable([self.result]))
 
+    @property
+    def loops(self) -> list[tuple[int, ...]]:
+        """The arguments over whose last axes each loop runs."""
+        return [node.value for node in reachable([self.result]) if node.op == "sum" and isinstance(node.value, tuple)]
+
     def check_lengths(self, arrays: Sequence[Any]) -> None:
         """Raises ValueError unless the vectors of each loop have the same length, of at most `MAX_LOOP`."""
-        for loop in (node for node in reachable([self.result]) if node.op == "sum"):
-            assert isinstance(loop.value, tuple)
-            lengths = {f"{self.arguments_name}[{axis}]": arrays[axis].shape[-1] for axis in loop.value}
+        for axes in self.loops:
+            lengths = {f"{self.arguments_name}[{axis}]": arrays[axis].shape[-1] for axis in axes}
             first = next(iter(lengths.values()))
             for name, length in lengths.items():
                 if length != first:
@@ -109,8 +114,29 @@ class Program:
     def __hash__(self) -> int:
         return hash((self.role, self.text))
 
+    @property
+    def digest(self) -> str:
+        """A short name of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:8]
+
     def __repr__(self) -> str:
-        return f"Program({self.role}, {hash(self):x})"
+        return f"Program({self.role}, {self.digest})"
+
+
+class BoundFunction(NamedTuple):
+    """A program and all that a kernel must know of its arrays.
+
+    Attributes
+    ----------
+    program : Program
+    dtypes : tuple of str
+    lengths : tuple of int
+        Of each array the length of its last axis, if a loop runs over it; else 0.
+    """
+
+    program: Program
+    dtypes: tuple[str, ...]
+    lengths: tuple[int, ...]
 
 
 def argument_kind(name: str, array: Any) -> ArgumentKind:
@@ -132,6 +158,7 @@ def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> P
     ----------
     role : {"score_mod", "mask_mod"}
     function : callable
+        Or a program, which is returned.
     arguments : tuple of ArgumentKind
 
     Raises
@@ -140,6 +167,8 @@ def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> P
         The function has the wrong number of parameters, does what cannot be compiled, or returns the wrong kind. The
         text names the role, the line and what to write instead.
     """
+    if isinstance(function, Program):
+        return function
     if not callable(function):
         raise TypeError(f"{role}: expected a function or None, got {type(function).__name__}")
     try:

@@ -194,7 +194,7 @@ class Formulas:
         query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
         mod = None
         if settings.score_mod is not None:
-            mod = self._evaluation(settings.score_mod, query, key, part, score=s)
+            mod = self._evaluation(settings.score_mod.program, query, key, part, score=s)
             s = self.xp.broadcast_to(mod.result(), s.shape)
         if settings.softcap is not None:
             tanh = self.xp.tanh(s / settings.softcap)
@@ -244,7 +244,7 @@ class Formulas:
         conditions += [key <= aligned + right] if right is not None else []
         conditions += [self._of_head(arrays["mask"], part)] if "mask" in arrays else []
         if self.problem.settings.mask_mod is not None:
-            conditions.append(self._evaluation(self.problem.settings.mask_mod, query, key, part).result())
+            conditions.append(self._evaluation(self.problem.settings.mask_mod.program, query, key, part).result())
         if self.block_mask is not None:
             height, width = self.block_mask.tile
             states = self.block_mask.part(part.sequence.number, slice(part.head, part.head + 1))[0]

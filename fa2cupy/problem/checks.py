@@ -141,7 +141,8 @@ def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, A
         if rule is not None:
             rule(name, array, problem)
     if keywords.get("block_mask") is not None:
-        check_map(keywords["block_mask"], problem.score_shape, problem.settings.mask_mod)
+        function = problem.settings.mask_mod
+        check_map(keywords["block_mask"], problem.score_shape, None if function is None else function.program)
     return problem
 
 

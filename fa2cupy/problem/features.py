@@ -45,7 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
-from ..functions.tracing import Program
+from ..functions.tracing import BoundFunction
 from .array_types import Array
 from .block_mask import BlockMask, check_block_mask
 from .feature_checks import (
@@ -127,7 +127,7 @@ class FeatureSettings:
 
     Attributes
     ----------
-    score_mod, mask_mod : Program or None
+    score_mod, mask_mod : BoundFunction or None
         The traced functions.
     block_mask : tuple of int or None
         Queries and keys of a tile of the sparse map.
@@ -147,8 +147,8 @@ class FeatureSettings:
         True if the bias has the dtype of lse and q has another one.
     """
 
-    score_mod: Program | None = None
-    mask_mod: Program | None = None
+    score_mod: BoundFunction | None = None
+    mask_mod: BoundFunction | None = None
     block_mask: tuple[int, int] | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
@@ -164,6 +164,11 @@ class FeatureSettings:
     def features(self) -> tuple[str, ...]:
         """The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out."""
         return tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
+
+    @property
+    def functions(self) -> tuple[BoundFunction, ...]:
+        """The functions of the call."""
+        return tuple(one for one in (self.score_mod, self.mask_mod) if one is not None)
 
     def record(self, sizes: Sizes) -> dict[str, int | float]:
         """The numbers of the features in a kernel's record."""

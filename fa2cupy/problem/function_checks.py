@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 
 from ..functions.expressions import FLOAT
-from ..functions.tracing import Program, argument_kind, trace
+from ..functions.tracing import BoundFunction, Program, argument_kind, trace
 from .arguments import array_backend
 from .array_types import Array
 
-__all__ = ["check_mask_mod", "check_score_mod", "floating_arguments", "function_arrays", "program_of"]
+__all__ = [
+    "bound_function",
+    "check_mask_mod",
+    "check_score_mod",
+    "floating_arguments",
+    "function_arrays",
+    "program_of",
+]
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
@@ -32,7 +39,7 @@ def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
         if arrays:
             raise ValueError(f"{name}: there is no {role}")
         return {}
-    return {role: program_of(role, function, arrays)}
+    return {role: bound_function(role, function, arrays)}
 
 
 def program_of(role: str, function: object, arrays: object) -> Program:
@@ -46,6 +53,15 @@ def program_of(role: str, function: object, arrays: object) -> Program:
         _check_range(one, array)
     program.check_lengths(tuple(named.values()))
     return program
+
+
+def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
+    """The same with what kernels depend on of the arrays."""
+    program = program_of(role, function, arrays)
+    given = _sequence(_args_name(role), arrays)
+    summed = {axis for axes in program.loops for axis in axes}
+    lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
+    return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
 
 
 def function_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
