@@ -59,8 +59,8 @@ _OF_SCORES = (
     "cu_seqlens",
 )
 
-#: Those of kernels that write the gradient of the bias.
-_OF_DBIAS = ("dbias", "full_dbias")
+#: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
+_OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 

@@ -10,6 +10,7 @@ import cupy
 from ..problem.arguments import unpack_out
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
+from ..problem.function_checks import function_arrays, program_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
@@ -80,8 +81,9 @@ def _split(
 
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
-    arrays = {name: x for name, x in keywords.items() if x is not None and name in (*ARRAY_KEYWORDS, "dlse")}
-    scalars = {name: x for name, x in keywords.items() if name not in (*ARRAY_KEYWORDS, "dlse")}
+    keywords = _with_programs(keywords)
+    arrays = {name: x for name, x in keywords.items() if x is not None and _is_array(name)}
+    scalars = {name: x for name, x in keywords.items() if not _is_array(name)}
     window = scalars.get("window")
     if isinstance(window, list):  # a list cannot be hashed
         scalars["window"] = tuple(window)
@@ -91,6 +93,31 @@ def _split(
         return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # the checks will report it
     scalars["seed"] = 0
     return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
+
+
+def _is_array(name: str) -> bool:
+    return name in (*ARRAY_KEYWORDS, "dlse") or name.endswith("]")
+
+
+def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
+    """The keywords, with traced functions for those of the caller's, and each of their arrays under its own name.
+
+    A call is then prepared once for functions that compute the same, and prepared calls keep no function alive.
+    """
+    if not keywords.keys() & {"score_mod", "mask_mod", "score_args", "mask_args"}:
+        return keywords
+    found = {name: x for name, x in keywords.items() if name not in ("score_args", "mask_args")}
+    arrays = function_arrays(keywords)
+    for name, array in arrays.items():
+        if getattr(array, "size", 1) == 0:
+            raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
+    for role in ("score_mod", "mask_mod"):
+        given = keywords.get(role.replace("mod", "args"), ())
+        if keywords.get(role) is not None:
+            found[role] = program_of(role, keywords[role], given)
+        elif given:
+            raise ValueError(f"{role.replace('mod', 'args')}: there is no {role}")
+    return found | arrays
 
 
 def _alike(given_delta: cupy.ndarray, dlse: cupy.ndarray) -> bool:

@@ -20,13 +20,21 @@ from ..problem.attention import ROWS_OF, AttentionProblem
 from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
 from ..problem.features import OFFSETS, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full, score_strides
-from .arguments import KERNEL_NAMES, Arguments
+from ..problem.strides import (
+    AnyStrides,
+    array_layout,
+    contiguous_score_strides,
+    feature_strides,
+    is_full,
+    score_strides,
+)
+from .arguments import Arguments, kernel_name
 from .copies import CopyingCall
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
+_OF_FUNCTIONS = ("score_args", "mask_args")
 _CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
 
 
@@ -56,7 +64,8 @@ def prepare(
     arguments.check_backend(arrays)
     named = arguments.named(arrays)
     features = feature_arrays(named)
-    problem, results = _check(arguments.call, named, options, dict(scalars) | features)
+    keywords = dict(scalars) | features | _function_arguments(named)
+    problem, results = _check(arguments.call, named, options, keywords)
     ordinal, device = _device(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
     extras = tuple(
@@ -65,6 +74,8 @@ def prepare(
     sums_dbias = "dbias" in extras and not is_full(features["bias"].shape, problem.score_shape)
     if sums_dbias and options.deterministic:
         _check_deterministic_dbias(problem, features["bias"])
+    if any(name.startswith("dscore_args") for name in arguments.results):
+        extras += ("dscore_args",)
     if "dbias" in extras and not sums_dbias:
         extras += ("full_dbias",)
     used = used_features(problem, extras)
@@ -97,6 +108,7 @@ class _Kernels:
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
+        self._arguments = {name: array for name, array in named.items() if name.startswith(_OF_FUNCTIONS)}
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -113,15 +125,23 @@ class _Kernels:
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
+        strides |= {kernel_name(name): array_layout(array) for name, array in self._arguments.items()}
         for name in self._tensors:
-            kernel_name, array = KERNEL_NAMES.get(name, name), in_place.get(name)
-            layout = (problem.shape_of(kernel_name),) if array is None else (array.shape, array.strides)
-            strides[kernel_name] = problem.kernel_strides(*layout)
+            in_kernel, array = kernel_name(name), in_place.get(name)
+            layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)
+            strides[in_kernel] = problem.kernel_strides(*layout)
         if "dbias" in self._extras:
             given = in_place.get("dbias")
             shape = self._features["bias"].shape
             strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
         return strides
+
+
+def _function_arguments(named: Mapping[str, cupy.ndarray | None]) -> dict[str, tuple[cupy.ndarray | None, ...]]:
+    """The arrays of the caller's functions, which are numbered, as the keywords that they come from."""
+    return {
+        keyword: tuple(array for name, array in named.items() if name.startswith(keyword)) for keyword in _OF_FUNCTIONS
+    }
 
 
 def _check(
@@ -155,7 +175,7 @@ def _device(arguments: Arguments, named: Mapping[str, cupy.ndarray | None]) -> t
 
 def _is_tensor(name: str) -> bool:
     """True if the array has head_dim columns."""
-    return ROWS_OF.get(KERNEL_NAMES.get(name, name)) in ("queries", "keys")
+    return ROWS_OF.get(kernel_name(name)) in ("queries", "keys")
 
 
 def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionProblem, family: Family) -> bool:
@@ -190,7 +210,7 @@ def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_
 
     def of(result: Result) -> Result:
         if _is_tensor(result.name):
-            return result._replace(shape=padded.shape_of(KERNEL_NAMES.get(result.name, result.name)))
+            return result._replace(shape=padded.shape_of(kernel_name(result.name)))
         if result.name == "dbias" and sums_dbias:
             return result._replace(dtype=np.dtype(padded.accumulator_dtype))
         return result

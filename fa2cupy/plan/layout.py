@@ -134,8 +134,19 @@ class StageLayout:
         family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
         arch = self.device.arch + suffix
         is_fallback = self.is_fallback and row.is_tiled
+        functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         spec = KernelSpec(
-            operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features, is_split, is_fallback
+            operation,
+            family,
+            arch,
+            problem.dtype,
+            problem.head_dim,
+            causal,
+            tile,
+            features,
+            is_split,
+            is_fallback,
+            functions,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},

@@ -68,9 +68,9 @@ from .softcap import softcap_values
 __all__ = [
     "ARRAY_KEYWORDS",
     "FEATURES",
+    "NOT_ON_TENSOR_CORES",
     "NO_SETTINGS",
     "OFFSETS",
-    "ON_NUMPY_ONLY",
     "Feature",
     "FeatureArray",
     "FeatureKeywords",
@@ -257,7 +257,9 @@ def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | f
 
 
 def _cap_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    return {} if settings.softcap is None else softcap_values(settings.softcap, sizes.softmax_scale)
+    # The scores of a function of the caller's are scaled already.
+    scale = sizes.softmax_scale if settings.score_mod is None else 1.0
+    return {} if settings.softcap is None else softcap_values(settings.softcap, scale)
 
 
 def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
@@ -320,6 +322,8 @@ FEATURES = {
     # dbias belongs to one score, and is stored in the bias's dtype instead of added up in the accumulators'.
     "dbias": Feature("kDbias", _never, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", _never),
+    # The gradients of the arrays of `score_mod`, which `return_dscore_args` requests.
+    "dscore_args": Feature("kDscoreArgs", _never),
     "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
     "key_padding_mask": Feature(
         "kKeyPadding",
@@ -350,8 +354,8 @@ FEATURES = {
     ),
 }
 
-#: The features that no kernel has.
-ON_NUMPY_ONLY = ("score_mod", "mask_mod", "block_mask")
+#: The features that kernels for tensor cores do not have.
+NOT_ON_TENSOR_CORES = ("score_mod", "mask_mod", "block_mask", "dscore_args")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

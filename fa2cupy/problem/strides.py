@@ -15,8 +15,10 @@ from .features import FEATURES, feature_arrays
 
 __all__ = [
     "AnyStrides",
+    "ArrayLayout",
     "ScoreStrides",
     "Strides",
+    "array_layout",
     "contiguous_score_strides",
     "feature_strides",
     "is_full",
@@ -29,7 +31,10 @@ Strides = tuple[int, int, int]
 #: Element strides along the batch, head, query and key axes of the scores.
 ScoreStrides = tuple[int, int, int, int]
 
-AnyStrides = Strides | ScoreStrides
+#: Strides and lengths of the axes of an array that a function of the caller's reads.
+ArrayLayout = tuple[int, ...]
+
+AnyStrides = Strides | ScoreStrides | ArrayLayout
 
 #: Score axes of the arrays whose axes are not the last axes of the scores, by name and number of axes.
 _AXES: dict[str, dict[int, tuple[int, ...]]] = {
@@ -69,6 +74,11 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
         elements(queries, keys),
         elements(keys),
     )
+
+
+def array_layout(array: Array) -> ArrayLayout:
+    """Element strides of an array, then the lengths of its axes."""
+    return (*(stride // array.itemsize for stride in array.strides), *array.shape)
 
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:

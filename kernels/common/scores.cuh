@@ -55,6 +55,7 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
+        mod.call(scores, first);
         mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)

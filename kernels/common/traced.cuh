@@ -8,8 +8,7 @@ namespace fa2::common {
 template <class Item, int kRank>
 struct TracedArray {
     Item* data;
-    int64 strides[kRank > 0 ? kRank : 1];  // in elements
-    int32 lengths[kRank > 0 ? kRank : 1];
+    const ArrayLayout<kRank>& layout;
 
     // Indices are clamped: a function is evaluated for whole tiles, also for pairs that other features hide.
     template <class... Index>
@@ -17,9 +16,17 @@ struct TracedArray {
         static_assert(sizeof...(Index) == kRank, "one index for each axis");
         int64 sum = 0;
         int axis = 0;
-        ((sum += strides[axis] * max_of(min_of(indices, lengths[axis] - 1), 0), ++axis), ...);
+        ((sum += layout.strides[axis] * max_of(min_of(indices, static_cast<int32>(layout.lengths[axis]) - 1), 0),
+          ++axis),
+         ...);
         return sum;
     }
+};
+template <class Item>
+struct TracedArray<Item, 0> {
+    Item* data;
+
+    __device__ __forceinline__ int64 offset() const { return 0; }
 };
 
 template <class Item>

@@ -36,6 +36,12 @@ struct ScoreStrides {
     }
 };
 
+// Element strides and lengths of the axes of an array that a function of the caller's reads.
+template <int kRank>
+struct ArrayLayout {
+    int64 strides[kRank], lengths[kRank];
+};
+
 // A TMA descriptor (CUtensorMap): 128 opaque bytes, which fa2cupy/gpu/tensor_maps.py has the driver encode.
 struct alignas(64) TensorMap {
     uint64 opaque[16];

@@ -105,13 +105,17 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
-            const Real capped = mod.capped(x(i, j));
-            const Real score = mod.template score<true>(capped, mod.position(query, key), 0, 0, mod.at(query, key));
+            const auto position = mod.position(query, key);
+            Real slope;
+            const Real capped = mod.capped(mod.called(x(i, j), position, slope));
+            const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
             const bool hidden = masked && mask.hides(query, key);
             const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
-            const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
+            Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
+            // A function may have no finite derivative for keys that are hidden.
+            if constexpr (Spec::kScoreMod && !Spec::kDbias) weight = probability == 0 ? Real(0) : weight * slope;
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
         }

@@ -90,6 +90,8 @@ class Launch:
             return self._joined(name, "k" if of_keys else "q")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
         heads //= self.values["heads_per_group"] if of_keys else 1
+        if self._kinds[name].startswith("items_"):
+            return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
         if name == "dsink":
@@ -110,6 +112,14 @@ class Launch:
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
         shape = (self.batch, rows, heads, self.spec.head_dim)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def _argument(self, name: str) -> np.ndarray:
+        """An array of a function of the caller's, whose strides and lengths are in the record if it has axes."""
+        dtype = self._kinds[name].removeprefix("items_")
+        layout = self.values.get(f"{name}_strides", ())
+        strides, shape = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+        items = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        return memory_at(self.pointers[name], shape, tuple(stride * items.itemsize for stride in strides), items)
 
     def _joined(self, name: str, side: str) -> np.ndarray:
         """An input of which the record has parts. Sequences that are packed have theirs elsewhere."""
@@ -157,9 +167,10 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
         code = {"strides": "=qqq", "score_strides": "=qqqq", "size": "=q", "real": real, "int": "=i", "word": "=I"}
-        values = struct.unpack_from(code[field.kind], data, offset)
-        offset += struct.calcsize(code[field.kind])
-        yield field.name, values if field.kind.endswith("strides") else values[0]
+        own = code[field.kind] if field.kind in code else "=" + "qq" * int(field.kind.removeprefix("array"))
+        values = struct.unpack_from(own, data, offset)
+        offset += struct.calcsize(own)
+        yield field.name, values if field.name.endswith("strides") else values[0]
 
 
 class _Memory:

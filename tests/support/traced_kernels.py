@@ -27,6 +27,7 @@ extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* 
     constexpr int kHeads = {heads}, kQueries = {queries}, kKeys = {keys};
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= {total}) return;
+{layouts}
     const Arguments args{{{fields}}};
     const int b = i / (kHeads * kQueries * kKeys), h = i / (kQueries * kKeys) % kHeads, q = i / kKeys % kQueries;
     const int k = i % kKeys;
@@ -44,27 +45,31 @@ _CALLS = {
 
 def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
     """A kernel that computes all that a program's text has, for scores of a shape (batch, heads, queries, keys)."""
-    members, fields, pointers = [], [], []
+    members, fields, pointers, layouts = [], [], [], []
+
+    def pass_array(name: str, array: np.ndarray) -> None:
+        fields.append(f"{{{name}, layout_of_{name}}}" if array.ndim else f"{{{name}}}")
+        strides, lengths = ([*map(str, x)] for x in ([n // array.itemsize for n in array.strides], array.shape))
+        if array.ndim:
+            values = f"{{{{{', '.join(strides)}}}, {{{', '.join(lengths)}}}}}"
+            layouts.append(f"    const ArrayLayout<{array.ndim}> layout_of_{name}{values};")
+
     floats = program.floats if program.role == "score_mod" else ()
     for number, array in enumerate(arrays):
         item = _ITEMS[array.dtype.name]
         members.append(f"    TracedArray<const {item}, {array.ndim}> array{number};")
         members.append(f"    static constexpr int32 kLength{number} = {array.shape[-1] if array.ndim else 1};")
         pointers.append(f"const {item}* array{number}")
-        layout = ", ".join(str(stride // array.itemsize) for stride in array.strides) or "0"
-        lengths = ", ".join(map(str, array.shape)) or "1"
-        fields.append(f"{{array{number}, {{{layout}}}, {{{lengths}}}}}")
+        pass_array(f"array{number}", array)
     for number in floats:
         array = np.empty(arrays[number].shape)
         members.append(f"    TracedArray<{real}, {array.ndim}> gradient{number};")
         pointers.append(f"{real}* gradient{number}")
-        layout = ", ".join(str(stride // array.itemsize) for stride in array.strides) or "0"
-        lengths = ", ".join(map(str, array.shape)) or "1"
-        fields.append(f"{{gradient{number}, {{{layout}}}, {{{lengths}}}}}")
+        pass_array(f"gradient{number}", array)
     return _KERNEL.format(
         text=program.text, members="\n".join(members), real=real, pointers="".join(f", {p}" for p in pointers),
         heads=shape[1], queries=shape[2], keys=shape[3], total=int(np.prod(shape)),
-        fields=", ".join(fields), call=_CALLS[program.role],
+        fields=", ".join(fields), layouts="\n".join(layouts), call=_CALLS[program.role],
     )  # fmt: skip
 
 
