@@ -9,7 +9,7 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
-from support.feature_cases import accumulator, numbers
+from support.feature_cases import accumulator, extras, gradient_names, numbers
 from support.simulator import simulated_gpu
 from support.traced_cases import ready_made
 
@@ -59,6 +59,10 @@ def check(launched: list, inputs: tuple, used: tuple, methods: tuple = METHODS, 
         more = {} if dlse is None else {"dlse": place(dlse)}
         gradients = backward(q, k, v, o, lse, do, method=method, config=TILE, **more, **given)
         expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+        names = gradient_names(options)
+        switches = extras(options)
+        gradients = backward(q, k, v, o, lse, do, method=method, config=TILE, **more, **given, **switches)
+        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
     assert {spec.family for spec in specs} == {"simt"}
     assert all(set(used) <= set(spec.features) for spec in specs)
@@ -85,8 +89,9 @@ def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched):
     )
     options = {
         "causal": True, "window": (20, None), "softcap": 3.0, "alibi_slopes": numbers((2,), "float32"),
-        "bias": numbers((21, 30), "float32"), "mask": numbers((21, 30), "float32") < 1.5, "dropout_p": 0.25, "seed": 7, "mask_mod": lambda b, h, q, k, t: (q + k + b) % t[h] != 0,
-        "mask_args": (np.array([3, 5], "int8"),), "sink": numbers((2,), "float32"),
+        "bias": numbers((21, 30), "float32"), "mask": numbers((21, 30), "float32") < 1.5, "dropout_p": 0.25, "seed": 7,
+        "sink": numbers((2,), "float32"), "mask_mod": lambda b, h, q, k, t: (q + k + b) % t[h] != 0,
+        "mask_args": (np.array([3, 5], "int8"),),
     }  # fmt: skip
     inputs = draw("float32")
     check(launched, inputs, ("score_mod", "mask_mod"), score_mod=low_rank, score_args=arrays, **options)
@@ -125,13 +130,13 @@ def test_functions_of_the_same_expression_share_kernels_and_prepared_calls(launc
     assert not np.array_equal(results[0], results[2])
 
 
-def test_what_kernels_do_not_have_yet(launched):
+def test_what_kernels_refuse(launched):
     q, k, v, do = map(place, draw("float32"))
     own = on_gpu(ready_made(*SHAPE)["alibi"].options)
     o, lse = forward(q, k, v, config=TILE, **own)
     launched.clear()
-    with pytest.raises(UnsupportedProblemError, match="dscore_args: no kernel family for backward with float32"):
-        backward(q, k, v, o, lse, do, return_dscore_args=True, **own)
+    with pytest.raises(UnsupportedProblemError, match="^return_dscore_args: they are summed atomically; not with det"):
+        backward(q, k, v, o, lse, do, return_dscore_args=True, deterministic=True, **own)
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected at least one element, got shape \(0,\)"):
         forward(q, k, v, score_mod=own["score_mod"], score_args=(place(numbers((0,), "float32")),))
     elsewhere = place(numbers((2,), "float32"))

@@ -32,7 +32,7 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
-    features = tuple(name for name in FEATURES if name not in ("block_mask", "dscore_args"))
+    features = tuple(name for name in FEATURES if name != "block_mask")
     backward_owns = "queries"
     has_natural_scores = True
     default_methods = ("two_pass",)

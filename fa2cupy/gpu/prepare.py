@@ -23,6 +23,7 @@ from ..problem.options import CallOptions
 from ..problem.strides import (
     AnyStrides,
     array_layout,
+    contiguous_layout,
     contiguous_score_strides,
     feature_strides,
     is_full,
@@ -74,8 +75,11 @@ def prepare(
     sums_dbias = "dbias" in extras and not is_full(features["bias"].shape, problem.score_shape)
     if sums_dbias and options.deterministic:
         _check_deterministic_dbias(problem, features["bias"])
-    if any(name.startswith("dscore_args") for name in arguments.results):
+    sums_arguments = any(name.startswith("dscore_args") for name in arguments.results)
+    if sums_arguments:
         extras += ("dscore_args",)
+        if options.deterministic:
+            raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
     if "dbias" in extras and not sums_dbias:
         extras += ("full_dbias",)
     used = used_features(problem, extras)
@@ -83,7 +87,7 @@ def prepare(
     kernels = _Kernels(arguments, named, options, device, extras)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
-    if not copied and not sums_dbias:
+    if not (copied or sums_dbias or sums_arguments):
         given = [name for name in arguments.results if named[name] is not None]
         plan = kernels.plan(problem, in_place=named)
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
@@ -108,7 +112,9 @@ class _Kernels:
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
-        self._arguments = {name: array for name, array in named.items() if name.startswith(_OF_FUNCTIONS)}
+        self._arguments = {
+            name: array for name, array in named.items() if array is not None and name.startswith(_OF_FUNCTIONS)
+        }
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -125,7 +131,9 @@ class _Kernels:
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
-        strides |= {kernel_name(name): array_layout(array) for name, array in self._arguments.items()}
+        for name, array in self._arguments.items():
+            strides[kernel_name(name)] = array_layout(array)
+            strides[f"d{kernel_name(name)}"] = contiguous_layout(array.shape)
         for name in self._tensors:
             in_kernel, array = kernel_name(name), in_place.get(name)
             layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)
@@ -206,12 +214,12 @@ def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
 
 
 def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_dbias: bool) -> tuple[Result, ...]:
-    """The results that kernels of the padded problem write: a sum of dbias is rounded afterwards."""
+    """The results that kernels of the padded problem write: sums of dbias and dscore_args are rounded afterwards."""
 
     def of(result: Result) -> Result:
         if _is_tensor(result.name):
             return result._replace(shape=padded.shape_of(kernel_name(result.name)))
-        if result.name == "dbias" and sums_dbias:
+        if result.name.startswith("dscore_args") or (result.name == "dbias" and sums_dbias):
             return result._replace(dtype=np.dtype(padded.accumulator_dtype))
         return result
 

@@ -14,7 +14,7 @@ from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 
-__all__ = ["ITEMS", "TILE_COUNTER", "Field", "ParamLayout", "argument_arrays", "param_layout"]
+__all__ = ["ITEMS", "TILE_COUNTER", "Field", "ParamLayout", "argument_arrays", "gradient_arrays", "param_layout"]
 
 #: The pointer to a persistent kernel's tile counter. It is the last pointer, and not a buffer of the call.
 TILE_COUNTER = "tile_counter"
@@ -123,6 +123,13 @@ def argument_arrays(function: BoundFunction) -> list[tuple[str, str, int]]:
     ]
 
 
+def gradient_arrays(function: BoundFunction) -> list[tuple[str, int]]:
+    """The members for the gradients of a score function's arrays, such as ``"dscore_args0"``: name and axes."""
+    program = function.program
+    floats = program.floats if program.role == "score_mod" else ()
+    return [(f"d{program.arguments_name}{number}", program.arguments[number].rank) for number in floats]
+
+
 @functools.lru_cache(maxsize=None)
 def param_layout(
     operation: str,
@@ -149,14 +156,18 @@ def param_layout(
         kinds["dbias"] = "output"
     fields += [Field(name, kind) for name, kind in kinds.items()]
     arguments = [array for function in functions for array in argument_arrays(function)]
+    gradients = [array for function in functions for array in gradient_arrays(function)]
+    gradients = gradients if "dscore_args" in features else []
     fields += [Field(name, f"items_{dtype}") for name, dtype, _ in arguments]
+    fields += [Field(name, "output_accum") for name, _ in gradients]
     if is_fallback:
         fields.append(Field(EXCEPTIONS, "input_int"))
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.is_over_scores]
-    fields += [Field(f"{name}_strides", f"array{rank}") for name, _, rank in arguments if rank]
+    layouts = [*((name, rank) for name, _, rank in arguments), *gradients]
+    fields += [Field(f"{name}_strides", f"array{rank}") for name, rank in layouts if rank]
     fields += [Field(name, "size") for name in sizes]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]

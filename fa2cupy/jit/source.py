@@ -12,7 +12,7 @@ import jinja2
 
 from ..functions.tracing import Program, trace
 from ..problem.attention import ROWS_OF
-from .params import ITEMS, argument_arrays
+from .params import ITEMS, argument_arrays, gradient_arrays
 from .spec import CPP_NAMES, KernelSpec
 
 __all__ = ["KernelSource", "kernel_directory", "render_kernel"]
@@ -105,12 +105,25 @@ def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
     """What ``common/functions.cuh.j2`` has of a role: the caller's function, or one that changes nothing."""
     function = next((one for one in spec.functions if one.program.role == role), None)
     arrays: list[dict[str, object]] = []
+    gradients: list[dict[str, object]] = []
     if function is not None:
         for (name, dtype, rank), length in zip(argument_arrays(function), function.lengths, strict=True):
-            members = [f"params.{name}", *([f"params.{name}_strides"] if rank else [])]
-            arrays.append({"item": ITEMS[dtype], "rank": rank, "length": length, "members": ", ".join(members)})
+            arrays.append({**_member(name, f"const {ITEMS[dtype]}", rank), "length": length})
+        if "dscore_args" in spec.features:
+            gradients = [_member(name, "Accum", rank) for name, rank in gradient_arrays(function)]
     program = _neutral(role) if function is None else function.program
-    return {"role": role, "name": program.arguments_name, "arrays": arrays, "text": program.text}
+    return {
+        "name": program.arguments_name,
+        "arrays": arrays,
+        "gradients": dict(zip(program.floats, gradients, strict=False)),
+        "text": program.text,
+    }
+
+
+def _member(name: str, item: str, rank: int) -> dict[str, object]:
+    """A ``TracedArray`` of a member of the record."""
+    members = [f"params.{name}", *([f"params.{name}_strides"] if rank else [])]
+    return {"item": item, "rank": rank, "members": ", ".join(members)}
 
 
 @functools.lru_cache(maxsize=None)

@@ -9,6 +9,7 @@ from ..families.device import DeviceInfo
 from ..families.operations import OPERATIONS
 from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
+from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from ..problem.strides import AnyStrides
@@ -62,7 +63,8 @@ def plan_backward(
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias for ``"dbias"``.
     extras : tuple of str, optional
         The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has; and
-        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`).
+        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`); and
+        ``"dscore_args"``, the gradients of the arrays of `score_mod`, to which kernels add.
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
@@ -72,6 +74,8 @@ def plan_backward(
     added: list[Workspace] = []  # to which kernels add
     # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's.
     cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or problem.is_packed) else []
+    if "dscore_args" in extras:
+        cleared += [name for function in problem.settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
         tiled.append(layout.tiled(operation, tile, num_splits))

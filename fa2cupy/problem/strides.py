@@ -19,6 +19,7 @@ __all__ = [
     "ScoreStrides",
     "Strides",
     "array_layout",
+    "contiguous_layout",
     "contiguous_score_strides",
     "feature_strides",
     "is_full",
@@ -79,6 +80,11 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
 def array_layout(array: Array) -> ArrayLayout:
     """Element strides of an array, then the lengths of its axes."""
     return (*(stride // array.itemsize for stride in array.strides), *array.shape)
+
+
+def contiguous_layout(shape: tuple[int, ...]) -> ArrayLayout:
+    """The same of an array in C order."""
+    return (*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), *shape)
 
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:

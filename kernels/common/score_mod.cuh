@@ -23,6 +23,10 @@ inline constexpr bool kModifiesScores = Spec::kSoftcap || Spec::kAlibi || Spec::
 template <class Spec>
 inline constexpr bool kNeedsRegisters =
     Spec::kBias || Spec::kMask || Spec::kKeyPadding || Spec::kDropout || (Spec::kSoftcap && Spec::kAlibi);
+// True if weights leave out the derivatives of cap and function, because the gradient of the scores is needed itself
+// (dbias.cuh).
+template <class Spec>
+inline constexpr bool kDerivesLater = Spec::kDbias || Spec::kDscoreArgs;
 // True if the backward computes P by `take_weights` (weights.cuh).
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;

@@ -113,9 +113,9 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
-            Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
+            Real weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
             // A function may have no finite derivative for keys that are hidden.
-            if constexpr (Spec::kScoreMod && !Spec::kDbias) weight = probability == 0 ? Real(0) : weight * slope;
+            if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>) weight = probability == 0 ? Real(0) : weight * slope;
             x(i, j) = keep ? weight : -weight;
             p(i, j) = keep ? probability : Real(0);
         }

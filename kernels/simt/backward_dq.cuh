@@ -115,7 +115,7 @@ struct BackwardDq {
                 p, ds, mask, outside, params, score_tile, [&](int i, int) { return lse[i]; },
                 [&](int i, int) { return delta[i]; });
             common::write_dbias<Spec>(ds, params, score_tile);
-            saved.take_derivative(ds, params);
+            saved.take_derivative(ds, params, score_tile);
 
             if constexpr (kWithDkdv) {
                 Warp::post(p, posted, lane);

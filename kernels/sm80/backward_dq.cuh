@@ -161,9 +161,10 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                common::write_dbias<Spec>(ds[m], params,
-                                          {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
-                saved[m].take_derivative(ds[m], params);
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                common::write_dbias<Spec>(ds[m], params, score_tile);
+                saved[m].take_derivative(ds[m], params, score_tile);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -190,8 +190,9 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
-            this->take_derivative(scores_, params_);
+            const common::ScoreTile where = score_tile(tile, block);
+            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), where);
+            this->take_derivative(scores_, params_, where);
             ds_.set(scores_);
             return;
         }

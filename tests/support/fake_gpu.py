@@ -69,6 +69,7 @@ def backward(
     return_dsink=False,
     num_splits=None,
     precision=None,
+    return_dscore_args=False,
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
@@ -84,6 +85,7 @@ def backward(
         return_dsink,
         num_splits,
         precision,
+        return_dscore_args,
     )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 

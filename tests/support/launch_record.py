@@ -90,7 +90,7 @@ class Launch:
             return self._joined(name, "k" if of_keys else "q")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
         heads //= self.values["heads_per_group"] if of_keys else 1
-        if self._kinds[name].startswith("items_"):
+        if self._kinds[name].startswith("items_") or name.startswith("dscore_args"):
             return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
@@ -114,8 +114,9 @@ class Launch:
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
 
     def _argument(self, name: str) -> np.ndarray:
-        """An array of a function of the caller's, whose strides and lengths are in the record if it has axes."""
-        dtype = self._kinds[name].removeprefix("items_")
+        """An array of a function of the caller's, or its gradient. Where it has axes, the record has their layout."""
+        kind = self._kinds[name]
+        dtype = self._wide if kind == "output_accum" else kind.removeprefix("items_")
         layout = self.values.get(f"{name}_strides", ())
         strides, shape = layout[: len(layout) // 2], layout[len(layout) // 2 :]
         items = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
