@@ -76,7 +76,7 @@ def test_ready_made_functions(launched, name, dtype):
 
 
 def low_rank(score, b, h, q, k, x, y, ids, scale):
-    return score * scale + np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
+    return score * scale - np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
 
 
 def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched):

@@ -67,7 +67,7 @@ class SavedScores<Spec, Fragment, 2> {
                 const Real called = mod.called(products_(i, j), at, slope);
                 const Real gradient = ds(i, j) * mod.derivative(mod.capped(called));
                 if constexpr (Spec::kDscoreArgs)
-                    add_argument_gradients<Real>(score_args_of(params), products_(i, j) * params.softmax_scale,
+                    add_argument_gradients<Real>(score_args_of(params), products_(i, j) * natural_scale<Spec>(params),
                                                  tile.batch, tile.head, at.query, at.key, gradient);
                 ds(i, j) = gradient * slope;
             }

@@ -52,7 +52,7 @@ inline constexpr bool kProductsFromDelta = !Spec::kDropout;
 // are capped.
 template <class Spec>
 inline constexpr bool kCapsLate =
-    kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding;
+    kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding && !Spec::kMaskMod;
 
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>
@@ -67,6 +67,15 @@ __device__ __forceinline__ auto product_scale(const Record& params) {
         return params.softmax_scale;
     else
         return params.scale_log2;
+}
+
+// The factor from products to natural scores, which the caller's function gets.
+template <class Spec, class Record>
+__device__ __forceinline__ auto natural_scale(const Record& params) {
+    if constexpr (kNaturalScores<Spec>)
+        return params.softmax_scale;
+    else
+        return params.scale_log2 * static_cast<float>(kLn2);
 }
 
 // The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
@@ -145,14 +154,15 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
             for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
                 for (int i = 0; i < Fragment::kRows; ++i)
-                    x(i, j) = score_value<Real>(score_args_of(params_), x(i, j) * params_.softmax_scale, batch_, head_,
-                                                first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0));
+                    x(i, j) =
+                        score_value<Real>(score_args_of(params_), x(i, j) * natural_scale<Spec>(params_), batch_, head_,
+                                          first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0));
     }
     // The same for one product, with the derivative by the scaled product, `slope`.
     __device__ __forceinline__ Real called(Real product, const Position& at, Real& slope) const {
         if constexpr (Spec::kScoreMod) {
-            return score_value_and_slope<Real>(score_args_of(params_), product * params_.softmax_scale, batch_, head_,
-                                               at.query, at.key, slope);
+            return score_value_and_slope<Real>(score_args_of(params_), product * natural_scale<Spec>(params_), batch_,
+                                               head_, at.query, at.key, slope);
         } else {
             slope = 1;
             return product;

@@ -14,12 +14,22 @@ __device__ __forceinline__ float exponential(float score, float scale, float lse
         return exp2_approx(fma(score, scale, -lse));
 }
 
+// A weight with a mark where dropout drops its element: the sign bit. A function of the caller's may have a negative
+// derivative; the mark is then the lowest bit, and a weight of zero, which dropout does not change, has none.
+template <class Spec, class Real>
+__device__ __forceinline__ Real marked(Real weight, bool keep) {
+    if constexpr (Spec::kScoreMod && Spec::kDropout)
+        return weight == 0 ? weight : with_lowest_bit(weight, !keep);
+    else
+        return keep ? weight : -weight;
+}
+
 // Computes P and weights from capped products, for `take_weights`.
 template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse, const Held& held) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
-    constexpr bool kWeightIsP = Spec::kDropout && (Spec::kDbias || !Spec::kSoftcap);
+    constexpr bool kWeightIsP = Spec::kDropout && !Spec::kScoreMod && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
@@ -45,12 +55,18 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
                 held.set(term, part, n8 % 2 * 2 + i, e);
-                const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
+                float capped = x(i, j), slope = 1;
+                if constexpr (Spec::kScoreMod)
+                    capped = mod.capped(mod.called(
+                        capped, mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
+                const float score = mod.score(capped, first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
-                const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
-                x(i, j) = keep ? weight : -weight;
+                float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
+                if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>)
+                    weight = probability == 0 ? 0.0f : weight * slope;
+                x(i, j) = marked<Spec>(weight, keep);
                 const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
                 if (e == 0)
                     even[a][b] = own;
@@ -79,7 +95,7 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
-    mod.cap(x);
+    if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
     if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
         weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
     else
@@ -116,7 +132,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             Real weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
             // A function may have no finite derivative for keys that are hidden.
             if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>) weight = probability == 0 ? Real(0) : weight * slope;
-            x(i, j) = keep ? weight : -weight;
+            x(i, j) = marked<Spec>(weight, keep);
             p(i, j) = keep ? probability : Real(0);
         }
 }
@@ -135,7 +151,10 @@ template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
     if constexpr (Spec::kDropout) {
         const Real kept = fma(params.dropout_scale, dp, minus_delta);
-        return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
+        if constexpr (Spec::kScoreMod)
+            return weight * (lowest_bit(weight) ? minus_delta : kept);
+        else
+            return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
     } else {
         return weight * dp;
     }
