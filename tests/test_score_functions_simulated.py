@@ -22,7 +22,17 @@ pytestmark = pytest.mark.simulated
 METHODS = ("single_pass", "two_pass")
 SHAPE = (2, 2, 21, 30)
 NAMES = tuple(ready_made(*SHAPE))
-TILE = TileConfig(8, 8, 2)
+#: By family and dtype: tiles.
+SMALL = TileConfig(32, 32, 2, 2)
+TILES = {
+    "simt": TileConfig(8, 8, 2),
+    "sm80": {
+        "forward": SMALL, "backward_dq": SMALL, "backward": TileConfig(32, 32, 4, 2),
+        "backward_dkdv": TileConfig(32, 32, 4, 2),
+    },
+}  # fmt: skip
+KINDS = {"simt float32": "float32", "simt float64": "float64", "sm80 float16": "float16", "sm80 bfloat16": "bfloat16"}
+FAMILIES = ("simt float32", "sm80 float16")
 
 
 @pytest.fixture
@@ -48,79 +58,88 @@ def draw(dtype: str, shape: tuple = SHAPE, **sizes) -> tuple:
     return make_inputs(dtype, batch=batch, seqlen_q=rows, seqlen_k=keys, **sizes)
 
 
-def check(launched: list, inputs: tuple, used: tuple, methods: tuple = METHODS, dlse=None, **options) -> None:
-    """All results of a call, by kernels that have the features."""
+def check(
+    launched: list, kind: str, inputs: tuple, used: tuple, methods: tuple = METHODS, dlse=None, **options
+) -> None:
+    """All results of a call, by kernels of a family that have the features."""
+    family = kind.split()[0]
     expected = Expectation(*inputs, dlse=dlse, **options)
     q, k, v, do = map(place, inputs)
-    given = on_gpu(options)
-    o, lse = forward(q, k, v, config=TILE, **given)
+    own = {**on_gpu(options), "config": TILES[family], "family": family}
+    o, lse = forward(q, k, v, **own)
     expected.check(o=o, lse=lse)
+    switches, names = extras(options), gradient_names(options)
     for method in methods:
         more = {} if dlse is None else {"dlse": place(dlse)}
-        gradients = backward(q, k, v, o, lse, do, method=method, config=TILE, **more, **given)
-        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-        names = gradient_names(options)
-        switches = extras(options)
-        gradients = backward(q, k, v, o, lse, do, method=method, config=TILE, **more, **given, **switches)
-        expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+        gradients = backward(q, k, v, o, lse, do, method=method, **more, **own)
+        expected.check(spec=method, **dict(zip(names[:3], gradients, strict=True)))
+        if switches and (family == "simt" or method == "two_pass"):  # of 16 bits two passes alone give them
+            gradients = backward(q, k, v, o, lse, do, method=method, **more, **own, **switches)
+            expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
-    assert {spec.family for spec in specs} == {"simt"}
+    assert {spec.family for spec in specs} == {family}
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_ready_made_functions(launched, name, dtype):
+def test_ready_made_functions(launched, name, kind):
+    dtype = KINDS[kind]
     case = ready_made(*SHAPE, wide=accumulator(dtype))[name]
-    check(launched, draw(dtype), (case.role,), **case.options)
+    check(launched, kind, draw(dtype), (case.role,), **case.options)
 
 
 def low_rank(score, b, h, q, k, x, y, ids, scale):
     return score * scale - np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
 
 
-def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched):
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
     x = np.asfortranarray(numbers((2, 2, 21, 4), "float16"))
     arrays = (
         x,
         numbers((2, 30, 4), "float64"),
         np.arange(60, dtype="int64").reshape(2, 30) % 3,
-        numbers((1,), "float32")[0:1].reshape(()),
+        np.array(0.7, "float32"),
     )
+    dropout = {} if kind.startswith("sm80") else {"dropout_p": 0.25, "seed": 7}
     options = {
-        "causal": True, "window": (20, None), "softcap": 3.0, "alibi_slopes": numbers((2,), "float32"),
-        "bias": numbers((21, 30), "float32"), "mask": numbers((21, 30), "float32") < 1.5, "dropout_p": 0.25, "seed": 7,
+        **dropout, "causal": True, "window": (20, None), "softcap": 3.0, "alibi_slopes": numbers((2,), "float32"),
+        "bias": numbers((21, 30), KINDS[kind]), "mask": numbers((21, 30), "float32") < 1.5,
         "sink": numbers((2,), "float32"), "mask_mod": lambda b, h, q, k, t: (q + k + b) % t[h] != 0,
         "mask_args": (np.array([3, 5], "int8"),),
     }  # fmt: skip
-    inputs = draw("float32")
-    check(launched, inputs, ("score_mod", "mask_mod"), score_mod=low_rank, score_args=arrays, **options)
+    inputs = draw(KINDS[kind])
+    check(launched, kind, inputs, ("score_mod", "mask_mod"), score_mod=low_rank, score_args=arrays, **options)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_packed_sequences(launched, method):
+def test_packed_sequences(launched, method, kind):
     offsets = {"cu_seqlens_q": np.array([0, 9, 9, 21], "int32"), "cu_seqlens_k": np.array([0, 13, 20, 30], "int32")}
     ids = np.sort(np.random.default_rng(3).integers(0, 3, (3, 30)), axis=1)
-    inputs = tuple(x[0] for x in draw("float32", (1, 2, 21, 30)))
+    inputs = tuple(x[0] for x in draw(KINDS[kind], (1, 2, 21, 30)))
     check(
-        launched, inputs, ("score_mod", "mask_mod"), methods=(method,), **offsets,
+        launched, kind, inputs, ("score_mod", "mask_mod"), methods=(method,), **offsets,
         score_mod=lambda score, b, h, q, k, t: score + t[b, h, k], score_args=(numbers((3, 2, 30), "float32"),),
         mask_mod=lambda b, h, q, k, ids: ids[b, q] == ids[b, k], mask_args=(ids,),
     )  # fmt: skip
 
 
-def test_derivatives_of_hidden_keys_may_be_infinite(launched):
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_derivatives_of_hidden_keys_may_be_infinite(launched, kind):
     def rooted(score, b, h, q, k):
         return score * np.sqrt(q + 9 - k)
 
-    check(launched, draw("float32"), ("score_mod", "mask_mod"), score_mod=rooted, mask_mod=lambda b, h, q, k: k < q + 9)
+    options = {"score_mod": rooted, "mask_mod": lambda b, h, q, k: k < q + 9}
+    check(launched, kind, draw(KINDS[kind]), ("score_mod", "mask_mod"), **options)
 
 
 def test_functions_of_the_same_expression_share_kernels_and_prepared_calls(launched):
     q, k, v, _ = map(place, draw("float32"))
 
     def scaled(factor: float) -> np.ndarray:
-        return forward(q, k, v, score_mod=lambda score, b, h, q, k: factor * score, config=TILE)[0]
+        return forward(q, k, v, score_mod=lambda score, b, h, q, k: factor * score, config=TILES["simt"])[0]
 
     results = [scaled(2.0), scaled(2.0), scaled(3.0)]
     specs = [stage.spec for stage in launched]
@@ -133,12 +152,15 @@ def test_functions_of_the_same_expression_share_kernels_and_prepared_calls(launc
 def test_what_kernels_refuse(launched):
     q, k, v, do = map(place, draw("float32"))
     own = on_gpu(ready_made(*SHAPE)["alibi"].options)
-    o, lse = forward(q, k, v, config=TILE, **own)
+    o, lse = forward(q, k, v, config=TILES["simt"], **own)
     launched.clear()
     with pytest.raises(UnsupportedProblemError, match="^return_dscore_args: they are summed atomically; not with det"):
         backward(q, k, v, o, lse, do, return_dscore_args=True, deterministic=True, **own)
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected at least one element, got shape \(0,\)"):
         forward(q, k, v, score_mod=own["score_mod"], score_args=(place(numbers((0,), "float32")),))
+    halves = [x.astype("float16") for x in draw("float32")[:3]]
+    with pytest.raises(UnsupportedProblemError, match="'sm80' for this problem: its kernels have no score_mod"):
+        forward(*map(place, halves), score_mod=lambda score, b, h, q, k: -score, dropout_p=0.5, seed=1)
     elsewhere = place(numbers((2,), "float32"))
     elsewhere.device_id = 1
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected an array on device 0 like q, got device 1"):

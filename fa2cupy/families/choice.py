@@ -272,7 +272,7 @@ def _methods(family: Family, options: CallOptions, extras: Sequence[str]) -> tup
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.default_methods
-    if "dbias" in extras:
+    if not {"dbias", "dscore_args"}.isdisjoint(extras):
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
 

@@ -169,7 +169,7 @@ class Family(ABC):
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     def method_with_dbias(self, method: str) -> str:
-        """The method of a backward that returns dbias, which only kernels that own queries write."""
+        """The method of a backward that returns dbias or dscore_args, which only kernels that own queries write."""
         return method if self.backward_owns == "queries" else "two_pass"
 
     # Resources of a tile.
