@@ -138,6 +138,8 @@ def forward(
         the wrong type; a keyword is unknown.
     ValueError
         Shapes, devices or values do not fit; `out` is read-only or overlaps; `config` is not legal.
+    IndexError
+        A function reads outside an array, on NumPy.
     UnsupportedProblemError
         head_dim is above 256, or no kernel supports the dtype or a feature on this GPU.
     KernelCompileError, KernelLaunchError
@@ -172,8 +174,11 @@ def forward(
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
     ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. Ints have 32 bits; floats have the
     dtype of lse. An index outside an array raises IndexError: np.clip keeps it inside. Derivatives are found from the
-    expressions; comparisons, floor and ints have none. Functions and maps are for NumPy arrays: the kernels do not have
-    them yet.
+    expressions; comparisons, floor and ints have none.
+
+    On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
+    an array is clamped, and the values of ints are not checked. The families ``"sm80"`` and ``"simt"`` have functions;
+    ``"sm80"`` not `score_mod` together with dropout. Maps are for NumPy arrays: the kernels do not have them yet.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
@@ -308,7 +313,8 @@ def backward(
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
         axes it is bit-reproducible. On the GPU, dbias of 16-bit data implies ``"two_pass"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
-        If requested, one result for each of them.
+        If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
+        summed with atomics, which `deterministic` refuses, and of 16-bit data imply ``"two_pass"``.
 
     Notes
     -----

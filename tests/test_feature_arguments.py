@@ -258,7 +258,7 @@ def settings_of(**options) -> FeatureSettings:
 def test_every_feature_has_its_row_and_its_numbers():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
     names -= {"seed", "score_args", "mask_args"}
-    only_kernels = {"wide_bias", "dbias", "full_dbias", "dlse"}
+    only_kernels = {"wide_bias", "dbias", "full_dbias", "dscore_args", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
     assert arrays == set(ARRAY_KEYWORDS)
@@ -267,10 +267,12 @@ def test_every_feature_has_its_row_and_its_numbers():
         window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
-    assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "full_dbias", "dlse"))
+    assert everything.features == tuple(
+        name for name in FEATURES if name not in ("dbias", "full_dbias", "dscore_args", "dlse")
+    )
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
-        "window_left": 3, "window_right": 100, **softcap_values(2.0, 0.25),
-        "alibi_scale": math.log2(math.e) / softcap_values(2.0, 0.25)["capped_log2"],
+        "window_left": 3, "window_right": 100, **softcap_values(2.0, 1.0),  # a score function gets scaled products
+        "alibi_scale": math.log2(math.e) / softcap_values(2.0, 1.0)["capped_log2"],
         "dropout_threshold": 0x80008000, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
         "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES, NOT_ON_TENSOR_CORES
+from ..problem.features import FEATURES, WITHOUT_KERNELS
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
@@ -101,7 +101,7 @@ class Family(ABC):
     row_alignment: int
     head_dim_step: int
     arch_suffix: str = ""
-    features: tuple[str, ...] = tuple(name for name in FEATURES if name not in NOT_ON_TENSOR_CORES)
+    features: tuple[str, ...] = tuple(name for name in FEATURES if name not in WITHOUT_KERNELS)
     needs_positive_scale: bool = False
     has_natural_scores: bool = False
     multiplies_parts: bool = False

@@ -6,7 +6,6 @@ Its kernels are the simplest, and the best ones to read first.
 from __future__ import annotations
 
 from ..problem.dtypes import itemsize
-from ..problem.features import FEATURES
 from .family import Family, TileRow, register_shortage
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
@@ -32,7 +31,6 @@ class Simt(Family):
     min_compute_capability = 60
     row_alignment = 1
     head_dim_step = 1
-    features = tuple(name for name in FEATURES if name != "block_mask")
     backward_owns = "queries"
     has_natural_scores = True
     default_methods = ("two_pass",)

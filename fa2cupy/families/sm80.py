@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, TileRow, register_shortage
@@ -48,7 +47,6 @@ class Sm80(Family):
     min_compute_capability = 80
     row_alignment = 16
     head_dim_step = 8
-    features = tuple(name for name in FEATURES if name != "block_mask")
     backward_owns = "keys"
     default_methods = ("single_pass",)
     split_operations = ("forward", "backward", "backward_dkdv")

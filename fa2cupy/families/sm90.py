@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import features_in_registers
+from ..problem.features import FEATURES, NOT_ON_HOPPER, features_in_registers
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, TileRow
@@ -90,6 +90,7 @@ class Sm90(Family):
     row_alignment = 16
     head_dim_step = 8
     arch_suffix = "a"
+    features = tuple(name for name in FEATURES if name not in NOT_ON_HOPPER)
     needs_positive_scale = True
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES, NOT_ON_TENSOR_CORES, features_in_registers
+from ..problem.features import FEATURES, NOT_ON_HOPPER, features_in_registers
 from ..problem.strides import AnyStrides
 from .family import Family, TileRow
 from .records import LENGTHS, PARTS, SCHEDULE, Record
@@ -53,7 +53,7 @@ class Sm90Float32(Family):
     arch_suffix = "a"
     has_natural_scores = True
     multiplies_parts = True
-    features = tuple(name for name in FEATURES if name not in (*NOT_ON_TENSOR_CORES, "dbias", "full_dbias"))
+    features = tuple(name for name in FEATURES if name not in (*NOT_ON_HOPPER, "dbias", "full_dbias"))
     backward_owns = "keys"
     default_methods = ("single_pass",)
     query_rows = (64, 128)

@@ -68,9 +68,10 @@ from .softcap import softcap_values
 __all__ = [
     "ARRAY_KEYWORDS",
     "FEATURES",
-    "NOT_ON_TENSOR_CORES",
+    "NOT_ON_HOPPER",
     "NO_SETTINGS",
     "OFFSETS",
+    "WITHOUT_KERNELS",
     "Feature",
     "FeatureArray",
     "FeatureKeywords",
@@ -354,8 +355,9 @@ FEATURES = {
     ),
 }
 
-#: The features that kernels for tensor cores do not have.
-NOT_ON_TENSOR_CORES = ("score_mod", "mask_mod", "block_mask", "dscore_args")
+#: The features that no kernel has, and those that the kernels for Hopper do not have.
+WITHOUT_KERNELS = ("block_mask",)
+NOT_ON_HOPPER = (*WITHOUT_KERNELS, "score_mod", "mask_mod", "dscore_args")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(
