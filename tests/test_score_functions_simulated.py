@@ -135,6 +135,20 @@ def test_derivatives_of_hidden_keys_may_be_infinite(launched, kind):
     check(launched, kind, draw(KINDS[kind]), ("score_mod", "mask_mod"), **options)
 
 
+def test_blocks_that_share_tiles(launched):
+    options = ready_made(*SHAPE)["t5_relative"].options | ready_made(*SHAPE)["document"].options
+    inputs = draw("float16")
+    expected = Expectation(*inputs, **options)
+    q, k, v, do = map(place, inputs)
+    own = {**on_gpu(options), "config": TILES["sm80"], "family": "sm80", "num_splits": 2}
+    o, lse = forward(q, k, v, **own)
+    expected.check(o=o, lse=lse)
+    for method in METHODS:
+        gradients = backward(q, k, v, o, lse, do, method=method, **own)
+        expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    assert {spec.is_split for spec in (stage.spec for stage in launched) if spec.operation == "backward"} == {True}
+
+
 def test_functions_of_the_same_expression_share_kernels_and_prepared_calls(launched):
     q, k, v, _ = map(place, draw("float32"))
 

@@ -48,27 +48,21 @@ class Program:
     graph : Graph
     result : Node
         The score, or the truth value.
+    slope : Node or None
+        The derivative of the score by the score that the function gets; None if it is 0.
+    scatters : list of Scatter
+        The derivatives of the score by the elements that it reads of floating-point arguments.
     """
 
     def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node):
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
-
-    @property
-    def slope(self) -> Node | None:
-        """The derivative of the score by the score that the function gets; None if it is 0."""
-        return self._derivatives[0]
-
-    @property
-    def scatters(self) -> list[Scatter]:
-        """The derivatives of the score by the elements that it reads of floating-point arguments."""
-        return self._derivatives[1]
-
-    @functools.cached_property
-    def _derivatives(self) -> tuple[Node | None, list[Scatter]]:
-        # Both at once: the order in which nodes are made is that of the operands of sums and products in the text.
-        slope = derivative(self.graph, self.result, self.graph.input("score", FLOAT))
-        return slope, scatters(self.graph, self.result, self.floats)
+        self.slope: Node | None = None
+        self.scatters: list[Scatter] = []
+        if role == "score_mod":
+            # Always in this order: that of nodes is the order of operands and statements in the text.
+            self.slope = derivative(graph, result, graph.input("score", FLOAT))
+            self.scatters = scatters(graph, result, self.floats)
 
     @property
     def floats(self) -> tuple[int, ...]:
@@ -86,7 +80,7 @@ class Program:
         """True if the result depends on an input: the score, b, h, q or k."""
         return any(node.op == "input" and node.value == name for node in reachable([self.result]))
 
-    @property
+    @functools.cached_property
     def loops(self) -> list[tuple[int, ...]]:
         """The arguments over whose last axes each loop runs."""
         return [node.value for node in reachable([self.result]) if node.op == "sum" and isinstance(node.value, tuple)]
