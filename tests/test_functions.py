@@ -327,6 +327,7 @@ _LEAVES = st.sampled_from(
     [
         "score", "score", "table[h, np.clip(k - q, -3, 3) + 3]", "bias[b, h, q]", "np.dot(x[q], y[k])", "x[q].sum()",
         "(x[q] * np.tanh(y[k] * score)).sum()", "(q - k)", "0.7", "-1.3", "x[k % 5, (q + k) % 4]",
+        "np.dot(x[q] * np.dot(x[q], y[k]), x[k % 5])",
     ]
 )  # fmt: skip
 
