@@ -372,6 +372,17 @@ def test_the_states_of_tiles():
                 assert listed.tolist() == np.flatnonzero(table[b, i]).tolist()
 
 
+@pytest.mark.parametrize(("place", "state"), [((5, 7), 1), ((7, 0), 1), ((9, 3), 2)])
+def test_one_element_makes_a_tile_mixed(place, state):
+    row, column = place
+    hidden = block_mask(lambda b, h, q, k: (q != row) | (k != column), (), 1, 1, 11, 13, tile=(8, 8))
+    visible = block_mask(lambda b, h, q, k: (q == row) & (k == column), (), 1, 1, 11, 13, tile=(8, 8))
+    assert hidden.part(0, slice(0, 1))[0, 0, 0] == state
+    assert visible.part(0, slice(0, 1))[0, 0, 0] == state % 2
+    assert hidden.density == 1
+    assert visible.density == 1 / 4
+
+
 def test_a_map_of_many_tiles_takes_no_memory_for_the_mask():
     tracemalloc.start()
     sparse = block_mask(mods.sliding_window(300), (), 3, 5, 8192, 8192)
