@@ -55,15 +55,15 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
                 held.set(term, part, n8 % 2 * 2 + i, e);
-                float capped = x(i, j), slope = 1;
+                float slope = 1;
                 if constexpr (Spec::kScoreMod)
-                    capped = mod.capped(mod.called(
-                        capped, mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
-                const float score = mod.score(capped, first, queries + 8 * a, keys + 8 * b, term);
+                    x(i, j) = mod.capped(mod.called(
+                        x(i, j), mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
+                const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
-                float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
+                float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(x(i, j));
                 if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>)
                     weight = probability == 0 ? 0.0f : weight * slope;
                 x(i, j) = marked<Spec>(weight, keep);
