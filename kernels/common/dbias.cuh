@@ -3,8 +3,8 @@
 // that owns a query tile also stores zeros for the key tiles that it skips. Along axes on which the bias is broadcast,
 // many scores share one element; a warp then sums its own scores first and adds the sum with one atomic.
 //
-// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the two
-// differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
+// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the
+// two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
 // `take_derivative` multiplies by them once dbias has been added. In between is the gradient of what the function
 // returns, from which follow those of its arrays (kDscoreArgs).
 #pragma once

@@ -4,7 +4,8 @@
 //   product x -> scale x -> function of the caller's                   `ScoreMod::call`, and its slope
 //   -> cap tanh(. / cap)                                               `Softcap::cap`, and its `derivative`
 //   -> - slope |distance| -> + bias -> -inf where a mask hides         `ScoreMod::score`
-//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivatives of cap and function
+//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivatives of cap and
+//                                                                         function
 #pragma once
 #include "common/dropout.cuh"
 #include "common/functions.cuh.j2"
