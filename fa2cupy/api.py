@@ -67,9 +67,10 @@ def forward(
         than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
         it.
     precision : {None, "ieee", "split"}, optional
-        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are as accurate as float32
-        arithmetic and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
-        ``"split"``, on tensor cores for short sequences, too. NumPy checks it and computes as ever.
+        Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are faster, as accurate as
+        float32 arithmetic, and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
+        ``"split"``, on tensor cores for short sequences and on GPUs where they are slower, too. NumPy checks it and
+        computes as ever.
 
     Returns
     -------
@@ -156,15 +157,18 @@ def forward(
 
     On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
     products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
-    that are added up in float32). There are such kernels for compute capability 9.0, head_dim up to 128, and in
-    `backward` without a gradient of a bias. None takes them from 128 rows of q and of k on. The largest errors are then
-    at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6 and 2e-6 of the largest
-    result; the README has what was measured. K/V heads whose values two float16 numbers do not represent that well are
-    computed on CUDA cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or do a
-    row's or a column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to 2**50,
-    infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call allocates the
-    float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64 and lengths to
-    one of 128.
+    that are added up in float32). There are such kernels for compute capability 8.0 or newer, and on 9.0 also beyond
+    head_dim 128 and, up to there, for ``"single_pass"``. ``precision=None`` takes them from 128 rows of q and of k on
+    and up to head_dim 128, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
+    cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (the README names them). The
+    largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
+    and 2e-6 of the largest result; the README has what was measured. 64 rows share a scale: the last bits of a result
+    may depend on rows that are hidden from it. K/V heads whose values two float16 numbers do not represent that well
+    are computed on CUDA cores, at their speed; the GPU finds them without the host. In these, of 64 rows of q, k, v or
+    do a row's or a column's largest value is less than 2**-12 of the largest of all, or that is outside 2**-50 to
+    2**50, infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call
+    allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64
+    and lengths to one of 128.
 
     `score_mod` and `mask_mod` are called once, with symbols in place of numbers, for each combination of dtypes and
     numbers of axes of their arrays; the expressions that they return are evaluated for whole tiles, hidden keys
@@ -311,10 +315,10 @@ def backward(
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
-        axes it is bit-reproducible. On the GPU, dbias of 16-bit data implies ``"two_pass"``.
+        axes it is bit-reproducible. On the GPU, dbias implies ``"two_pass"`` in all families but ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
-        summed with atomics, which `deterministic` refuses, and of 16-bit data imply ``"two_pass"``.
+        summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
 
     Notes
     -----

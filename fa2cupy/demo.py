@@ -168,8 +168,9 @@ def _kernels(
     if operation == "delta":
         specs = [spec for spec in specs if spec.operation == "delta"]
     seconds = sum(cached_kernel(spec).seconds for spec in specs)
-    tiles = [str(spec.tile) for spec in specs if spec.operation in TILED]
-    family = specs[-1].family
+    tiled = [spec for spec in specs if spec.operation in TILED and not spec.is_fallback]
+    tiles = [str(spec.tile) for spec in tiled]
+    family = tiled[0].family if tiled else specs[0].family
     return f"{family} {'; '.join(tile.split(',')[0] for tile in tiles) if len(tiles) > 1 else ''.join(tiles)}", seconds
 
 
@@ -199,9 +200,9 @@ def _show_toolchain() -> int:
     try:
         print(f"NVRTC {'.'.join(map(str, nvrtc_version()))} compiles, for GPUs that are not here:")
         for arch, dtype in itertools.product(_TOOLCHAIN_ARCHS, ("float16", "float32")):
-            (spec,) = default_specs(DeviceInfo.named(arch), dtype, 64, True)
-            kernel = cached_kernel(spec)
-            print(f"  {kernel.symbol} for {spec.arch}: {kernel.registers} registers, {kernel.seconds:.2f} s")
+            for spec in default_specs(DeviceInfo.named(arch), dtype, 64, True):
+                kernel = cached_kernel(spec)
+                print(f"  {kernel.symbol} for {spec.arch}: {kernel.registers} registers, {kernel.seconds:.2f} s")
     except KernelCompileError as error:
         print(f"Kernels cannot be compiled here: {error}")
         return 1

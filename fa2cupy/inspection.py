@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ._version import __version__
 from .errors import KernelCompileError
-from .families.choice import FAMILIES, choose_family
+from .families.choice import FAMILIES, family_of_kernel
 from .families.device import DeviceInfo, current_device
 from .families.operations import TILED
 from .families.tile import TileConfig
@@ -67,7 +67,7 @@ def legal_configs(
         raise ValueError(f"operation: expected one of {list(TILED)}, got {operation!r}")
     dtype, head_dim = check_dtype(dtype), check_head_dim(head_dim)
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
-    kernels = choose_family(operation, dtype, device, family)
+    kernels = family_of_kernel(operation, dtype, device, family)
     return [
         tile for tile in kernels.candidate_tiles() if not kernels.why_illegal(operation, dtype, head_dim, tile, device)
     ]

@@ -1,8 +1,8 @@
 // The parts of q, k, v and do, of which kernels of float32 data multiply pairs of float16 numbers.
 #include "common/spec.cuh.j2"
-#include "{{ family }}/split_inputs.cuh"
+#include "float32_parts/split_inputs.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * fa2::Spec::kWarps)
 {{ symbol }}(const {{ grid_constant }}fa2::Params params) {
-    fa2::{{ family }}::SplitInputs<fa2::Spec, true>::run(params);
+    fa2::float32_parts::SplitInputs<fa2::Spec, true>::run(params);
 }

@@ -111,7 +111,7 @@ MODELS = {
 MODEL_SIZES = ((1, 2048), (1, 8192), (4, 4096))
 MODEL_PEERS = ("torch flash", "torch cudnn")
 MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
-PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128), (2048, 4096, 16384)
+PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128, 256), (2048, 4096, 16384)
 PRECISION_PEERS = ("torch efficient",)
 PRECISION_COLUMNS = ("precision", *COLUMNS[:-1])
 #: Without the call that the others are compared to, and without what is like a shorter window.

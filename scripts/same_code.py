@@ -38,7 +38,7 @@ from fa2cupy.system.progress import progress
 #: (architecture, dtype, family, head dimensions of plain calls).
 FAMILIES = (
     ("sm_90", "float16", "sm90", (40, 64, 96, 128, 256)),
-    ("sm_90", "float32", "sm90", (40, 64, 128)),
+    ("sm_90", "float32", "sm90", (40, 64, 128, 256)),
     ("sm_80", "bfloat16", "sm80", (40, 64, 96, 128, 256)),
     ("sm_80", "float32", "simt", (40, 64, 128, 256)),
     ("sm_80", "float64", "simt", (64,)),
@@ -94,6 +94,8 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
             if "dbias" not in kernels.features:
                 own = tuple(name for name in own if name != "return_dbias")
             for head_dim, causal in itertools.product(head_dims, (False, True)):
+                if kernels.multiplies_parts and head_dim > 128 and method == "single_pass":
+                    continue  # it has no such kernel
                 yield from default_specs(device, dtype, head_dim, causal, method, family)
                 if kernels.split_operations and causal:
                     yield from default_specs(device, dtype, head_dim, causal, method, family, num_splits=2)

@@ -47,7 +47,7 @@ from common.plots import can_plot, heat_map
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.cli import run_command
-from fa2cupy.families.choice import choose, choose_family, family_named
+from fa2cupy.families.choice import choose, family_named, family_of_kernel
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.tile import TileConfig
@@ -103,7 +103,7 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
 
 def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
     """The kernels of the sweep, after all filters."""
-    family = choose_family(options.operation, options.dtype, device, options.family)
+    family = family_of_kernel(options.operation, options.dtype, device, options.family)
     head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
     tiles = legal_configs(
         options.operation, dtype=options.dtype, head_dim=head_dim, arch=options.arch, family=family.name

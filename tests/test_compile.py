@@ -79,6 +79,7 @@ OF_PARTS = (
     "what spills is loop invariants of the consumers, at head_dim 128, and addresses of the producer, which has 24 "
     "registers and waits most of the time"
 )
+OF_MMA_PARTS = "what spills is loop invariants: dK and dV take half of the registers; not yet measured on such a GPU"
 
 #: Every default tile that spills registers, by name; the first row that covers a spec holds.
 EXEMPTIONS = (
@@ -103,6 +104,9 @@ EXEMPTIONS = (
     # sm90, float32
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),
+    # sm80, float32
+    Exemption("backward_dkdv", 128, TileConfig(32, 128, 8), 40, OF_MMA_PARTS),
+    Exemption("backward_dkdv", 128, TileConfig(32, 64, 4), 40, OF_MMA_PARTS),
 )
 
 
@@ -120,6 +124,12 @@ def selected_specs() -> list[KernelSpec]:
     # The backward of float32 data that is multiplied in parts.
     for head_dim, causal, method in itertools.product((64, 128), (False, True), METHODS[1:]):
         specs.update(dict.fromkeys(default_specs(H100, "float32", head_dim, causal, method, family="sm90")))
+    # On mma.sync, also with the tiles of GPUs whose default are the CUDA cores.
+    for arch, head_dim, causal, method in itertools.product(
+        ("sm_80", "sm_86"), (64, 96, 128), (False, True), (None, "two_pass")
+    ):
+        device = DeviceInfo.named(arch)
+        specs.update(dict.fromkeys(default_specs(device, "float32", head_dim, causal, method, family="sm80")))
     for archs, dtypes, family in EVERY_TILE:
         for arch, dtype in itertools.product(archs, dtypes):
             widest = {}
@@ -152,7 +162,7 @@ EVERYDAY = [
     spec
     for spec in selected_specs()
     if (spec.arch, spec.dtype, spec.head_dim)
-    in {("sm_90", "float16", 128), ("sm_80", "float16", 128), ("sm_90", "float32", 64)}
+    in {("sm_90", "float16", 128), ("sm_80", "float16", 128), ("sm_90", "float32", 64), ("sm_80", "float32", 128)}
 ]
 
 

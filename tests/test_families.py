@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from support.plans import backward_plan, forward_plan
 
 from fa2cupy import TileConfig, UnsupportedProblemError
 from fa2cupy.families import choice
-from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
+from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named, family_of_kernel
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.operations import METHODS, OPERATIONS, TILED, operation_named
@@ -164,8 +165,27 @@ LONG = {"seqlen_q": 200, "seqlen_k": 300}
         ("split", {}, "sm_90", "backward", {"deterministic": True}, "sm90"),
         ("split", {}, "sm_90", "backward", {"method": "single_pass"}, "sm90"),
         ("split", {}, "sm_90", "backward", {"method": "two_pass"}, "sm90"),
-        ("split", {}, "sm_80", "forward", {}, "simt"),
-        ("split", {"head_dim": 160}, "sm_90", "forward", {}, "simt"),
+        (None, {"head_dim": 256}, "sm_90", "forward", {}, "simt"),
+        ("split", {"head_dim": 256}, "sm_90", "forward", {}, "sm90"),
+        ("split", {"head_dim": 160}, "sm_90", "backward", {}, "sm90"),
+        ("split", {"head_dim": 256}, "sm_90", "backward", {"method": "two_pass"}, "sm90"),
+        ("split", {"head_dim": 160}, "sm_90", "backward", {"method": "single_pass"}, "simt"),
+        (None, {}, "sm_80", "forward", {}, "sm80"),
+        (None, {}, "sm_80", "backward", {}, "sm80"),
+        (None, {}, "sm_80", "backward", {"deterministic": True}, "sm80"),
+        (None, {}, "sm_80", "backward", {"method": "single_pass"}, "simt"),
+        (None, {"seqlen_k": 127}, "sm_80", "forward", {}, "simt"),
+        (None, {"head_dim": 160}, "sm_80", "forward", {}, "simt"),
+        ("ieee", {}, "sm_80", "backward", {}, "simt"),
+        (None, {}, "sm_86", "forward", {}, "simt"),
+        (None, {}, "sm_89", "backward", {}, "simt"),
+        (None, {}, "sm_86", "forward", {"family": "sm80"}, "sm80"),
+        ("split", {}, "sm_86", "forward", {}, "sm80"),
+        ("split", {"seqlen_q": 127}, "sm_89", "backward", {}, "sm80"),
+        ("split", {}, "sm_75", "forward", {}, "simt"),
+        (None, {}, "sm_90", "backward", {"family": "sm80"}, "sm80"),
+        (None, {}, "sm_100", "forward", {}, "simt"),
+        ("split", {}, "sm_100", "forward", {}, "sm80"),
         ("split", {"seqlen_q": 127}, "sm_90", "forward", {}, "sm90"),
         (None, {"seqlen_k": 127}, "sm_90", "backward", {}, "simt"),
         ("split", {"num_heads": 0}, "sm_90", "backward", {}, "simt"),
@@ -185,17 +205,57 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
         assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == operations
 
 
-def test_a_gradient_of_a_bias_has_no_kernel_of_parts():
-    options, given = CallOptions(precision="split"), problem("float32", **LONG)
-    chosen = choose("backward", given, H100, STRIDES, options, extras=("dbias", "full_dbias"), is_launched=False)
-    assert chosen.family.name == "simt"
+def test_the_default_method_is_the_first_that_has_a_tile():
+    wide, turing = problem("float64", head_dim=240), DeviceInfo.named("sm_75")
+    assert choose("backward", wide, H100, STRIDES, is_launched=False).method == "single_pass"
+    assert choose("backward", wide, turing, STRIDES, is_launched=False).method == "two_pass"
+    with pytest.raises(UnsupportedProblemError, match="no default tile of backward .simt. at head_dim 240"):
+        choose("backward", wide, turing, STRIDES, CallOptions(method="single_pass"), is_launched=False)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "wanted"),
+    (
+        ("sm_80", "NVIDIA A100-SXM4-80GB", "sm80"),
+        ("sm_80", "NVIDIA A30", "sm80"),
+        ("sm_86", "NVIDIA A10", "sm80"),
+        ("sm_86", "NVIDIA A10G", "simt"),
+        ("sm_86", "NVIDIA RTX A6000", "sm80"),
+        ("sm_86", "NVIDIA GeForce RTX 3090", "simt"),
+        ("sm_87", "Orin", "simt"),
+        ("sm_89", "NVIDIA L4", "sm80"),
+        ("sm_89", "NVIDIA L40", "simt"),
+        ("sm_89", "NVIDIA L40S", "sm80"),
+        ("sm_89", "NVIDIA RTX 6000 Ada Generation", "sm80"),
+        ("sm_89", "NVIDIA GeForce RTX 4090", "simt"),
+        ("sm_120", "NVIDIA GeForce RTX 5090", "simt"),
+    ),
+)
+def test_parts_are_the_default_where_three_products_are_faster_than_one(arch, name, wanted):
+    """The driver reports the names with NVIDIA's in front."""
+    device = dataclasses.replace(DeviceInfo.named("sm_86"), arch=arch, name=name)
+    for call in ("forward", "backward"):
+        assert choose(call, problem("float32", **LONG), device, STRIDES, is_launched=False).family.name == wanted
+        assert choose_family(call, "float32", device).name == wanted
+
+
+def test_a_family_without_a_kernel_of_single_pass():
+    a100, options = DeviceInfo.named("sm_80"), CallOptions(family="sm80", method="single_pass")
+    with pytest.raises(UnsupportedProblemError, match="^family 'sm80' has no kernel of backward$"):
+        choose("backward", problem("float32", **LONG), a100, STRIDES, options, is_launched=False)
+    assert choose_family("backward", "float32", a100).name == "sm80"
+    assert family_of_kernel("backward", "float32", a100).name == "simt"
+    assert family_of_kernel("backward_dq", "float32", a100).name == "sm80"
+    with pytest.raises(UnsupportedProblemError, match="^family 'sm80' has no kernel of backward for float32$"):
+        family_of_kernel("backward", "float32", a100, "sm80")
 
 
 def test_a_family_that_does_not_have_the_precision():
     with pytest.raises(UnsupportedProblemError, match="^family 'sm90' has no kernels for float32"):
         choose("forward", problem("float32"), H100, STRIDES, CallOptions(family="sm90", precision="ieee"))
-    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above 128"):
-        choose("forward", problem("float32", head_dim=160), H100, STRIDES, CallOptions(family="sm90"))
+    options = CallOptions(family="sm90", method="single_pass")
+    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above the 128 of 'single_pass'"):
+        choose("backward", problem("float32", head_dim=160), H100, STRIDES, options)
 
 
 # -------------------------------------------------------------------------------------------------------- a family more

@@ -3,6 +3,8 @@ left to IEEE arithmetic, and the accuracy that is promised, with sums cut as the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given, seed, settings
@@ -20,7 +22,9 @@ from support.simulated_problems import HOPPER, draw
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
 
-from fa2cupy import reference
+from fa2cupy import TileConfig, reference
+from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS, TILED
 from fa2cupy.testing import Expectation
 
@@ -29,35 +33,53 @@ pytestmark = pytest.mark.simulated
 GRADIENTS = ("dq", "dk", "dv")
 
 
+class Kernels(NamedTuple):
+    """The family and method of kernels, and the GPU that they are for."""
+
+    family: str
+    method: str
+    device: DeviceInfo
+
+
+BY_NAME = {
+    "sm90, single_pass": Kernels("sm90", "single_pass", HOPPER),
+    "sm90, two_pass": Kernels("sm90", "two_pass", HOPPER),
+    "sm80, two_pass": Kernels("sm80", "two_pass", DeviceInfo.named("sm_80")),
+}
+
+
+@pytest.fixture(params=BY_NAME)
+def kernels(request) -> Kernels:
+    return BY_NAME[request.param]
+
+
 @pytest.fixture
-def launched(monkeypatch):
-    with simulated_gpu(monkeypatch, HOPPER) as stages:
+def launched(monkeypatch, kernels):
+    with simulated_gpu(monkeypatch, kernels.device) as stages:
         yield stages
 
 
-@pytest.fixture(params=METHODS)
-def method(request):
-    return request.param
-
-
-def run(inputs: tuple, method: str, *, dlse=None, out=(None, None), **options) -> dict:
+def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **options) -> dict:
     q, k, v, do = inputs
-    results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], family="sm90", **options), strict=True))
-    more = {"return_dsink": True} if "sink" in options else {}
-    more |= {"dlse": dlse, "out": out[1], "family": "sm90", "method": method}
+    options["family"] = kernels.family
+    results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], **options), strict=True))
+    # Two passes alone give dbias, and would run for it in one pass, too.
+    given = [name for name in ("bias", "sink") if name in options and (name, kernels.method) != ("bias", "single_pass")]
+    more = {f"return_d{name}": True for name in given} | {"dlse": dlse, "out": out[1], "method": kernels.method}
     gradients = backward(q, k, v, results["o"], results["lse"], do, **more, **options)
-    return results | dict(zip((*GRADIENTS, "dsink"), gradients, strict=False))
+    return results | dict(zip((*GRADIENTS, *(f"d{name}" for name in given)), gradients, strict=True))
 
 
-def check(inputs: tuple, launched: list, method: str, **options) -> dict:
+def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
     """All results, and that kernels of both kinds gave them."""
     launched.clear()
     expected = Expectation(*inputs, **options)
-    results = run(inputs, method, **options)
+    results = run(inputs, kernels, **options)
     expected.check(**results)
     if inputs[0].size and inputs[1].size:
         tiled = [stage.spec for stage in launched if stage.spec.operation in TILED]
-        assert [spec.family for spec in tiled] == ["sm90", "simt", *["sm90"] * len(METHODS[method]), "simt", "simt"]
+        own = kernels.family
+        assert [spec.family for spec in tiled] == [own, "simt", *[own] * len(METHODS[kernels.method]), "simt", "simt"]
         assert [spec.is_fallback for spec in tiled] == [spec.family == "simt" for spec in tiled]
     return results
 
@@ -70,53 +92,64 @@ LENGTHS = ((1, 1), (64, 64), (70, 150), (290, 140))
 @pytest.mark.sample(head_dim=(59, 128), causal=(True,))
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("head_dim", (1, 32, 59, 64, 96, 128))
-def test_every_head_dim(launched, method, head_dim, causal):
+def test_every_head_dim(launched, kernels, head_dim, causal):
     for lengths in LENGTHS:
-        check(draw("float32", lengths, head_dim), launched, method, causal=causal)
+        check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
 
 
 @pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.sample(heads=((4, 2),))
-def test_head_groups_in_both_layouts(launched, method, layout, heads):
-    check(draw("float32", (70, 130), 40, heads, batch=2, layout=layout), launched, method, layout=layout, causal=True)
+def test_head_groups_in_both_layouts(launched, kernels, layout, heads):
+    check(draw("float32", (70, 130), 40, heads, batch=2, layout=layout), launched, kernels, layout=layout, causal=True)
 
 
 @pytest.mark.sample(view=(gapped,))
 @pytest.mark.parametrize("view", (packed, shifted, gapped), ids=lambda view: view.__name__)
 @pytest.mark.parametrize("head_dim", (59, 64))
-def test_strided_arrays_are_read_and_written_only_where_they_are(launched, method, head_dim, view):
+def test_strided_arrays_are_read_and_written_only_where_they_are(launched, kernels, head_dim, view):
     inputs = draw("float32", (70, 130), head_dim, batch=2, view=view)
     q, k, v, _ = inputs
     gradients = tuple(view(np.full_like(x, np.nan)) for x in (q, k, v))
     out = ((view(np.full_like(q, np.nan)), None), gradients)
-    results = run(inputs, method, causal=True, out=out)
+    results = run(inputs, kernels, causal=True, out=out)
     assert results["o"] is out[0][0] and all(results[name] is x for name, x in zip(GRADIENTS, gradients, strict=True))
     Expectation(*inputs, causal=True).check(**results)
 
 
 @pytest.mark.sample(head_dim=(128,))
 @pytest.mark.parametrize("head_dim", (64, 96, 128))
-def test_the_methods_have_the_same_keys_and_values(launched, head_dim):
+def test_the_methods_have_the_same_keys_and_values(monkeypatch, head_dim):
     """Bit for bit: only dq is summed in another order, and from dS of another scale."""
     inputs = draw("float32", (150, 290), head_dim, (4, 2))
-    one, two = (run(inputs, method, causal=True) for method in METHODS)
+    with simulated_gpu(monkeypatch, HOPPER):
+        one, two = (run(inputs, BY_NAME[f"sm90, {method}"], causal=True) for method in METHODS)
     for name in ("dk", "dv"):
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
     assert not np.array_equal(one["dq"], two["dq"])
 
 
+@pytest.mark.sample(head_dim=(128,))
+@pytest.mark.parametrize("head_dim", (64, 80, 128))
+def test_tiles_for_less_shared_memory(monkeypatch, head_dim):
+    """Those of Ada and of Ampere other than the A100."""
+    kernels = BY_NAME["sm80, two_pass"]
+    with simulated_gpu(monkeypatch, "sm_86") as launched:
+        check(draw("float32", (200, 230), head_dim, (4, 2)), launched, kernels, causal=True)
+        assert not [spec for spec in (stage.spec for stage in launched) if spec.shared_memory_bytes > 99 * 1024]
+
+
 @pytest.mark.parametrize("empty", ("seqlen_q", "seqlen_k"))
-def test_lengths_of_zero(launched, method, empty):
+def test_lengths_of_zero(launched, kernels, empty):
     lengths = (0, 70) if empty == "seqlen_q" else (70, 0)
-    check(draw("float32", lengths, 64), launched, method)
+    check(draw("float32", lengths, 64), launched, kernels)
 
 
 @pytest.mark.sample(seed=(1,))
 @pytest.mark.parametrize("seed", (1, 2))
-def test_warps_may_take_turns_in_any_order(monkeypatch, method, seed):
-    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
-        check(draw("float32", (200, 330), 64, (4, 2)), launched, method, causal=True)
+def test_warps_may_take_turns_in_any_order(monkeypatch, kernels, seed):
+    with simulated_gpu(monkeypatch, kernels.device, seed=seed) as launched:
+        check(draw("float32", (200, 330), 64, (4, 2)), launched, kernels, causal=True)
 
 
 FEATURES = (
@@ -132,34 +165,66 @@ def features_of(names: tuple, lengths: tuple[int, int], batch: int = 1) -> dict:
 
 @pytest.mark.sample(feature=("window", "bias", "sink", "dropout"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature(launched, method, feature):
+def test_every_feature(launched, kernels, feature):
     lengths = (150, 210)
     inputs = draw("float32", lengths, 64)
     dlse = place(numbers((1, 2, 150), "float32"))
-    results = check(inputs, launched, method, dlse=dlse, **features_of((feature,), lengths))
+    results = check(inputs, launched, kernels, dlse=dlse, **features_of((feature,), lengths))
     assert ("dsink" in results) == (feature == "sink")
 
 
-def test_features_together(launched, method):
+def test_features_together(launched, kernels):
     lengths = (140, 170)
     names = ("softcap", "alibi", "bias of keys", "mask of rows", "padding", "sink", "dropout", "window left")
-    check(draw("float32", lengths, 128), launched, method, causal=True, **features_of(names, lengths))
+    check(draw("float32", lengths, 128), launched, kernels, causal=True, **features_of(names, lengths))
+
+
+@pytest.mark.sample(repeated=("", "hq"), head_dim=(64,))
+@pytest.mark.parametrize("repeated", ("", "b", "hq", "k"))
+@pytest.mark.parametrize(("head_dim", "softcap"), ((64, None), (64, 2.0)))
+@pytest.mark.parametrize("kernels", ["sm90, two_pass", "sm80, two_pass"], indirect=True)
+def test_the_gradient_of_a_bias(launched, kernels, repeated, head_dim, softcap):
+    check_dbias(launched, kernels, repeated, head_dim, softcap)
+
+
+def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, softcap: float | None) -> None:
+    """Also of heads that are left to IEEE arithmetic, into an array of the caller's, with tiles that are skipped."""
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, head_dim, (2, 2), batch=2)
+    inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
+    shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, *lengths), strict=True))
+    options = {"bias": place(numbers(shape, "float32")), "window": (9, 70), "softcap": softcap}
+    # What is the same for all keys has the gradient 0 without one for lse.
+    dlse = place(numbers((2, 2, 150), "float32")) if "k" in repeated else None
+    expected = Expectation(*inputs, dlse=dlse, **options)
+    given = place(np.full(shape, np.nan, "float32"))
+    results = run(inputs, kernels, dlse=dlse, out=((None, None), (None, None, None, given)), **options)
+    assert results["dbias"] is given
+    expected.check(**results)
+    specs = [stage.spec for stage in launched if stage.spec.operation == "backward_dq"]
+    assert [(spec.family, spec.is_fallback) for spec in specs] == [(kernels.family, False), ("simt", True)]
+    assert all(("full_dbias" in spec.features) == (not repeated) for spec in specs)
 
 
 @pytest.mark.sample(options=({"causal": True},))
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (6, 3)}), ids=("full", "causal", "window"))
-def test_packed_sequences(launched, method, options):
+def test_packed_sequences(launched, kernels, options):
     """Empty ones, those of several tiles, and rows of no sequence, which reach nothing."""
+    inputs, given = packed_inputs(64)
+    check(inputs, launched, kernels, **given, **options)
+
+
+def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
     sequences = ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))
     offsets = [np.cumsum([70, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
-    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), 64))
+    inputs = tuple(place(x[0]) for x in draw("float32", tuple(int(ends[-1]) + 3 for ends in offsets), head_dim))
     for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
         x[: ends[0]], x[ends[-1] :] = np.nan, np.nan
-    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
-    check(inputs, launched, method, **given, **options)
+    return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
 
 
-@pytest.mark.parametrize("head_dim", (40, 128))
+@pytest.mark.sample(head_dim=(40, 128))
+@pytest.mark.parametrize("head_dim", (40, 128, 250))
 def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
     """Bit for bit, also the zeros beyond the rows and the columns."""
     found = {}
@@ -177,6 +242,103 @@ def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
     assert len(found) == 6
     for name, (own, wanted) in found.items():
         np.testing.assert_array_equal(own, wanted, err_msg=str(name))
+
+
+# ------------------------------------------------------------------------------------------------ beyond head_dim 128
+
+WIDE = (130, 160, 192, 256)
+of_wide_rows = pytest.mark.parametrize("kernels", ["sm90, two_pass"], indirect=True)
+
+
+@of_wide_rows
+@pytest.mark.sample(head_dim=(256,), causal=(True,))
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", WIDE)
+def test_every_wide_head_dim(launched, kernels, head_dim, causal):
+    for lengths in LENGTHS:
+        check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
+
+
+@of_wide_rows
+@pytest.mark.parametrize("num_stages", (1, 2))
+def test_rings_of_few_pieces(launched, kernels, num_stages):
+    tiles = {"forward": (128, 64), "backward_dq": (64, 64), "backward_dkdv": (64, 64)}
+    config = {name: TileConfig(*rows, 12, num_stages) for name, rows in tiles.items()}
+    inputs = draw("float32", (150, 200), 200)
+    results = run(inputs, kernels, causal=True, config=config)
+    Expectation(*inputs, causal=True).check(**results)
+    assert {stage.spec.tile for stage in launched if stage.spec.family == "sm90" and stage.spec.operation in TILED} == {
+        *config.values()
+    }
+
+
+@of_wide_rows
+@pytest.mark.sample(head_dim=(160,), heads=((4, 2),))
+@pytest.mark.parametrize("heads", ((3, 3), (4, 2), (3, 1)), ids=("mha", "gqa", "mqa"))
+@pytest.mark.parametrize("head_dim", (160, 250))
+def test_head_groups_of_wide_rows(launched, kernels, head_dim, heads):
+    inputs = draw("float32", (130, 200), head_dim, heads, batch=2, layout="bhsd")
+    check(inputs, launched, kernels, layout="bhsd", causal=True)
+
+
+@of_wide_rows
+@pytest.mark.parametrize("repeated", ("", "hq"))
+def test_the_gradient_of_a_bias_of_wide_rows(launched, kernels, repeated):
+    check_dbias(launched, kernels, repeated, 160, 2.0)
+
+
+@of_wide_rows
+@pytest.mark.sample(feature=("window", "dropout"))
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_of_wide_rows(launched, kernels, feature):
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, 256)
+    dlse = place(numbers((1, 2, 150), "float32"))
+    results = check(inputs, launched, kernels, dlse=dlse, **features_of((feature,), lengths))
+    assert ("dsink" in results) == (feature == "sink")
+
+
+@of_wide_rows
+@pytest.mark.parametrize("options", ({"causal": True}, {"window": (70, 3)}), ids=("causal", "window"))
+def test_packed_sequences_of_wide_rows(launched, kernels, options):
+    inputs, given = packed_inputs(256)
+    check(inputs, launched, kernels, **given, **options)
+
+
+@of_wide_rows
+@pytest.mark.sample(seed=(1,))
+@pytest.mark.parametrize("seed", (1, 2, 3))
+def test_warps_of_wide_rows_may_take_turns_in_any_order(monkeypatch, kernels, seed):
+    with simulated_gpu(monkeypatch, HOPPER, seed=seed) as launched:
+        check(draw("float32", (200, 330), 192, (4, 2)), launched, kernels, causal=True)
+
+
+@of_wide_rows
+@pytest.mark.parametrize("kind", ("small columns", "large terms", "infinity"))
+def test_wide_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
+    inputs = spoil(draw("float32", (100, 110), 200, (4, 2)), kind)
+    check_exception(inputs, kind, kernels)
+
+
+@of_wide_rows
+@pytest.mark.sample(kind=("normal", "positive"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_wide_rows_are_those_of_float32(monkeypatch, kernels, kind):
+    check_errors(monkeypatch, kind, 150, 256, kernels)
+
+
+@of_wide_rows
+def test_wide_rows_have_two_passes_by_default_and_no_other_method(launched):
+    inputs = draw("float32", (70, 130), 160)
+    q, k, v, do = inputs
+    o, lse = forward(q, k, v, family="sm90")
+    with pytest.raises(UnsupportedProblemError, match="head_dim=160 is above the 128 of 'single_pass'"):
+        backward(q, k, v, o, lse, do, family="sm90", method="single_pass")
+    assert launched[-1].spec.operation != "delta"  # nothing has been launched
+    launched.clear()
+    backward(q, k, v, o, lse, do, family="sm90")
+    tiled = [stage.spec.operation for stage in launched if stage.spec.operation in TILED and not stage.spec.is_fallback]
+    assert tiled == list(METHODS["two_pass"])
 
 
 # ------------------------------------------------------------------------------------------------ heads that are left
@@ -203,11 +365,14 @@ def spoil(inputs: tuple, kind: str) -> tuple:
 
 @pytest.mark.sample(kind=("small rows", "small columns", "tiny", "large terms", "nan"))
 @pytest.mark.parametrize("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
-def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, method, kind):
+def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
     """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
-    inputs = spoil(draw("float32", (100, 110), 40, (4, 2)), kind)
+    check_exception(spoil(draw("float32", (100, 110), 40, (4, 2)), kind), kind, kernels)
+
+
+def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
     q, k, v, do = inputs
-    results = run(inputs, method, causal=True)
+    results = run(inputs, kernels, causal=True)
     with np.errstate(invalid="ignore"):
         o, lse = forward(q, k, v, causal=True, precision="ieee")
         gradients = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")
@@ -226,12 +391,12 @@ def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched,
                 assert np.array_equal(np.isnan(last), np.isnan(same)), name
 
 
-def test_rows_and_columns_of_zeros_are_no_exception(launched, method):
+def test_rows_and_columns_of_zeros_are_no_exception(launched, kernels):
     inputs = draw("float32", (100, 110), 40)
     for x in inputs:
         x[:, 7:70], x[..., 5] = 0, 0
     expected = Expectation(*inputs)
-    results = run(inputs, method)
+    results = run(inputs, kernels)
     expected.check(**results)
     o, _ = forward(*inputs[:3], precision="ieee")
     assert not np.array_equal(results["o"], o)
@@ -243,21 +408,30 @@ def test_rows_and_columns_of_zeros_are_no_exception(launched, method):
 @pytest.mark.sample(kind=("normal", "positive"), rows=(130,))
 @pytest.mark.parametrize("rows", (33, 130, 400))
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_are_those_of_float32(monkeypatch, method, kind, rows):
-    with simulated_gpu(monkeypatch, cuts_sums=True):
-        inputs = tuple(map(place, data(kind, rows, 64)))
-        q, k, v, do = inputs
-        o, lse = forward(q, k, v, causal=True, precision="split")
-        gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method=method)
-        results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
+def test_errors_are_those_of_float32(monkeypatch, kernels, kind, rows):
+    check_errors(monkeypatch, kind, rows, 64, kernels)
+
+
+def check_errors(monkeypatch, kind: str, rows: int, head_dim: int, kernels: Kernels) -> None:
+    with simulated_gpu(monkeypatch, kernels.device, cuts_sums=True):
+        inputs = tuple(map(place, data(kind, rows, head_dim)))
+        results = run(inputs, kernels, causal=True)
+        del results["lse"]
         if kind == "subnormal":  # whose products with anything small are nothing in float32
             results = {name: results[name] for name in ("o", "dv")}
         check_promise(inputs, results, True, orders_of(kind))
 
 
+@pytest.mark.sample(kernels=("sm80, two_pass",))
+def test_errors_of_sums_over_many_columns(monkeypatch, kernels):
+    """Where all products of dP have one sign, cuts add up: too many for one chain of 128 columns on Ampere."""
+    check_errors(monkeypatch, "positive", 400, 128, kernels)
+
+
 @pytest.mark.sample(turn=(0,))
 @pytest.mark.parametrize("turn", range(8))
-def test_errors_are_those_of_float32_for_mixtures(monkeypatch, turn):
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_errors_are_those_of_float32_for_mixtures(monkeypatch, arch, turn):
     """Drawn by hypothesis; a turn draws its own."""
 
     @seed(turn)
@@ -274,13 +448,14 @@ def test_errors_are_those_of_float32_for_mixtures(monkeypatch, turn):
         gradients = backward(q, k, v, o, lse, do, causal=causal)
         check_promise(inputs, {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}, causal, orders_of("mixture"))
 
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+    with simulated_gpu(monkeypatch, arch, cuts_sums=True):
         run()
 
 
-def test_sums_over_keys_are_cut_in_chunks(monkeypatch):
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_sums_over_keys_are_cut_in_chunks(monkeypatch, arch):
     """Sums over all keys on tensor cores would be an order of magnitude beyond the promise where V is positive."""
-    with simulated_gpu(monkeypatch, cuts_sums=True):
+    with simulated_gpu(monkeypatch, arch, cuts_sums=True):
         q, k, v, _ = data("positive", 2048, 64)
         q = q[:, :128]
         o, _ = forward(*map(place, (q, k, v)), precision="split")
@@ -296,11 +471,11 @@ def reference_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> np.
     return p @ v / p.sum(axis=1, keepdims=True)
 
 
-def test_the_backward_takes_lse_of_any_precision(launched, method):
+def test_the_backward_takes_lse_of_any_precision(launched, kernels):
     inputs = draw("float32", (70, 130), 64)
     q, k, v, do = inputs
     expected = Expectation(*inputs)
     o, lse = reference.forward(q, k, v)
     o, lse = place(o.astype("float32")), place(lse.astype("float32"))
-    gradients = backward(q, k, v, o, lse, do, family="sm90", method=method)
+    gradients = backward(q, k, v, o, lse, do, family=kernels.family, method=kernels.method)
     expected.check(**dict(zip(GRADIENTS, gradients, strict=True)))

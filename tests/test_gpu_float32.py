@@ -10,6 +10,7 @@ from support.feature_cases import ROWS, numbers, options_of
 from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 
 import fa2cupy
+from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS
 from fa2cupy.testing import Expectation, make_inputs
@@ -22,26 +23,58 @@ LENGTHS = ((1, 1), (1, 147), (64, 64), (113, 203), (512, 256), (1023, 1024), (79
 HEADS = ((2, 2), (4, 2), (3, 1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _device():
-    if DeviceInfo.current().compute_capability != 90:
-        pytest.skip("needs a GPU of compute capability 9.0")
-    fa2cupy.precompile(dtypes="float32", head_dims=(32, 59, 64, 96, 128), family="sm90")
+#: For each family the largest head_dim of its tests.
+LARGEST = {"sm90": 256, "sm80": 128}
 
 
-def run(inputs: tuple, *, dlse=None, **options) -> None:
-    """All results, written into arrays of NaN; the gradients by both methods."""
+def methods_of(family: str, head_dim: int) -> tuple[str, ...]:
+    return tuple(METHODS) if family == "sm90" and head_dim <= 128 else ("two_pass",)
+
+
+def of_families(*head_dims: int) -> pytest.MarkDecorator:
+    """Runs a test for each family and each head_dim that it takes."""
+    cases = [(family, head_dim) for family in LARGEST for head_dim in head_dims if head_dim <= LARGEST[family]]
+    return pytest.mark.parametrize(("family", "head_dim"), cases, indirect=["family"])
+
+
+def of_methods(*head_dims: int) -> pytest.MarkDecorator:
+    """The same for each method that they have."""
+    cases = [
+        (family, method, head_dim)
+        for family in LARGEST
+        for head_dim in head_dims
+        if head_dim <= LARGEST[family]
+        for method in methods_of(family, head_dim)
+    ]
+    return pytest.mark.parametrize(("family", "method", "head_dim"), cases, indirect=["family"])
+
+
+@pytest.fixture(scope="module")
+def family(request) -> str:
+    name = request.param
+    if not family_named(name, "float32").supports("forward", "float32", DeviceInfo.current()):
+        pytest.skip(f"needs a GPU that runs {name}")
+    for head_dim in (32, 59, 64, 96, 128, 160, 250, 256):
+        if head_dim <= LARGEST[name]:
+            fa2cupy.precompile(dtypes="float32", head_dims=(head_dim,), methods=methods_of(name, head_dim), family=name)
+    return name
+
+
+def run(inputs: tuple, family: str, *, dlse=None, **options) -> None:
+    """All results, written into arrays of NaN; the gradients by all methods."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
-    more = {"return_dsink": True} if "sink" in options else {}
-    names = (*GRADIENTS, *(["dsink"] if more else []))
-    how = {**options, "family": "sm90"}
+    how = {**options, "family": family}
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
-    for method in METHODS:
+    for method in methods_of(family, q.shape[-1]):
+        # Two passes alone give dbias, and would run for it in one pass, too.
+        given = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
+        more = {f"return_d{name}": True for name in given}
+        names = (*GRADIENTS, *(f"d{name}" for name in given))
         out = expected.unwritten(*names)
         gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, out=out, method=method, **more, **how)
         results = {"o": o, "lse": lse, **dict(zip(names, gradients, strict=True))}
-        expected.check(spec=f"split, {method}", **results)
+        expected.check(spec=f"{family}, {method}", **results)
 
 
 def draw(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, batch: int = 2, **options) -> tuple:
@@ -51,46 +84,48 @@ def draw(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, batch:
 
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("head_dim", (32, 59, 64, 96, 128))
-def test_every_head_dim(head_dim, lengths, causal):
-    run(draw(lengths, HEADS[head_dim % 3], head_dim), causal=causal)
+@of_families(32, 59, 64, 96, 128, 160, 250, 256)
+def test_every_head_dim(family, head_dim, lengths, causal):
+    run(draw(lengths, HEADS[head_dim % 3], head_dim), family, causal=causal)
 
 
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("heads", HEADS, ids=("mha", "gqa", "mqa"))
-def test_head_groups_in_both_layouts(heads, layout):
-    run(draw((260, 390), heads, 64, batch=3, layout=layout), layout=layout, causal=True)
+@of_families(64, 256)
+def test_head_groups_in_both_layouts(family, head_dim, heads, layout):
+    run(draw((260, 390), heads, head_dim, batch=3, layout=layout), family, layout=layout, causal=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("causal")])
-@pytest.mark.parametrize("head_dim", (64, 128))
-def test_each_feature(head_dim, name):
+@of_families(64, 128, 256)
+def test_each_feature(family, head_dim, name):
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 300, "seqlen_k": 430}
     given = options_of(name, "float32", sizes)
     if name == "alibi by batch":  # slopes of 1 make scores of 400, whose rounding alone is an error of 3e-5
         given["alibi_slopes"] *= np.float32(0.1)
     options = {key: cp.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
     dlse = cp.asarray(numbers((2, 4, 300), "float32"))
-    run(draw((300, 430), (4, 2), head_dim), dlse=dlse, **options)
+    run(draw((300, 430), (4, 2), head_dim), family, dlse=dlse, **options)
 
 
-def test_packed_sequences():
+@of_families(64, 256)
+def test_packed_sequences(family, head_dim):
     offsets = [cp.asarray(np.cumsum([3, *lengths]), "int32") for lengths in ((5, 0, 190, 4, 700), (9, 3, 150, 0, 650))]
     rows = [int(ends[-1]) + 2 for ends in offsets]
-    inputs = tuple(x[0] for x in draw((rows[0], rows[1]), (4, 2), 64, batch=1))
-    run(inputs, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    inputs = tuple(x[0] for x in draw((rows[0], rows[1]), (4, 2), head_dim, batch=1))
+    run(inputs, family, causal=True, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
 
 
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("rows", (65, 128, 1000, 4096))
-@pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
-def test_errors_are_those_of_float32(method, kind, head_dim, rows, causal):
+@of_methods(64, 128, 256)
+def test_errors_are_those_of_float32(family, method, kind, head_dim, rows, causal):
     inputs = tuple(map(cp.asarray, data(kind, rows, head_dim)))
     q, k, v, do = inputs
-    o, lse = fa2cupy.forward(q, k, v, causal=causal, precision="split")
-    gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=causal, precision="split", method=method)
+    how = {"causal": causal, "family": family}
+    o, lse = fa2cupy.forward(q, k, v, **how)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
     results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
     if kind == "subnormal":  # whose products with anything small are nothing in float32
         results = {name: results[name] for name in ("o", "dv")}
@@ -107,7 +142,7 @@ def test_errors_are_those_of_float32_for_mixtures(turn):
     @given(
         how=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MIXTURES.items()}),
         rows=st.integers(1, 2048),
-        head_dim=st.sampled_from((59, 64, 128)),
+        head_dim=st.sampled_from((59, 64, 128, 256)),
         causal=st.booleans(),
     )
     def run(how, rows, head_dim, causal):
@@ -120,29 +155,30 @@ def test_errors_are_those_of_float32_for_mixtures(turn):
     run()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@of_methods(64)
 @pytest.mark.parametrize("value", (np.inf, np.nan))
 @pytest.mark.parametrize("name", ("q", "k", "v", "do"))
-def test_infinities_and_nan_come_out_as_of_ieee_arithmetic(name, value, method):
-    inputs = dict(zip(("q", "k", "v", "do"), draw((260, 390), (4, 2), 64), strict=True))
+def test_infinities_and_nan_come_out_as_of_ieee_arithmetic(name, value, family, method, head_dim):
+    inputs = dict(zip(("q", "k", "v", "do"), draw((260, 390), (4, 2), head_dim), strict=True))
     inputs[name][1, 200, -1, 7] = value
     q, k, v, do = inputs.values()
     results = []
-    for precision in ("split", "ieee"):
-        o, lse = fa2cupy.forward(q, k, v, causal=True, precision=precision)
-        how = {"causal": True, "precision": precision, "method": method if precision == "split" else "two_pass"}
-        results.append((o, lse, *fa2cupy.backward(q, k, v, o, lse, do, **how)))
+    for one, by in ((family, method), ("simt", "two_pass")):
+        o, lse = fa2cupy.forward(q, k, v, causal=True, family=one)
+        results.append((o, lse, *fa2cupy.backward(q, k, v, o, lse, do, causal=True, family=one, method=by)))
     for split, ieee in zip(*results, strict=True):
         assert (cp.isnan(split) == cp.isnan(ieee)).all() and (cp.isinf(split) == cp.isinf(ieee)).all()
 
 
-def test_results_are_the_same_in_every_run():
-    q, k, v, do = draw((1000, 1100), (4, 2), 128)
+@of_families(128, 256)
+def test_results_are_the_same_in_every_run(family, head_dim):
+    q, k, v, do = draw((1000, 1100), (4, 2), head_dim)
     first = None
     for _ in range(5):
-        o, lse = fa2cupy.forward(q, k, v, causal=True, precision="split")
-        how = {"causal": True, "precision": "split"}
-        by_atomics = fa2cupy.backward(q, k, v, o, lse, do, method="single_pass", **how)
-        results = (o, lse, *by_atomics[1:], *fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **how))
+        how = {"causal": True, "family": family}
+        o, lse = fa2cupy.forward(q, k, v, **how)
+        results = (o, lse, *fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **how))
+        if "single_pass" in methods_of(family, head_dim):
+            results += fa2cupy.backward(q, k, v, o, lse, do, method="single_pass", **how)[1:]
         first = first or results
         assert all((x == y).all() for x, y in zip(first, results, strict=True))

@@ -10,6 +10,7 @@ import pytest
 from support.feature_cases import numbers, options_of
 
 import fa2cupy
+from fa2cupy.families.choice import choose_family, family_of_kernel
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import tensor_maps as tma
 from fa2cupy.testing import Expectation, make_inputs
@@ -34,7 +35,7 @@ def bits(array):
 
 def has_float32_parts(dtype: str) -> bool:
     """Whether the GPU multiplies float32 as pairs of float16 numbers."""
-    return dtype == "float32" and DeviceInfo.current().compute_capability == 90
+    return choose_family("forward", dtype, DeviceInfo.current()).multiplies_parts
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
@@ -49,7 +50,8 @@ def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
         "single_pass": fa2cupy.backward(q, k, v, o, lse, do, **once),
         "two_pass": fa2cupy.backward(q, k, v, o, lse, do, causal=True, method="two_pass"),
     }
-    on_tensor_cores = dtype in ("float16", "bfloat16") or (has_float32_parts(dtype) and head_dim <= 128)
+    of_parts = family_of_kernel("backward", dtype, DeviceInfo.current()).multiplies_parts
+    on_tensor_cores = dtype in ("float16", "bfloat16") or (of_parts and head_dim <= 128)
     promised = (1, 2) if on_tensor_cores else (0,)
     different = cp.zeros((), "int64")
     out = [cp.empty_like(x) for x in (o, lse, *both["two_pass"])]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ptxsim import Memory, Module
 from ptxsim.scalars import bf16_to_f32, f32_to_bf16
+from ptxsim.tensor_core_sums import AMPERE, HOPPER, add_products
 from support.ptxsim_kernels import cuda_module
 
 pytestmark = pytest.mark.simulated
@@ -277,3 +278,18 @@ def test_copies_fill_with_zeros_behind_their_source(count):
     second[:, 0] = a[t]
     second[:, 2], second[:, 3] = a[t // 2 * 2], a[t // 2 * 2 + 1]
     assert (memory.read(out) == np.stack([first, second.ravel()])[:, ::-1]).all()
+
+
+def test_sums_are_cut_towards_zero_in_blocks_of_eight():
+    """A product below the last bit is lost, unless it is added to others of its block before they meet the sum."""
+    one, small = np.ones((1, 1), np.float32), np.float32(2.0**-12)
+    left = np.full((1, 16), small, np.float32)
+    right = np.full((1, 16), np.float32(2.0**-13), np.float32)  # products of 2**-25
+    assert add_products(AMPERE, one, left, right) == 1.0
+    assert add_products(HOPPER, one, left, right) == 1.0 + 2.0**-21
+    right *= 2  # of which eight are four of the sum's last bits
+    assert add_products(AMPERE, one, left, right) == 1.0 + 2.0**-20
+    assert add_products(AMPERE, -one, -left, right) == -1.0 - 2.0**-20
+    right[:, 1:8] = right[:, 9:] = 0  # half of a last bit in each block
+    assert add_products(AMPERE, one, left, right) == 1.0
+    assert add_products(AMPERE, np.zeros_like(one), left, right) == 2.0**-23

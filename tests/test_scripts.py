@@ -768,7 +768,7 @@ def test_float32_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
 
 def test_the_sizes_of_float32():
     problems = list(benchmark.precision_problems())
-    assert len(problems) == 12 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
+    assert len(problems) == 18 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
 
 
 def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):

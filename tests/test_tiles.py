@@ -141,6 +141,26 @@ def test_an_illegal_tile_is_refused_with_the_field_or_resource_that_does_not_fit
     assert reason in family_named(family).why_illegal(operation, dtype, 64, tile, H100)
 
 
+@pytest.mark.parametrize(
+    ("operation", "tile", "reason"),
+    [
+        ("forward", TileConfig(96, 64, 6), "b_r=96"),
+        ("forward", TileConfig(128, 48, 8), "b_c=48"),
+        ("forward", TileConfig(128, 64, 4), "num_warps|of 4 warps"),
+        ("forward", TileConfig(64, 64, 4, 2), "num_stages=2"),
+        ("forward", TileConfig(64, 64, 4, 1, 4), "registers"),
+        ("backward_dq", TileConfig(64, 64, 4, 3), "num_stages=3"),
+        ("backward_dq", TileConfig(128, 128, 8, 2), "shared memory|registers"),
+        ("backward_dkdv", TileConfig(64, 96, 6), "b_c=96"),
+        ("backward_dkdv", TileConfig(128, 64, 4), "b_r=128"),
+    ],
+)
+def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
+    family = family_named("sm80", "float32")
+    assert re.search(reason, family.why_illegal(operation, "float32", 128, tile, H100))
+    assert family.why_not_shape(operation, "float32", 144, tile) == "head_dim=144 is above 128"
+
+
 @pytest.mark.parametrize(("operation", "family"), KERNELS)
 def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
     dtype = "float32" if family == "simt" else "float16"
@@ -247,6 +267,8 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
     # Of two parts V, or dO, has fewer stages where shared memory is short.
     of_parts = ("forward", "backward", "backward_dq", "backward_dkdv")
     cases += [(name, "sm90", "float32", head_dim) for name in of_parts for head_dim in (64, 128)]
+    cases += [(name, "sm90", "float32", 256) for name in of_parts if name != "backward"]
+    cases += [(name, "sm80", "float32", 64) for name in ("forward", "backward_dq", "backward_dkdv")]
     return [*cases, ("forward", "sm80", "float16", 160)]
 
 
@@ -304,9 +326,10 @@ def chosen_rows() -> set[int]:
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
-                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and two parts
-                    # of wide rows more than that of any.
-                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or row.multiplies_parts)
+                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and dK and dV of
+                    # two parts of wide rows, beside dQ, more than that of any.
+                    of_parts = row.multiplies_parts and operation == "backward"
+                    assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
                 assert row.why_illegal(operation, dtype, head_dim, tile, device) is None
                 found.add(

@@ -17,15 +17,25 @@ from .family import Family
 from .operations import METHODS, TILED, operation_named
 from .simt import SIMT
 from .sm80 import SM80
+from .sm80_float32 import SM80_FLOAT32
 from .sm90 import SM90
 from .sm90_float32 import SM90_FLOAT32
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
-__all__ = ["FAMILIES", "Choice", "choose", "choose_family", "family_named", "requested_method", "used_features"]
+__all__ = [
+    "FAMILIES",
+    "Choice",
+    "choose",
+    "choose_family",
+    "family_named",
+    "family_of_kernel",
+    "requested_method",
+    "used_features",
+]
 
 #: The families in the order in which they are tried.
-FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SIMT)
+FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
 
 _DEFAULTS = CallOptions()
 
@@ -110,11 +120,12 @@ def choose_family(
     features: tuple[str, ...] = (),
     precision: str | None = None,
 ) -> Family:
-    """The family for an operation and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
+    """The family for a call and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
 
     Parameters
     ----------
     operation, dtype : str
+        The call, or one of its operations. ``"backward"`` is the call, by any method.
     device : DeviceInfo
     family : str, optional
         Name of the only family to consider.
@@ -131,6 +142,21 @@ def choose_family(
         No family, or not the requested one, supports the operation and dtype on the device, or has the features.
     """
     return _supporting(operation, dtype, device, family, features, precision)[0]
+
+
+def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
+    """The family whose kernel of an operation is the default one, where ``"backward"`` is that of ``single_pass``.
+
+    Raises
+    ------
+    ValueError, UnsupportedProblemError
+        As for `choose_family`.
+    """
+    supporting = _supporting(operation, dtype, device, family, ())
+    for one in supporting:
+        if one.supports(operation, dtype, device):
+            return one
+    raise UnsupportedProblemError(f"family {supporting[0].name!r} has no kernel of {operation} for {dtype}")
 
 
 def choose(
@@ -173,7 +199,8 @@ def choose(
     used = used_features(problem, extras)
     for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
         methods = _methods(family, options, extras) if call == "backward" else (None,)
-        choices, reasons = [], []
+        choices: list[Choice] = []
+        reasons: list[str] = []
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
@@ -182,10 +209,16 @@ def choose(
                 reason = "is not known to be as accurate as float32 arithmetic for this problem"
             if reason is not None:
                 reasons.append(reason)
-            else:
+                continue
+            try:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                fallback = _fallback(call, family, problem, device)
-                choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
+            except UnsupportedProblemError as error:
+                if method == methods[-1] and not choices:
+                    raise
+                reasons.append(str(error))
+                continue
+            fallback = _fallback(call, family, problem, device)
+            choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
@@ -246,10 +279,9 @@ def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, optio
 
 
 def _fastest(choices: Sequence[Choice], problem: AttentionProblem, device: DeviceInfo) -> Choice:
-    """The choice with the shortest estimated time."""
-    if len(choices) == 1:
+    """The choice with the shortest estimated time; without costs the first."""
+    if len(choices) == 1 or choices[0].family.costs is None:
         return choices[0]
-
     return min(
         choices, key=lambda choice: backward_time(_costs(choice), problem, device, choice.tiles, choice.num_splits)
     )
@@ -309,12 +341,22 @@ def _supporting(
     operation_named(operation)
     if family is not None:
         family_named(family)
+    is_chosen = family is not None or precision == "split"
     candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, precision)]
-    supporting = [one for one in candidates if one.supports(operation, dtype, device, features)]
+    candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
+    supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
     if not supporting:
         reason = _why_none(candidates, operation, dtype, device, family, features)
-        raise UnsupportedProblemError(f"{reason}. Families: {', '.join(map(str, FAMILIES))}")
+        raise UnsupportedProblemError(f"{reason}. Families: {_listed_families()}")
     return supporting
+
+
+def _listed_families() -> str:
+    """The families, those with the same name and GPUs as one."""
+    dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
+    for one in FAMILIES:
+        dtypes[one.name, one.gpus] = dtypes.get((one.name, one.gpus), ()) + one.dtypes
+    return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
 
 
 def _has_precision(one: Family, precision: str | None) -> bool:
@@ -335,10 +377,10 @@ def _why_none(
     if not rows:
         return f"{wanted} has no kernels for {dtype}"
     place = f"{device.name} ({device.arch})"
-    if not any(one.supports(operation, dtype, device) for one in rows):
+    if not any(one.supports_call(operation, dtype, device) for one in rows):
         if family:
             return f"{wanted} does not run on {place}: it needs {rows[0].gpus}"
-        here = dict.fromkeys(d for one in FAMILIES for d in one.dtypes if one.supports(operation, d, device))
+        here = dict.fromkeys(d for one in FAMILIES for d in one.dtypes if one.supports_call(operation, d, device))
         others = " or ".join(here) or "none"
         return f"no kernel takes {dtype} on {place}: that needs {rows[-1].gpus}; here there is {others}"
     has_it = "does not have it" if family else "has it"

@@ -9,6 +9,17 @@ from ..errors import UnsupportedProblemError
 
 __all__ = ["ARCHITECTURES", "DeviceInfo", "current_device"]
 
+_FLOAT16_RATES = {"sm_80": 16}
+#: Cards of compute capability 8.6 and 8.9 whose tensor cores add in float32 at full speed. Those of GeForce cards, and
+#: of a few others (A10G, L40), do so at half of it. Only the name tells them apart: the driver has no such attribute.
+_PROFESSIONAL_CARDS = frozenset(
+    (
+        *("A10", "A40", "RTX A4000", "RTX A4500", "RTX A5000", "RTX A5500", "RTX A6000"),
+        *("L4", "L40S", "RTX 4000 Ada Generation", "RTX 4500 Ada Generation", "RTX 5000 Ada Generation"),
+        "RTX 6000 Ada Generation",
+    )
+)
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -41,6 +52,16 @@ class DeviceInfo:
     def compute_capability(self) -> int:
         """Major times ten plus minor: 90 for ``sm_90``."""
         return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def float16_rate(self) -> int:
+        """Throughput of ``mma.sync`` for float16 with sums in float32, over that of the CUDA cores' float32 FMA.
+
+        By NVIDIA's data sheets; 0 where it is not known.
+        """
+        if self.arch in ("sm_86", "sm_89"):
+            return 4 if self.name.removeprefix("NVIDIA ") in _PROFESSIONAL_CARDS else 2
+        return _FLOAT16_RATES.get(self.arch, 0)
 
     @property
     def reserved_shared_memory(self) -> int:

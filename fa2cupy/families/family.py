@@ -13,7 +13,7 @@ from ..problem.features import FEATURES, WITHOUT_KERNELS
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
 from .estimate import Costs
-from .operations import TILED, operation_named
+from .operations import METHODS, TILED, operation_named
 from .records import Record
 from .tile import TileConfig
 
@@ -84,11 +84,12 @@ class Family(ABC):
         Default tiles. The first row is taken that applies, is legal on the device, and whose blocks fit the
         multiprocessor's shared memory as often as the tile's `blocks_per_sm` says.
     default_methods : tuple of str
-        Methods of the backward, of which the one with the shortest estimated time is the default.
+        Methods of the backward, of which the one with the shortest estimated time is the default; without costs, the
+        first that takes the call.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
-        The constants of estimated times; None if there is nothing to choose.
+        The constants of estimated times, if there are any.
     query_rows, key_rows, warps : sequence of int
         Values of b_r, b_c and num_warps that a sweep tries.
     """
@@ -142,14 +143,20 @@ class Family(ABC):
         """True if its results for a problem are known to be as accurate as those of the dtype's arithmetic."""
         return True
 
+    def supports_call(self, call: str, dtype: str, device: DeviceInfo, features: tuple[str, ...] = ()) -> bool:
+        """True if it has all kernels of a call, of a backward those of at least one method."""
+        methods = tuple(METHODS.values()) if call == "backward" else ((call,),)
+        return any(all(self.supports(name, dtype, device, features) for name in method) for method in methods)
+
+    def is_default_on(self, device: DeviceInfo) -> bool:
+        """True unless families after it are faster on the device, so that only callers who ask for it get it."""
+        return True
+
     @property
     def gpus(self) -> str:
         """The GPUs that run it, for messages."""
         newer = " or newer" if self.max_compute_capability == ANY_NEWER else ""
         return f"compute capability {self.min_compute_capability / 10}{newer}"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.dtypes)}; {self.gpus})"
 
     # Its kernels.
 

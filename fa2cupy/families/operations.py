@@ -25,7 +25,7 @@ class Operation:
     num_warps : int or None
         Warps of a block; None for a tiled operation, whose tile says it.
     is_common : bool
-        True if all families share its body, which then is in ``kernels/common``.
+        True if all families share its body, which then is in none of their folders.
     record : Record or None
         Its parameter record; None if the families differ.
     """
@@ -90,6 +90,7 @@ OPERATIONS = {
             "split_inputs",
             ("cu_seqlens",),
             num_warps=8,
+            is_common=True,
             record=Record(
                 "q:input k:input v:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
                 "q_units:output_accum k_units:output_accum v_units:output_accum exceptions:output_int",
@@ -103,6 +104,7 @@ OPERATIONS = {
             "split_gradients",
             ("cu_seqlens",),
             num_warps=8,
+            is_common=True,
             record=Record(
                 "q:input k:input v:input dout:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
                 "dout_parts:output_parts q_units:output_accum k_units:output_accum v_units:output_accum "

@@ -33,7 +33,7 @@ class Simt(Family):
     head_dim_step = 1
     backward_owns = "queries"
     has_natural_scores = True
-    default_methods = ("two_pass",)
+    default_methods = ("single_pass", "two_pass")
     query_rows = (4, *Family.query_rows)
     key_rows = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
     warps = (1, 2, 4, 8)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES, NOT_ON_HOPPER, features_in_registers
+from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
-from .family import Family, TileRow
-from .records import LENGTHS, PARTS, SCHEDULE, Record
+from .family import TileRow
+from .float32_parts import Float32Parts
+from .records import Record
 from .tile import TileConfig
 
 __all__ = ["SM90_FLOAT32", "Sm90Float32"]
 
-_LARGEST_HEAD_DIM = 128
-_SHORTEST = 128  # rows of q and of k
+_WIDE = 128  # for a larger head_dim, operands pass through shared memory in pieces of 64 columns
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 
 #: For each kernel, the side whose rows its warp groups own, and the other side.
@@ -25,97 +25,95 @@ _SIDES = {
     "backward_dkdv": ("b_c", "b_r"),
 }
 
-_INPUTS = (
-    "q_parts:input_parts k_parts:input_parts v_parts:input_parts q_units:input_accum k_units:input_accum "
-    "v_units:input_accum exceptions:input_int"
-)
-_GRADIENT_INPUTS = f"{_INPUTS} dout_parts:input_parts dout_units:input_accum lse:input_accum delta:input_accum"
-_INTS = (*LENGTHS, *SCHEDULE, *PARTS)
-_RECORDS = {
-    "forward": Record(f"{_INPUTS} o:output lse:output_accum tile_counter:counter", ("o",), ("softmax_scale",), _INTS),
-    "backward": Record(
-        f"{_GRADIENT_INPUTS} dk:output dv:output dq_accum:output_accum", ("dk", "dv"), ("softmax_scale",), _INTS
-    ),
-    "backward_dq": Record(f"{_GRADIENT_INPUTS} dq:output tile_counter:counter", ("dq",), ("softmax_scale",), _INTS),
-    "backward_dkdv": Record(f"{_GRADIENT_INPUTS} dk:output dv:output", ("dk", "dv"), ("softmax_scale",), _INTS),
-}
+#: Of these kernels, persistent blocks draw query tiles from a counter.
+_PERSISTENT = ("forward", "backward_dq")
 
 
-class Sm90Float32(Family):
-    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/sm90_float32/parts.cuh``)."""
+class Sm90Float32(Float32Parts):
+    """Kernels for sm_90a only, whose operands are pairs of float16 matrices (``kernels/float32_parts/parts.cuh``)."""
 
     name = "sm90"
     folder = "sm90_float32"
-    dtypes = ("float32",)
     min_compute_capability = max_compute_capability = 90
-    row_alignment = 1
-    head_dim_step = 1
     arch_suffix = "a"
-    has_natural_scores = True
-    multiplies_parts = True
-    features = tuple(name for name in FEATURES if name not in (*NOT_ON_HOPPER, "dbias", "full_dbias"))
-    backward_owns = "keys"
-    default_methods = ("single_pass",)
+    largest_head_dim = 256
+    default_methods = ("single_pass", "two_pass")
     query_rows = (64, 128)
     key_rows = (64, 128)
-    # Two consumer warp groups of 4 warps have 64 rows each, and one more loads.
+    # Two consumer warp groups of 4 warps have 64 rows each, and one more loads. Beyond head_dim 128 a stage is a piece,
+    # and the two groups of a backward have the same 64 rows.
     tiles = {
         "forward": (
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2), features=features_in_registers(1)),
             TileRow(128, TileConfig(128, 128, 12, 1)),
+            TileRow(192, TileConfig(128, 64, 12, 4)),
+            TileRow(256, TileConfig(128, 64, 12, 3)),
         ),
         "backward": (TileRow(64, TileConfig(64, 128, 12, 2)), TileRow(128, TileConfig(64, 128, 12, 1))),
-        "backward_dq": (TileRow(64, TileConfig(128, 128, 12, 2)), TileRow(128, TileConfig(128, 64, 12, 2))),
-        "backward_dkdv": (TileRow(128, TileConfig(64, 128, 12, 2)),),
+        "backward_dq": (
+            TileRow(64, TileConfig(128, 128, 12, 2)),
+            TileRow(128, TileConfig(128, 64, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 12, 4)),
+            TileRow(256, TileConfig(64, 64, 12, 3)),
+        ),
+        "backward_dkdv": (
+            TileRow(128, TileConfig(64, 128, 12, 2)),
+            TileRow(192, TileConfig(64, 64, 12, 4)),
+            TileRow(256, TileConfig(64, 64, 12, 3)),
+        ),
     }
 
     def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if self.padded_head_dim(problem.head_dim) > _LARGEST_HEAD_DIM:
-            return f"head_dim={problem.head_dim} is above {_LARGEST_HEAD_DIM}"
-        if not problem.heads_per_group:
-            return "there is no query head"  # while K and V have heads, and gradients
-        return None
+        if operation == "backward" and problem.head_dim > _WIDE:
+            return f"head_dim={problem.head_dim} is above the {_WIDE} of 'single_pass'; use 'two_pass' or None"
+        return super().why_not(operation, problem, strides)
 
     def is_accurate(self, problem: AttentionProblem) -> bool:
-        # Errors were measured from this length on. Tiles of shorter calls would be half empty.
-        return min(problem.score_shape[2:]) >= _SHORTEST
+        return super().is_accurate(problem) and problem.head_dim <= _WIDE  # errors beyond were not measured on a GPU
 
     def record(self, operation: str) -> Record:
-        return _RECORDS[operation]
-
-    def padded_head_dim(self, head_dim: int) -> int:
-        return -(-head_dim // 16) * 16  # a k-step of wgmma; the panels in shared memory are wider
+        record = super().record(operation)
+        counter = " tile_counter:counter" if operation in _PERSISTENT else ""
+        return record._replace(pointers=f"{record.pointers}{counter}")
 
     def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
         # The same as in kernels/sm90_float32/query_tile_shape.cuh and backward_dkdv_shape.cuh: panels of 64 columns of
-        # two parts. The operand that is used second has one stage where that many of the first do not fit.
-        row = 2 * -(-head_dim // 64) * 128
+        # two parts. A stage holds one panel if operands come in pieces. If not, the operand that is used second has one
+        # stage where that many of the first do not fit.
+        panels, is_wide = -(-head_dim // 64), head_dim > _WIDE
+        row, stage_row = (2 * n * 128 for n in (panels, 1 if is_wide else panels))
         if _SIDES[operation][0] == "b_c":
-            own, other = 2 * tile.b_c * row, tile.b_r * row
-            fixed = 8 * (2 + 4 * tile.num_stages) + tile.num_stages * 2 * 4 * tile.b_r
+            own, other = 2 * tile.b_c * row, tile.b_r * stage_row
+            barriers = 2 + 4 * tile.num_stages + (2 * 2 if is_wide else 0)
+            fixed = 8 * barriers + (2 if is_wide else tile.num_stages) * 2 * 4 * tile.b_r
             if operation == "backward":  # two warp groups have dS, units of it, and barriers
                 fixed += 2 * (2 * tile.b_r * 128 + 4 * 4 + 2 * 8)
         else:
             operands = {"forward": 1, "backward_dq": 2}[operation]
-            own, other = operands * tile.b_r * row, tile.b_c * row
+            own, other = operands * tile.b_r * row, tile.b_c * stage_row
             fixed = 8 * (4 * operands + 4 * tile.num_stages + 2 * 4) + 4 * 32
         first = 1024 + own + tile.num_stages * other + fixed
         both = first + tile.num_stages * other
-        return both if both <= _SHARED_BYTES else first + other
+        return both if both <= _SHARED_BYTES or is_wide else first + other
 
     def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
-        if head_dim > _LARGEST_HEAD_DIM:
-            return f"head_dim={head_dim} is above the {_LARGEST_HEAD_DIM} whose parts fit shared memory"
         own, other = _SIDES[operation]
         rows, others = getattr(tile, own), getattr(tile, other)
-        if (rows, tile.num_warps) != (128, 12):
+        is_wide = head_dim > _WIDE
+        if is_wide and operation == "backward":
+            return f"head_dim={head_dim} is above the {_WIDE} of which two warp groups hold dK and dV of 128 keys"
+        # Beyond, where shared memory holds two operands of 64 rows besides pieces, two warp groups share these rows.
+        expected = 64 if is_wide and operation != "forward" else 128
+        if (rows, tile.num_warps) != (expected, 12):
+            owned = "64 rows for both" if expected == 64 else "64 rows for each"
             return (
-                f"{own}={rows} and num_warps={tile.num_warps} are not 64 rows for each of two warp groups of 4 warps, "
+                f"{own}={rows} and num_warps={tile.num_warps} are not {owned} of two warp groups of 4 warps, "
                 "and one more that loads"
             )
-        if others not in ((64,) if own == "b_c" else (64, 128)):
-            return f"{other}={others} is not 64{'' if own == 'b_c' else ' or 128'}"
+        allowed = (64,) if own == "b_c" or is_wide else (64, 128)
+        if others not in allowed:
+            return f"{other}={others} is not {' or '.join(map(str, allowed))}"
         if tile.num_stages > 4:
             return f"num_stages={tile.num_stages} is more than 4"
         if tile.blocks_per_sm != 1:

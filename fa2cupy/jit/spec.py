@@ -71,7 +71,7 @@ class KernelSpec:
 
     @property
     def folder(self) -> str:
-        """Folder and C++ namespace of the kernel's body."""
+        """Folder and C++ namespace of the kernel's body; ``"common"`` where all families share it."""
         return "common" if operation_named(self.operation).is_common else self._family.folder
 
     @property

@@ -75,7 +75,7 @@ class StageLayout:
         return total // rows + sequences if total and sequences else 0
 
     def num_part_blocks(self, side: str) -> int:
-        """Blocks of rows that share a unit, for the parts of a head (kernels/sm90_float32/parts.cuh).
+        """Blocks of rows that share a unit, for the parts of a head (kernels/float32_parts/parts.cuh).
 
         They fill whole tiles, and at least one: a query tile that sees no key reads one all the same.
         """

@@ -1,18 +1,19 @@
-// Sizes that wgmma and setmaxnreg prescribe, and those of the shared-memory panels that TMA writes and wgmma reads.
+// Sizes that wgmma and setmaxnreg prescribe, and the descriptors of operands in panels.
 #pragma once
+#include "common/panel.cuh"
 #include "sm90/ptx.cuh"
 
 namespace fa2::sm90 {
 
 using common::ceil_div;
+using common::kPanelColumns;
+using common::kPanelRowBytes;
 using common::max_of;
 using common::min_of;
 using common::round_up;
 
 inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupRows = 64;     // M of wgmma
-inline constexpr int kPanelColumns = 64;  // 16-bit elements in the 128 bytes that the swizzle spans
-inline constexpr int kPanelRowBytes = 128;
+inline constexpr int kGroupRows = 64;    // M of wgmma
 inline constexpr int kAlignment = 1024;  // of a panel with the 128-byte swizzle
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 

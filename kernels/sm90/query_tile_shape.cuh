@@ -1,17 +1,18 @@
 // Sizes, shared-memory map and barriers that producer and consumers of a kernel share whose blocks own query tiles.
 // kOperands: the number of operands with the query tile's rows, 1 (Q) or 2 (Q and dO). kParts: the number of matrices
-// that stand for one operand; their panels lie one after the other.
+// that stand for one operand; their panels lie one after the other. kSharers: the number of consumer warp groups that
+// have the same 64 rows, and take turns at their key tiles.
 #pragma once
 #include "common/held_array.cuh"
 #include "sm90/query_tile.cuh"
 
 namespace fa2::sm90 {
 
-template <class Spec, int kOperands_, int kParts = 1>
+template <class Spec, int kOperands_, int kParts = 1, int kSharers_ = 1>
 struct QueryTileShape {
     static constexpr int kOperands = kOperands_;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kStages = Spec::kStages;
-    static constexpr int kGroups = kBr / kGroupRows;  // consumer warp groups
+    static constexpr int kSharers = kSharers_, kGroups = kBr / kGroupRows * kSharers;  // consumer warp groups
     static constexpr int kD = round_up(Spec::kHeadDim, 16);
     static constexpr int kPanels = kParts * ceil_div(kD, kPanelColumns);
     static_assert(kBr % kGroupRows == 0 && Spec::kWarps == 4 * (kGroups + 1) && kBc % 16 == 0);
@@ -69,7 +70,7 @@ struct QueryTileMemory {
     __device__ uint32 held() const { return tile_slot(kTileSlots) + Shape::kScratchBytes; }
 
     __device__ void init_barriers() const {
-        constexpr uint32 kConsumerWarps = 4 * Shape::kGroups;
+        constexpr uint32 kConsumerWarps = 4 * Shape::kGroups, kStageReaders = kConsumerWarps / Shape::kSharers;
         for (uint32 i = 0; i < 2; ++i) {
             mbarrier_init(full_query(i), 1);
             if constexpr (Shape::kOperands == 2) mbarrier_init(full_dout(i), 1);
@@ -79,8 +80,8 @@ struct QueryTileMemory {
         for (uint32 i = 0; i < kStages; ++i) {
             mbarrier_init(full_key(i), 1);
             mbarrier_init(full_value(i), 1);
-            mbarrier_init(empty_key(i), kConsumerWarps);
-            mbarrier_init(empty_value(i), kConsumerWarps);
+            mbarrier_init(empty_key(i), kStageReaders);
+            mbarrier_init(empty_value(i), kStageReaders);
         }
         for (uint32 i = 0; i < kTileSlots; ++i) {
             mbarrier_init(full_tile(i), 1);

@@ -1,5 +1,5 @@
 // FlashAttention-2 backward of float32 data by key tiles, the second pass of `two_pass`: dK and dV on wgmma (Hopper), by
-// products of float16 parts (parts.cuh).
+// products of float16 parts (float32_parts/parts.cuh).
 //
 //   S^T = scale K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     dS^T = P^T o (dP^T - delta)
 //   dV = P^T dO           dK = scale dS^T Q
@@ -10,10 +10,14 @@
 // copies operands to shared memory; its consumer warp groups own 64 keys each.
 //
 //   K [part][panel][kBc] | V [part][panel][kBc] | Q [kStages][part][panel][kBr] | dO, the same
-//   dS [group][part][kBr] | barriers | statistics [kStages][lse, delta][kBr] | units of dS [group][warp]
+//   dS [group][part][kBr] | barriers | statistics [stage][lse, delta][kBr] | units of dS [group][warp]
+//
+// Beyond head_dim 128, Q and dO pass through shared memory in pieces, and the warp groups divide dK and dV of the same 64
+// keys (backward_dkdv_divided.cuh).
 #pragma once
 #include "common/exceptions.cuh"
 #include "sm90_float32/backward_dkdv_consumer.cuh"
+#include "sm90_float32/backward_dkdv_divided.cuh"
 #include "sm90_float32/backward_dkdv_producer.cuh"
 
 namespace fa2::sm90_float32 {
@@ -37,7 +41,12 @@ struct BackwardDkdv {
             DkdvProducer<Spec, Shape>(params, memory, where).run(tiles);
         } else {
             allocate_registers<Shape::kConsumerRegisters>();
-            DkdvConsumer<Spec, Shape>(params, memory, where, group - 1).run(tiles);
+            if constexpr (!Shape::kInPieces)
+                DkdvConsumer<Spec, Shape>(params, memory, where, group - 1).run(tiles);
+            else if (group == 1)
+                DkdvDivided<Spec, Shape, false>(params, memory, where).run(tiles);
+            else
+                DkdvDivided<Spec, Shape, true>(params, memory, where).run(tiles);
         }
     }
 };

@@ -14,83 +14,47 @@
 // dS^T of dK has a scale for each key. The sums of dQ run over keys, so that dS of dQ has one for all keys of the group,
 // the largest of theirs: its parts are those of dS^T, times powers of two of at most 1.
 #pragma once
-#include "common/mask.cuh"
-#include "common/statistics.cuh"
-#include "sm90_float32/backward_dkdv_shape.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
+#include "sm90_float32/backward_dkdv_group.cuh"
 
 namespace fa2::sm90_float32 {
 
 template <class Spec, class Shape>
-class DkdvConsumer {
-    using Memory = DkdvMemory<Shape>;
-    static constexpr int kBr = Shape::kBr, kBc = Shape::kBc, kD = Shape::kD, kPanels = Shape::kPanels;
-    static constexpr int kChunks = kBr / kUnitRows;
-    using Scores = QuadFragment<kBr / 8>;
+class DkdvConsumer : DkdvGroup<Spec, Shape> {
+    using Base = DkdvGroup<Spec, Shape>;
+    using Base::kBc, Base::kBr, Base::kD, Base::kPanels;
+    using Base::key_operand_, Base::key_unit_, Base::lane_, Base::memory_, Base::params_, Base::value_operand_,
+        Base::warp_, Base::where_;
+    using Base::start_dp, Base::statistics_at, Base::take_gradients;
+    using typename Base::Gradient, typename Base::Memory, typename Base::Parts, typename Base::Scores;
     using Products = ColumnProducts<kD / 16, kPanels, kBc, kBr, true, Scores>;
-    using Panel = QuadFragment<kPanelColumns / 8>;
-    using Gradient = Panel[kPanels];
-    using Parts = FragmentParts<kBr / 8>;
+    using Panel = typename Gradient::Panel;
     using Workspace = DqWorkspace<kBr, kD>;
     static constexpr bool kWithDq = Shape::kWithDq;
     static constexpr int kGroupBarrier = 1;  // the named barrier of the first warp group
     // True if registers suffice for P beside dP and the product of dV, so that two products are in flight at a time.
     static constexpr bool kOverlaps = kPanels == 1 && !Products::kTwoChains;
-    static_assert(kChunks == 1);
     static constexpr bool kUnitesParts = kPanels > 1 && !common::kTakesWeights<Spec>;
 
   public:
     __device__ DkdvConsumer(const Params& params, const Memory& memory, const common::TileCoordinates& where,
                             int32 group)
-        : params_(params),
-          memory_(memory),
-          where_(where),
+        : Base(params, memory, where, group),
           group_(group),
-          warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32),
-          first_key_(where.tile * kBc + group * kGroupRows + warp_ * 16),
-          key_operand_(matrix_descriptor(memory.key() + group * kGroupRows * kPanelRowBytes, 0)),
-          value_operand_(matrix_descriptor(memory.value() + group * kGroupRows * kPanelRowBytes, 0)),
           query_operand_(matrix_descriptor(memory.query(0), kBr * kPanelRowBytes)),
-          dout_operand_(matrix_descriptor(memory.dout(0), kBr * kPanelRowBytes)) {
-        const int32 num_heads_kv = params.num_heads / params.heads_per_group;
-        const int32 head = head_with_parts<Spec>(where.batch, num_heads_kv, where.head);
-        const int32 row = first_part_row<Spec, true>(params, where.batch) + where.tile * kBc + group * kGroupRows;
-        key_unit_ = params.k_units[head * params.k_blocks + row / kUnitRows];
-        value_unit_ = params.v_units[head * params.k_blocks + row / kUnitRows];
-    }
+          dout_operand_(matrix_descriptor(memory.dout(0), kBr * kPanelRowBytes)) {}
 
     template <class Tiles>
     __device__ void run(const Tiles& tiles) {
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-            dk_[panel].fill(0.0f);
-            dv_[panel].fill(0.0f);
-        }
-        if (tiles.begin < tiles.end) {
-            mbarrier_wait(memory_.full_key(), 0);
-            mbarrier_wait(memory_.full_value(), 0);
-        }
-        for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
-            step(head, tile, tile < tiles.full_begin || (Tiles::kLeftLimit && tile >= tiles.full_end));
-        });
-        store(dk_, params_.softmax_scale, params_.dk, params_.dk_strides);
-        store(dv_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
+        dk_.fill(0.0f);
+        dv_.fill(0.0f);
+        Base::for_each_tile(tiles, [&](int32 head, int32 tile, bool masked) { step(head, tile, masked); });
+        Base::store(dk_, params_.softmax_scale, params_.dk, params_.dk_strides);
+        Base::store(dv_, common::kept_scale<Spec>(params_), params_.dv, params_.dv_strides);
     }
 
   private:
     __device__ __forceinline__ void step(int32 head, int32 tile, bool masked) {
-        const int32 first_query = tile * kBr;
-        const int32 first_block = head_with_parts<Spec>(where_.batch, params_.num_heads, head) * params_.q_blocks +
-                                  (first_part_row<Spec, false>(params_, where_.batch) + first_query) / kUnitRows;
-        float query_unit[kChunks], dout_unit[kChunks], score_unit[kChunks], dp_unit[kChunks];
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            query_unit[c] = params_.q_units[first_block + c];
-            dout_unit[c] = params_.dout_units[first_block + c];
-            score_unit[c] = key_unit_ * query_unit[c];
-            dp_unit[c] = value_unit_ * dout_unit[c];
-        }
+        auto units = Base::units_of(head, tile);
         const uint32 lse = memory_.statistics(queries_.slot()), delta = lse + Shape::kStatisticBytes;
         const uint64 queries = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
         const uint64 douts = dout_operand_ + douts_.slot() * (Shape::kQueryBytes / 16);
@@ -98,7 +62,7 @@ class DkdvConsumer {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         Scores dp;
         if constexpr (kOverlaps) {
-            start_dp(dp, delta, dp_unit);
+            start_dp(dp, delta, units.dp);
             pin(dp);
         }
         products.issue(key_operand_, queries);
@@ -108,22 +72,21 @@ class DkdvConsumer {
         }
         wgmma_wait<kOverlaps ? 1 : 0>();
         Scores& scores = products.sum();
-        scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
-        const common::ScoreTile position{where_.batch, head, first_query, first_key_, lane_};
+        scale_products<!common::kTakesWeights<Spec>>(scores, units.score, params_);
         Scores p;
-        take_probabilities<true, Spec>(scores, FloatProbabilities<kBr / 8>{p}, masked, params_, position,
-                                       statistics_at(lse));
+        take_probabilities<true, Spec>(scores, FloatProbabilities<kBr / 8>{p}, masked, params_,
+                                       Base::score_tile(head, tile), statistics_at(lse));
         Parts parts;
         const float probability_scale[2] = {kProbabilityScale, kProbabilityScale};
         parts.set_scaled(p, probability_scale);
 
         float scale[2], inverse[2];
         const auto take_ds = [&] {
-            take_gradients(scores, dp, delta, dp_unit);
+            take_gradients(scores, dp, delta, units.dp);
             row_scales(scores, scale, inverse);
             if constexpr (kWithDq) give_unit(max_of(inverse[0], inverse[1]));
         };
-        const float dv_unit = dout_unit[0] / kProbabilityScale;
+        const float dv_unit = units.dout[0] / kProbabilityScale;
         const RowFactors dv_units = {dv_unit, dv_unit};
         if constexpr (kOverlaps) {
             Panel product;
@@ -134,11 +97,11 @@ class DkdvConsumer {
             wgmma_wait<0>();
             pin(product);
             release_dout();
-            add_rows(dv_[0], product, dv_units.of_row);
+            add_rows(dv_.panel[0], product, dv_units.of_row);
         } else {
             mbarrier_wait(memory_.full_dout(douts_.slot()), douts_.parity());
             add_product(dv_, parts, douts, dv_units);
-            start_dp(dp, delta, dp_unit);
+            start_dp(dp, delta, units.dp);
             Products::issue_from(dp, value_operand_, douts);
             if constexpr (kUnitesParts) parts.unite(scores, 1.0f / kProbabilityScale);
             wgmma_wait<0>();
@@ -150,7 +113,7 @@ class DkdvConsumer {
         float ds_unit = 0.0f;
         if constexpr (kWithDq) ds_unit = store_ds(parts, inverse) * key_unit_;
 
-        const RowFactors dk_units = {inverse[0] * query_unit[0], inverse[1] * query_unit[0]};
+        const RowFactors dk_units = {inverse[0] * units.query[0], inverse[1] * units.query[0]};
         if constexpr (kOverlaps && kWithDq) {
             Panel product;
             multiply_chunk<kPanels, kBr>(product, parts, queries, 0);
@@ -158,7 +121,7 @@ class DkdvConsumer {
                 wgmma_wait<1>();
                 pin(product);
                 release_query();
-                add_rows(dk_[0], product, dk_units.of_row);
+                add_rows(dk_.panel[0], product, dk_units.of_row);
             });
         } else {
             add_product(dk_, parts, queries, dk_units);
@@ -177,33 +140,6 @@ class DkdvConsumer {
         douts_.advance();
     }
 
-    // A statistic of the queries of this lane's columns.
-    struct Statistics {
-        float x[Scores::kCols];
-
-        __device__ __forceinline__ float operator()(int j) const { return x[j]; }
-    };
-    __device__ __forceinline__ Statistics statistics_at(uint32 address) const {
-        Statistics of;
-#pragma unroll
-        for (int j = 0; j < Scores::kCols; j += 2) {
-            float pair[2];
-            load_shared(address + Scores::col(0, lane_) * 4 + Scores::col(j, 0) * 4, pair);
-            of.x[j] = pair[0], of.x[j + 1] = pair[1];
-        }
-        return of;
-    }
-    __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
-        const Statistics of = statistics_at(delta);
-        sm90_float32::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
-    }
-    __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
-                                                   const float (&unit)[kChunks]) const {
-        const Statistics of = statistics_at(delta);
-        sm90_float32::take_gradients<true, Spec>(
-            weights, dp, unit, params_, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);
-    }
-
     struct RowFactors {
         float of_row[2];
     };
@@ -213,19 +149,11 @@ class DkdvConsumer {
         Panel product;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            multiply_chunk<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), 0,
-                                         [&](Panel& x, const OperandA& a, uint64 b) {
-                                             // The compiler would add one product while the next one is computed, and
-                                             // spill what their registers have held. It cannot know that this one
-                                             // does not start from the other.
-                                             if (panel > 0)
-                                                 wgmma_output_in_place(x, a, b, params_.num_heads < 0);
-                                             else
-                                                 wgmma_first_output(x, a, b);
-                                         });
+            multiply_panel<kPanels, kBr>(product, parts, rows + panel * (kBr * kPanelRowBytes / 16), panel,
+                                         params_.num_heads < 0);
             wgmma_wait<0>();
             pin(product);
-            add_rows(gradient[panel], product, factor.of_row);
+            add_rows(gradient.panel[panel], product, factor.of_row);
         }
     }
 
@@ -320,23 +248,8 @@ class DkdvConsumer {
     // The MN-major descriptor of the group's keys.
     __device__ __forceinline__ uint64 key_rows() const { return key_operand_ | kKeyPanel << 16; }
 
-    __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {
-        const float factor[2] = {scale, scale};
-        float* head = gmem + strides.offset(where_.batch, 0, where_.head);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-            multiply_rows(gradient[panel], factor);
-            store_fragment<Spec::kHeadDim>(gradient[panel], head, strides.row, first_key_, params_.seqlen_k,
-                                           panel * kPanelColumns, lane_);
-        }
-    }
-
-    const Params& params_;
-    const Memory memory_;
-    const common::TileCoordinates where_;
-    const int32 group_, warp_, lane_, first_key_;
-    const uint64 key_operand_, value_operand_, query_operand_, dout_operand_;
-    float key_unit_, value_unit_;
+    const int32 group_;
+    const uint64 query_operand_, dout_operand_;
     Gradient dk_, dv_;
     RingPosition<Shape::kStages> queries_;
     RingPosition<Shape::kDoutStages> douts_;

@@ -4,8 +4,8 @@
 //   1       prepares the statistics of each step's queries
 //   2, 3    with dQ: one thread makes dS, which a consumer warp group writes, visible to wgmma
 #pragma once
+#include "float32_parts/softmax_gradient.cuh"
 #include "sm90_float32/backward_dkdv_shape.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
 
 namespace fa2::sm90_float32 {
 
@@ -37,12 +37,24 @@ class DkdvProducer {
             Layout::row_of(head_with_parts<Spec>(where_.batch, num_heads_kv, where_.head), params_.k_blocks, first_key);
         load_rows<kBc, Spec::kHeadDim>(params_.k_parts, keys, params_.k_blocks, memory_.key(), memory_.full_key());
         load_rows<kBc, Spec::kHeadDim>(params_.v_parts, keys, params_.k_blocks, memory_.value(), memory_.full_value());
+        if constexpr (Shape::kInPieces)
+            copy_pieces(tiles);
+        else
+            copy_tiles(tiles);
+    }
+
+    // The row of a query tile, in the first panel of its head's high parts.
+    __device__ __forceinline__ int32 row_of(int32 head, int32 tile) const {
+        return Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head), params_.q_blocks,
+                              first_part_row<Spec, false>(params_, where_.batch) + tile * kBr);
+    }
+
+    template <class Tiles>
+    __device__ __forceinline__ void copy_tiles(const Tiles& tiles) const {
         RingPosition<Shape::kStages> queries;
         RingPosition<Shape::kDoutStages> douts;
         for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
-            const int32 first_query = first_part_row<Spec, false>(params_, where_.batch) + tile * kBr;
-            const int32 row = Layout::row_of(head_with_parts<Spec>(where_.batch, params_.num_heads, head),
-                                             params_.q_blocks, first_query);
+            const int32 row = row_of(head, tile);
             const uint32 query = queries.slot(), dout = douts.slot();
             mbarrier_wait(memory_.empty_query(query), queries.parity() ^ 1);
             load_rows<kBr, Spec::kHeadDim>(params_.q_parts, row, params_.q_blocks, memory_.query(query),
@@ -55,24 +67,43 @@ class DkdvProducer {
         });
     }
 
+    // Q, dO, and again Q for dK.
+    template <class Tiles>
+    __device__ __forceinline__ void copy_pieces(const Tiles& tiles) const {
+        using Writer = PieceWriter<Spec::kHeadDim, Shape::kStages>;
+        Writer queries(query_ring(memory_)), douts(dout_ring(memory_));
+        for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
+            const int32 row = row_of(head, tile);
+            const auto load = [&](Writer& ring, const float16* parts) {
+#pragma unroll 1
+                for (int32 panel = 0; panel < Shape::kPanels; ++panel) ring.load(parts, row, params_.q_blocks, panel);
+            };
+            load(queries, params_.q_parts);
+            load(douts, params_.dout_parts);
+            load(queries, params_.q_parts);
+        });
+    }
+
     // The loads of a step are in flight while the warp waits for the stage to be released.
     template <class Tiles>
     __device__ __forceinline__ void prepare_statistics(const Tiles& tiles) const {
         const int32 lane = threadIdx.x % 32;
-        RingPosition<Shape::kStages> ring;
+        RingPosition<Shape::kStatisticStages> ring;
         for_each_step(params_, where_.head, tiles, [&](int32 head, int32 tile) {
             const int64 first = common::first_statistic<Spec>(params_, where_.batch, head);
             RowStatistics own[kBr / 32];
 #pragma unroll
             for (int n = 0; n < kBr / 32; ++n) own[n] = row_statistics(params_, first, tile * kBr + 32 * n + lane);
-            mbarrier_wait(memory_.empty_query(ring.slot()), ring.parity() ^ 1);
-            const uint32 statistics = memory_.statistics(ring.slot()) + 4 * lane;
+            const uint32 slot = ring.slot();
+            const uint32 empty = Shape::kInPieces ? memory_.empty_statistics(slot) : memory_.empty_query(slot);
+            mbarrier_wait(empty, ring.parity() ^ 1);
+            const uint32 statistics = memory_.statistics(slot) + 4 * lane;
 #pragma unroll
             for (int n = 0; n < kBr / 32; ++n) {
                 store_shared(statistics + 128 * n, own[n].lse);
                 store_shared(statistics + 128 * n + Shape::kStatisticBytes, own[n].delta);
             }
-            mbarrier_arrive(memory_.full_query(ring.slot()));
+            mbarrier_arrive(Shape::kInPieces ? memory_.full_statistics(slot) : memory_.full_query(slot));
             ring.advance();
         });
     }

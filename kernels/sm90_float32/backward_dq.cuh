@@ -1,5 +1,6 @@
 // FlashAttention-2 backward of float32 data by query tiles, the first pass of `two_pass`: dQ on wgmma (Hopper), by products
-// of float16 parts (parts.cuh). forward.cuh describes the structure; dO is one more operand with the query tile's rows.
+// of float16 parts (float32_parts/parts.cuh). forward.cuh describes the structure; dO is one more operand with the query
+// tile's rows.
 //
 //   S = scale Q K^T     P = exp(S - lse)     dP = dO V^T     dS = P o (dP - delta)     dQ = scale dS K
 #pragma once

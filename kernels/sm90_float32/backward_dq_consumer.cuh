@@ -1,39 +1,46 @@
 // The consumers of the dQ kernel:
 //
-//   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS, in parts
+//   S = Q K^T, dP = dO V^T     -> P while dP is in flight; release V's stage; dS -> dbias; dS, in parts
 //   for each chunk of 64 keys:  T = dS K   -> dQ += unit T
 //                              -> release K's stage
+//
+// With K and V in pieces, dP follows P, and K is read again for dQ. Two warp groups take turns at the key tiles of the
+// same rows, and their sums of dQ are added at the end.
 #pragma once
-#include "sm90_float32/query_tile_consumer.cuh"
-#include "sm90_float32/softmax_gradient.cuh"
+#include "common/dbias.cuh"
+#include "float32_parts/softmax_gradient.cuh"
+#include "sm90_float32/query_tile_products.cuh"
 
 namespace fa2::sm90_float32 {
 
 template <class Spec>
-class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
+class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     using Shape = PartsShape<Spec, 2>;
-    using Base = QueryTileConsumer<Spec, Shape>;
-    using Base::first_key_block, Base::first_row, Base::group_, Base::issue_scores, Base::key_stage, Base::query_block,
-        Base::release_key, Base::release_value, Base::score_tile, Base::store_rows, Base::value_stage;
-    using Base::kBc, Base::kBr, Base::kChunks, Base::kD, Base::kPanels;
-    using Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::values_;
-    using typename Base::Memory, typename Base::Output, typename Base::Products, typename Base::Scores;
-    friend Base;
+    using Base = QueryTileProducts<Spec, Shape>;
+    using Base::add_keys, Base::first_key_block, Base::first_row, Base::query_block, Base::score_tile, Base::store_rows;
+    using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::turn_;
+    using Base::kBc, Base::kChunks, Base::kPanels;
+    using typename Base::Memory, typename Base::Output, typename Base::Scores;
+    static constexpr bool kInPieces = Shape::kInPieces;
+    static constexpr int kReadBarrier = 1, kGivenBarrier = 2;  // named barriers of the warp groups that share rows
+    friend QueryTileConsumer<Spec, Shape>;
 
   public:
     __device__ BackwardDqConsumer(const Params& params, const Memory& memory, int32 group)
         : Base(params, memory, group),
-          dout_operand_(matrix_descriptor(memory.dout(0) + group * kGroupRows * kPanelRowBytes, 0)) {}
+          dout_operand_(matrix_descriptor(memory.dout(0) + group_ * kGroupRows * kPanelRowBytes, 0)) {}
 
     __device__ void run() { Base::run(*this); }
 
   private:
-    __device__ __forceinline__ void begin(const TileInSlot& tile) {
+    __device__ __forceinline__ void begin(const TileInSlot& tile, const GroupKeys& keys) {
+        if (common::kClearsSkippedDbias<Spec> && turn_ == 0)
+            common::clear_skipped_dbias<Spec>(params_, score_tile(tile, 0), 16, keys.begin * kBc, keys.end * kBc);
         const auto& own = record_of<Spec>(params_, tile);
         const int64 first = common::first_statistic<Spec>(own, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const auto row = row_statistics(own, first, first_row(tile) + Output::row(i, lane_));
+            const auto row = row_statistics(own, first, first_row(tile) + Scores::row(i, lane_));
             lse_[i] = row.lse;
             delta_[i] = row.delta;
         }
@@ -55,50 +62,93 @@ class BackwardDqConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 2>> {
             score_unit[c] = query_unit_ * key_unit[c];
             dp_unit[c] = dout_unit_ * params_.v_units[key_block];
         }
-        Products products;
-        issue_scores(products);
-        Scores dp;
-        start_dp<false>(dp, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).start; });
-        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-        Products::issue_from(dp, dout_operand_, value_stage());
-        wgmma_wait<1>();
-        Scores& scores = products.sum();
+        Scores scores, dp;
+        const auto start = [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).start; };
+        if constexpr (kInPieces) {
+            Base::take_scores(scores);
+        } else {
+            typename Base::Products products;
+            Base::issue_scores(products);
+            start_dp<false>(dp, start);
+            Base::issue_derivatives(dp, dout_operand_);
+            wgmma_wait<1>();
+            scores = products.sum();
+        }
         scale_products<!common::kTakesWeights<Spec>>(scores, score_unit, params_);
         const auto& own = record_of<Spec>(params_, tile);
-        take_probabilities<false, Spec>(scores, common::Unused{}, masked, own, score_tile(tile, block),
+        const common::ScoreTile position = score_tile(tile, block);
+        common::SavedScores<Spec, Scores> saved;
+        saved.save(scores);
+        take_probabilities<false, Spec>(scores, common::Unused{}, masked, own, position,
                                         [&](int i) { return lse_[i]; });
-        wgmma_wait<0>();
-        pin(dp);
-        release_value();
-        if (is_last && lane_ == 0) {
-            mbarrier_arrive(memory_.empty_query(0));
-            mbarrier_arrive(memory_.empty_dout(0));
+        if constexpr (kInPieces) {
+            start_dp<false>(dp, start);
+            Base::add_derivatives(dp, dout_operand_);
+        } else {
+            wgmma_wait<0>();
+            pin(dp);
+            Base::release_value();
+            if (is_last) release_queries();
         }
         take_gradients<false, Spec>(
             scores, dp, dp_unit, params_, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).rest; },
             [&](int i) { return delta_[i]; });
+        common::write_dbias<Spec>(scores, own, position);
+        saved.take_derivative(scores, own, position);
 
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);
         FragmentParts<kBc / 8> ds;
         ds.set_scaled(scores, scale);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            Output part;
-            multiply_chunk<kPanels, kBc>(part, ds, key_stage(), c);
-            wgmma_wait<0>();
-            pin(part);
-            if (c == kChunks - 1) release_key();
-            const float unit[2] = {inverse[0] * key_unit[c], inverse[1] * key_unit[c]};
-            add_rows(output_, part, unit);
-        }
+        add_keys(output_, ds, [&](int c, int i) { return inverse[i] * key_unit[c]; });
     }
 
     __device__ __forceinline__ void end(const TileInSlot& tile) {
+        if constexpr (kInPieces) {
+            add_shares();
+            if (turn_ > 0) return;
+        }
         const auto& own = record_of<Spec>(params_, tile);
         const float scale[2] = {params_.softmax_scale, params_.softmax_scale};
         multiply_rows(output_, scale);
         store_rows(output_, own.dq, own.dq_strides, tile, own);
+    }
+
+    __device__ __forceinline__ void release_queries() const {
+        if (lane_ != 0) return;
+        mbarrier_arrive(memory_.empty_query(0));
+        mbarrier_arrive(memory_.empty_dout(0));
+    }
+
+    // Adds the second warp group's dQ to that of the first. It passes through the memory of Q, in the order of registers.
+    __device__ __forceinline__ void add_shares() {
+        const uint32 own = memory_.query(0) + threadIdx.x % kGroupThreads * 16;
+        constexpr uint32 kQuadBytes = 16 * kGroupThreads;
+        static_assert(Shape::kQueryBytes == kPanels * (kPanelColumns / 8) * kQuadBytes);
+        if (turn_ > 0) {
+            barrier_sync(kReadBarrier, 2 * kGroupThreads);  // both have completed the last product that reads Q
+            for_each_quad([&](int quad, float (&x)[4]) { store_shared(own + quad * kQuadBytes, x); });
+            barrier_arrive(kGivenBarrier, 2 * kGroupThreads);
+        } else {
+            barrier_arrive(kReadBarrier, 2 * kGroupThreads);
+            barrier_sync(kGivenBarrier, 2 * kGroupThreads);
+            for_each_quad([&](int quad, float (&x)[4]) {
+                float other[4];
+                load_shared(own + quad * kQuadBytes, other);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[e] += other[e];
+            });
+        }
+        async_proxy_fence();
+        __syncwarp();
+        release_queries();
+    }
+    // Calls f(n, x) for the n-th four accumulators of dQ.
+    template <class Function>
+    __device__ __forceinline__ void for_each_quad(const Function& f) {
+        constexpr int kQuads = kPanelColumns / 8;
+#pragma unroll
+        for (int n = 0; n < kPanels * kQuads; ++n) f(n, output_.panel[n / kQuads].value[n % kQuads]);
     }
 
     const uint64 dout_operand_;

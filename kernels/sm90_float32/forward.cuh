@@ -1,4 +1,4 @@
-// FlashAttention forward of float32 data on wgmma (Hopper): products of float16 parts (parts.cuh).
+// FlashAttention forward of float32 data on wgmma (Hopper): products of float16 parts (float32_parts/parts.cuh).
 //
 //   S = scale Q K^T        P = exp(S - row_max)        O = P V / rowsum(P)        lse = row_max + log(rowsum(P))
 //
@@ -6,6 +6,8 @@
 // of consumer warp groups, which own 64 query rows each. Every operand has two parts:
 //
 //   Q [part][panel][kBr] | K [kStages][part][panel][kBc] | V [kStages][part][panel][kBc] | barriers | query tiles [4]
+//
+// Beyond head_dim 128, where Q leaves no room for two such tiles, a stage of K or V is a piece, the parts of one panel.
 //
 // O is added up in registers, and stored from there: the results may have any strides.
 #pragma once

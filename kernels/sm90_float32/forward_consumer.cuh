@@ -2,26 +2,26 @@
 // Three products of parts take so much longer than the softmax that the other warp group's products fill the gaps.
 //
 //   S = Q K^T         -> release K's stage; P = exp(S - row_max), in parts
-//   for each chunk of 64 keys:  T = P V   -> O += unit T
+//   for each chunk of 64 keys, or for each piece of V:  T = P V   -> O += unit T
 //                     -> release V's stage
 #pragma once
 #include "common/online_softmax.cuh"
 #include "common/scores.cuh"
-#include "sm90_float32/query_tile_consumer.cuh"
+#include "sm90_float32/query_tile_products.cuh"
 
 namespace fa2::sm90_float32 {
 
 template <class Spec>
-class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
+class ForwardConsumer : QueryTileProducts<Spec, PartsShape<Spec, 1>> {
     using Shape = PartsShape<Spec, 1>;
-    using Base = QueryTileConsumer<Spec, Shape>;
-    using Base::first_key_block, Base::first_row, Base::issue_scores, Base::query_block, Base::release_key,
-        Base::release_value, Base::score_tile, Base::store_rows, Base::value_stage;
-    using Base::kBc, Base::kChunks, Base::kD, Base::kPanels;
-    using Base::lane_, Base::memory_, Base::params_, Base::queries_, Base::values_;
-    using typename Base::Memory, typename Base::Output, typename Base::Products, typename Base::Scores;
+    using Base = QueryTileProducts<Spec, Shape>;
+    using Base::add_values, Base::first_key_block, Base::first_row, Base::query_block, Base::score_tile,
+        Base::store_rows, Base::take_scores;
+    using Base::kBc, Base::kChunks;
+    using Base::lane_, Base::memory_, Base::params_, Base::queries_;
+    using typename Base::Memory, typename Base::Output, typename Base::Scores;
     using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp_approx, true>;
-    friend Base;
+    friend QueryTileConsumer<Spec, Shape>;
 
   public:
     __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group) : Base(params, memory, group) {}
@@ -29,7 +29,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
     __device__ void run() { Base::run(*this); }
 
   private:
-    __device__ __forceinline__ void begin(const TileInSlot& tile) {
+    __device__ __forceinline__ void begin(const TileInSlot& tile, const GroupKeys&) {
         softmax_.reset();
         output_.fill(0.0f);
         query_unit_ = params_.q_units[query_block(tile)];
@@ -45,11 +45,8 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
             key_unit[c] = query_unit_ * params_.k_units[key_block];
             value_unit[c] = params_.v_units[key_block] / kProbabilityScale;
         }
-        Products products;
-        issue_scores(products);
-        wgmma_wait<0>();
-        Scores& scores = products.sum();
-        release_key();
+        Scores scores;
+        take_scores(scores);
         if (is_last && lane_ == 0) mbarrier_arrive(memory_.empty_query(0));
 
         const common::ScoreTile position = score_tile(tile, block);
@@ -66,17 +63,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
         p.set_scaled(scores, scale);
         multiply_rows(output_, rescale);
 
-        mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            Output part;
-            multiply_chunk<kPanels, kBc>(part, p, value_stage(), c);
-            wgmma_wait<0>();
-            pin(part);
-            if (c == kChunks - 1) release_value();
-            const float unit[2] = {value_unit[c], value_unit[c]};
-            add_rows(output_, part, unit);
-        }
+        add_values(output_, p, [&](int c, int) { return value_unit[c]; });
     }
 
     __device__ __forceinline__ void end(const TileInSlot& tile) {
@@ -87,7 +74,7 @@ class ForwardConsumer : QueryTileConsumer<Spec, PartsShape<Spec, 1>> {
         float* lse = own.lse + common::first_statistic<Spec>(params_, tile.batch(), tile.head());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int32 row = first_row(tile) + Output::row(i, lane_);
+            const int32 row = first_row(tile) + Scores::row(i, lane_);
             if (lane_ % 4 == 0 && row < own.seqlen_q) lse[row] = row_lse[i];
         }
         store_rows(output_, own.o, own.o_strides, tile, own);

@@ -1,135 +1,23 @@
-// Products of parts on wgmma.
-//
-// The tensor core adds the 16 products of a k-step and the accumulator exactly, then cuts the sum towards zero to
-// float32: one error of up to a unit in the last place in each k-step, always of the same sign. These rules keep it at
-// the level of ordinary float32 sums:
-//
-//   - The smallest of the three products of parts comes first, so that only D / 16 sums have the full magnitude.
-//   - Sums over the sequence are cut into chunks of kUnitRows rows. Each starts from zero on the tensor core, and
-//     is then added in ordinary float32 arithmetic, by an FMA whose factor is the chunk's unit.
-//   - Sums over many columns are made in two chains, which are added in ordinary float32 arithmetic.
-//   - dP starts from minus half of delta, which it is compared to. Where all products have one sign, the sum then passes
-//     zero on half its way, and the cuts before and behind that cancel.
+// Products of parts on wgmma, by the rules of float32_parts/fragments.cuh.
 #pragma once
-#include "sm90_float32/parts.cuh"
+#include "float32_parts/fragments.cuh"
+#include "sm90_float32/load_rows.cuh"
 #include "sm90_float32/wgmma.cuh.j2"
 
 namespace fa2::sm90_float32 {
 
-// What probabilities, which are at most 1, are multiplied by before they are split into parts.
-inline constexpr float kProbabilityScale = 1 << 14;
-
-// A fragment of a left operand in parts. P and dS are made of float32 accumulators, which have the same layout.
-template <int kN8>
-struct FragmentParts {
-    uint32 word[kParts][kN8][2];
-
-    // Takes the parts of x, whose rows are multiplied by a power of two.
-    __device__ __forceinline__ void set_scaled(const QuadFragment<kN8>& x, const float (&scale)[2]) {
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float even = x.value[n][2 * i] * scale[i], odd = x.value[n][2 * i + 1] * scale[i];
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) word[part][n][i] = take_part(even, odd);
-            }
-    }
-    // x = factor times the sum of the parts. The sign of the high parts is turned twice: from the same words as
-    // `set_scaled` the compiler would keep their numbers in registers in the meantime, as many as x has.
-    __device__ __forceinline__ void unite(QuadFragment<kN8>& x, float factor) const {
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint32 minus_high = word[0][n][i] ^ 0x80008000, low = word[1][n][i];
-                x.value[n][2 * i] = (common::unpack_lo<float16>(low) - common::unpack_lo<float16>(minus_high)) * factor;
-                x.value[n][2 * i + 1] =
-                    (common::unpack_hi<float16>(low) - common::unpack_hi<float16>(minus_high)) * factor;
-            }
-    }
-    __device__ __forceinline__ OperandA k16(int part, int s) const {
-        return {{word[part][2 * s][0], word[part][2 * s][1], word[part][2 * s + 1][0], word[part][2 * s + 1][1]}};
-    }
-};
-
-// The product of two pairs of float16 numbers.
-__device__ __forceinline__ uint32 multiply_halves(uint32 x, uint32 y) {
-    uint32 z;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-    return z;
-}
-
-// The powers of two that bring the largest magnitude of each row of a warp's fragment into [2^13, 2^14).
-template <int kN8>
-__device__ __forceinline__ void row_scales(const QuadFragment<kN8>& x, float (&scale)[2], float (&inverse)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kN8; ++n)
-            largest = fmaxf(largest, fmaxf(fabsf(x.value[n][2 * i]), fabsf(x.value[n][2 * i + 1])));
-        largest = common::row_maximum<4>(largest);
-        const int32 exponent = max_of(static_cast<int32>(__float_as_uint(largest) >> 23), 14);
-        scale[i] = __uint_as_float(static_cast<uint32>(2 * 127 + 13 - exponent) << 23);
-        inverse[i] = __uint_as_float(static_cast<uint32>(exponent - 13) << 23);
-    }
-}
-
-template <int kN8>
-__device__ __forceinline__ void multiply_rows(QuadFragment<kN8>& x, const float (&factor)[2]) {
-#pragma unroll
-    for (int n = 0; n < kN8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x.value[n][e] *= factor[e / 2];
-}
-// sum += factor x, row by row.
-template <int kN8>
-__device__ __forceinline__ void add_rows(QuadFragment<kN8>& sum, const QuadFragment<kN8>& x, const float (&factor)[2]) {
-#pragma unroll
-    for (int n = 0; n < kN8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum.value[n][e] = fma(x.value[n][e], factor[e / 2], sum.value[n][e]);
-}
-// The chunk of kUnitRows columns that column j of a lane belongs to.
-__device__ __forceinline__ constexpr int chunk_of(int j) { return j / 2 * 8 / kUnitRows; }
-// Multiplies each chunk by its unit.
-template <int kN8, int kChunks>
-__device__ __forceinline__ void multiply_chunks(QuadFragment<kN8>& x, const float (&unit)[kChunks]) {
-#pragma unroll
-    for (int n = 0; n < kN8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x.value[n][e] = __fmul_rn(x.value[n][e], unit[n * 8 / kUnitRows]);
-}
-// Turns products of scaled parts into products, or (kToScores) into scores. Scores are rounded before a row maximum or
-// lse is subtracted: where one score dominates its row, forward and backward then both find that P is 1.
-template <bool kToScores, int kN8, int kChunks, class Record>
-__device__ __forceinline__ void scale_products(QuadFragment<kN8>& x, float (&unit)[kChunks], const Record& params) {
-    if constexpr (kToScores)
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) unit[c] *= params.softmax_scale;
-    multiply_chunks(x, unit);
-}
-
-// Stores a warp's 16 rows of a result from column `first_column` on; the row stride is in elements.
-template <int kHeadDim, int kN8>
-__device__ __forceinline__ void store_fragment(const QuadFragment<kN8>& x, float* gmem, int64 row_stride,
-                                               int32 first_row, int32 num_rows, int32 first_column, int32 lane) {
-    using Fragment = QuadFragment<kN8>;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int32 row = first_row + Fragment::row(i, lane);
-        if (row >= num_rows) continue;
-        float* to = gmem + row * row_stride;
-#pragma unroll
-        for (int j = 0; j < Fragment::kCols; ++j)
-            if (const int32 column = first_column + Fragment::col(j, lane); column < kHeadDim) to[column] = x(i, j);
-    }
+// Issues x (+)= a k-step of product t of the parts of left right^T; the descriptors point to the high parts of its
+// columns. kLeftPart, kRightPart: bytes from the high parts to the low ones. kRowsAreKeys: the left operand is K or V. The
+// order of the products of parts is the same for S and S^T, so that their elements have the same bits. step(x, a, b) is
+// the k-step.
+template <bool kRowsAreKeys, int kLeftPart, int kRightPart, class Scores, class Step>
+__device__ __forceinline__ void issue_part(Scores& x, uint64 left, uint64 right, int t, const Step& step) {
+    step(x, left + part_of_product<!kRowsAreKeys>(t) * (kLeftPart / 16),
+         right + part_of_product<kRowsAreKeys>(t) * (kRightPart / 16));
 }
 
 // Products left right^T over columns. The operands have panels of kLeftRows and kRightRows rows, of which the left
-// descriptor points to the warp group's 64. kPanels: panels of one part. kRowsAreKeys: the left operand is K or V. The
-// order of the products of parts is the same for S and S^T, so that their elements have the same bits.
+// descriptor points to the warp group's 64. kPanels: panels of one part.
 template <int kSteps, int kPanels, int kLeftRows, int kRightRows, bool kRowsAreKeys, class Scores>
 struct ColumnProducts {
     // The k-steps of the first of two chains, or of the only one.
@@ -183,14 +71,14 @@ struct ColumnProducts {
     __device__ __forceinline__ static void issue_step(Scores& x, uint64 left, uint64 right, int t, int s,
                                                       bool is_first = false) {
         constexpr int kLeftPanel = kLeftRows * kPanelRowBytes, kRightPanel = kRightRows * kPanelRowBytes;
-        const uint64 a =
-            left + part_of_product<!kRowsAreKeys>(t) * kPanels * kLeftPanel / 16 + along_columns<kLeftPanel>(s);
-        const uint64 b =
-            right + part_of_product<kRowsAreKeys>(t) * kPanels * kRightPanel / 16 + along_columns<kRightPanel>(s);
-        if (is_first)
-            wgmma_first_scores(x, a, b);
-        else
-            wgmma_scores(x, a, b);
+        issue_part<kRowsAreKeys, kPanels * kLeftPanel, kPanels * kRightPanel>(x, left + along_columns<kLeftPanel>(s),
+                                                                              right + along_columns<kRightPanel>(s), t,
+                                                                              [&](Scores& y, uint64 a, uint64 b) {
+                                                                                  if (is_first)
+                                                                                      wgmma_first_scores(y, a, b);
+                                                                                  else
+                                                                                      wgmma_scores(y, a, b);
+                                                                              });
     }
 
     Scores first_, second_;
@@ -221,6 +109,18 @@ template <int kPanels, int kRows, class Output, class Operand>
 __device__ __forceinline__ void multiply_chunk(Output& x, const Operand& p, uint64 rows, int chunk) {
     multiply_chunk<kPanels, kRows>(x, p, rows, chunk,
                                    [](Output& y, const OperandA& a, uint64 b) { wgmma_first_output(y, a, b); });
+}
+// The same for one of several panels that are added up one after the other. `never`: false, what the compiler does not
+// know: it would add one product while the next one is computed, and spill what their registers have held. It cannot
+// know that this one does not start from the other.
+template <int kPanels, int kRows, class Panel, class Operand>
+__device__ __forceinline__ void multiply_panel(Panel& x, const Operand& p, uint64 rows, int panel, bool never) {
+    multiply_chunk<kPanels, kRows>(x, p, rows, 0, [&](Panel& y, const OperandA& a, uint64 b) {
+        if (panel > 0)
+            wgmma_output_in_place(y, a, b, never);
+        else
+            wgmma_first_output(y, a, b);
+    });
 }
 
 }  // namespace fa2::sm90_float32

@@ -6,6 +6,76 @@
 
 namespace fa2::sm90_float32 {
 
+// Copies key tiles: whole ones, or in pieces.
+template <class Spec, class Shape, bool kInPieces = Shape::kInPieces>
+class KeyLoader;
+
+template <class Spec, class Shape>
+class KeyLoader<Spec, Shape, false> {
+    using Memory = QueryTileMemory<Shape>;
+
+  public:
+    __device__ KeyLoader(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
+
+    // `row`: the first of the key tile, in the first panel of its head's high parts.
+    __device__ __forceinline__ void load(int32 row, int32) {
+        const uint32 key = keys_.slot(), value = values_.slot();
+        mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
+        load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_blocks, memory_.key(key),
+                                              memory_.full_key(key));
+        keys_.advance();
+        mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
+        load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_blocks, memory_.value(value),
+                                              memory_.full_value(value));
+        values_.advance();
+    }
+
+  private:
+    const Params& params_;
+    const Memory memory_;
+    RingPosition<Shape::kStages> keys_;
+    RingPosition<Shape::kValueStages> values_;
+};
+
+template <class Spec, class Shape>
+class KeyLoader<Spec, Shape, true> {
+    using Memory = QueryTileMemory<Shape>;
+
+  public:
+    __device__ KeyLoader(const Params& params, const Memory& memory)
+        : params_(params), first_(key_ring(memory)), second_(value_ring(memory)) {}
+
+    // K and V of a tile; or K, V and again K for each of the warp groups that take turns, of `num_tiles` tiles from this
+    // one down.
+    __device__ __forceinline__ void load(int32 row, int32 num_tiles) {
+        if constexpr (Shape::kSharers == 1) {
+            load(first_, params_.k_parts, row);
+            load(second_, params_.v_parts, row);
+        } else {
+#pragma unroll 1
+            for (int32 product = 0; product < 3; ++product) {
+                const float16* parts = product == 1 ? params_.v_parts : params_.k_parts;
+#pragma unroll 1
+                for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) {
+                    first_.load(parts, row, params_.k_blocks, panel);
+                    if (num_tiles > 1) second_.load(parts, row - Shape::kBc, params_.k_blocks, panel);
+                }
+            }
+        }
+    }
+
+  private:
+    using Writer = PieceWriter<Spec::kHeadDim, Shape::kStages>;
+
+    __device__ __forceinline__ void load(Writer& ring, const float16* parts, int32 row) {
+#pragma unroll 1
+        for (int32 panel = 0; panel < Shape::kPanelsOfPart; ++panel) ring.load(parts, row, params_.k_blocks, panel);
+    }
+
+    const Params& params_;
+    Writer first_, second_;
+};
+
 // Params is a template parameter because only the record of the backward has dO.
 template <class Spec, class Shape, class Params = fa2::Params>
 class QueryTileProducer {
@@ -14,7 +84,8 @@ class QueryTileProducer {
     using Layout = PartsLayout<Spec::kHeadDim>;
 
   public:
-    __device__ QueryTileProducer(const Params& params, const Memory& memory) : params_(params), memory_(memory) {}
+    __device__ QueryTileProducer(const Params& params, const Memory& memory)
+        : params_(params), memory_(memory), keys_(params, memory) {}
 
     // The next index is drawn ahead of a tile's loads, so that they hide the atomic's latency. The next tile is found
     // after them, because the producer has no registers for two.
@@ -27,19 +98,10 @@ class QueryTileProducer {
             const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
             const int32 head = head_with_parts<Spec>(tile.batch, num_heads_kv, tile.head / params_.heads_per_group);
             const int32 first = Layout::row_of(head, params_.k_blocks, first_part_row<Spec, true>(params_, tile.batch));
+            const int32 begin = kHasBegin<Spec> ? tile.first_key_tile : 0;
 #pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block >= (kHasBegin<Spec> ? tile.first_key_tile : 0); --block) {
-                const int32 row = first + block * Shape::kBc;
-                const uint32 key = keys_.slot(), value = values_.slot();
-                mbarrier_wait(memory_.empty_key(key), keys_.parity() ^ 1);
-                load_rows<Shape::kBc, Spec::kHeadDim>(params_.k_parts, row, params_.k_blocks, memory_.key(key),
-                                                      memory_.full_key(key));
-                keys_.advance();
-                mbarrier_wait(memory_.empty_value(value), values_.parity() ^ 1);
-                load_rows<Shape::kBc, Spec::kHeadDim>(params_.v_parts, row, params_.k_blocks, memory_.value(value),
-                                                      memory_.full_value(value));
-                values_.advance();
-            }
+            for (int32 block = tile.key_tiles - 1; block >= begin; block -= Shape::kSharers)
+                keys_.load(first + block * Shape::kBc, block - begin + 1);
         }
         publish_tile<Spec>(memory_, tiles_, {});
         leave_counter(params_);
@@ -74,9 +136,8 @@ class QueryTileProducer {
 
     const Params& params_;
     const Memory memory_;
+    KeyLoader<Spec, Shape> keys_;
     RingPosition<1> queries_;
-    RingPosition<Shape::kStages> keys_;
-    RingPosition<Shape::kValueStages> values_;
     RingPosition<kTileSlots> tiles_;
 };
 

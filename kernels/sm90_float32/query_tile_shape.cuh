@@ -1,21 +1,29 @@
 // Sizes and shared-memory map of the kernels whose blocks own query tiles: parts of the operands, whose panels lie one
 // after the other. kOperands: those with the query tile's rows, 1 (Q) or 2 (Q and dO).
+//
+// Where K and V pass through shared memory in pieces, a stage holds one piece. With Q alone, one ring has those of K, and
+// one those of V. With Q and dO, a block has 64 rows, which two warp groups share: each has one of the rings.
 #pragma once
 #include "sm90/query_tile_shape.cuh"
-#include "sm90_float32/parts.cuh"
+#include "sm90_float32/load_rows.cuh"
 
 namespace fa2::sm90_float32 {
 
 template <class Spec, int kOperands>
-struct PartsShape : QueryTileShape<Spec, kOperands, kParts> {
-    using Base = QueryTileShape<Spec, kOperands, kParts>;
-    using Base::kBc, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes, Base::kStages;
+inline constexpr int kSharersOfRows = PartsLayout<Spec::kHeadDim>::kInPieces ? kOperands : 1;
+
+template <class Spec, int kOperands>
+struct PartsShape : QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>> {
+    using Base = QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec, kOperands>>;
+    using Base::kBc, Base::kFixedBytes, Base::kQueryBytes, Base::kStages;
 
     // A producer that computes addresses of parts needs more than one that only passes coordinates to TMA.
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(registers_suffice(Base::kAtEntry, Base::kGroups, kProducerRegisters, kConsumerRegisters));
 
     static constexpr int kPanelsOfPart = Base::kPanels / kParts;
+    static constexpr bool kInPieces = PartsLayout<Spec::kHeadDim>::kInPieces;
+    static constexpr int kKeyBytes = kInPieces ? kPieceBytes : Base::kKeyBytes;  // of a stage
     static constexpr int kWithoutValues = kFixedBytes + kOperands * kQueryBytes + kStages * kKeyBytes;
     // V has one stage where shared memory does not hold as many as K has.
     static constexpr int kValueStages = kWithoutValues + kStages * kKeyBytes <= kMaxSharedBytes ? kStages : 1;
@@ -23,6 +31,16 @@ struct PartsShape : QueryTileShape<Spec, kOperands, kParts> {
     static constexpr bool kOwnOutput = false;  // results are stored from registers
     static constexpr int kSharedBytes = kWithoutValues + kValueStages * kKeyBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes && kBc % kUnitRows == 0);
+    static_assert(!kInPieces || (kBc == kUnitRows && kValueStages == kStages));
 };
+
+template <class Shape>
+__device__ __forceinline__ PieceRing<Shape::kStages> key_ring(const QueryTileMemory<Shape>& memory) {
+    return {memory.key(0), memory.full_key(0)};
+}
+template <class Shape>
+__device__ __forceinline__ PieceRing<Shape::kStages> value_ring(const QueryTileMemory<Shape>& memory) {
+    return {memory.value(0), memory.full_value(0)};
+}
 
 }  // namespace fa2::sm90_float32

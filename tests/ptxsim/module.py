@@ -112,7 +112,8 @@ class Module:
         block_races : bool
             Whether `race_check` looks at global memory: not where the arguments themselves make blocks collide.
         cuts_sums : bool
-            Whether wgmma adds bit by bit as the hardware does, which takes several times as long, or in float32.
+            Whether wgmma and mma.sync add bit by bit as the hardware does, which takes several times as long, or in
+            float32.
         """
         grid3, block3 = _three(grid), _three(block)
         kernel = self.kernel(name)

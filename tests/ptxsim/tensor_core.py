@@ -15,6 +15,7 @@ from .errors import PtxError
 from .scalars import halves_to_f32
 from .shared_memory import GENERIC_SHARED
 from .syntax import Inst, Operand, Reg, Vec
+from .tensor_core_sums import AMPERE, add_products
 from .warp import when_converged
 
 if TYPE_CHECKING:
@@ -169,15 +170,15 @@ def _product(machine: Machine, run: list[Inst], depth: int) -> Callable[[Any, in
         a = a.reshape(-1, 2, *a.shape[1:]).transpose(2, 1, 3, 0, 4).reshape(num_warps, 16, depth)
         b = _values(read_b(ix), ty, num_warps)
         b = b.reshape(count, -1, *b.shape[1:]).transpose(2, 0, 3, 1, 4).reshape(num_warps, 8 * count, depth)
-        product = (a @ b.swapaxes(1, 2)).reshape(num_warps, 2, 8, count, 4, 2)
-        # From (warp, row half, g, instruction, t, element) to (instruction, row half, warp, g, t, element).
-        product = product.transpose(3, 1, 0, 2, 4, 5)
-        bits = read_c(ix)
+        bits, shape = read_c(ix), (count, 2, num_warps, 8, 4, 2)
         if addend == "f32":
             c = bits.view(np.float32).reshape(count, 2, 2, num_warps, 8, 4).transpose(0, 1, 3, 4, 5, 2)
         else:
-            c = np.ascontiguousarray(bits).view(np.float16).reshape(product.shape)
-        total = product + c
+            c = np.ascontiguousarray(bits).view(np.float16).reshape(shape)
+        # Between (warp, row half, g, instruction, t, element) and (instruction, row half, warp, g, t, element).
+        c = c.transpose(2, 1, 3, 0, 4, 5).reshape(num_warps, 16, 8 * count)
+        total = add_products(AMPERE, c.astype(np.float32), a, b) if machine.cuts_sums else a @ b.swapaxes(1, 2) + c
+        total = total.reshape(num_warps, 2, 8, count, 4, 2).transpose(3, 1, 0, 2, 4, 5)
         if result == "f32":
             bits = np.ascontiguousarray(total.transpose(0, 1, 5, 2, 3, 4)).view(np.uint32)
         else:

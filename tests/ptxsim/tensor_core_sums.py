@@ -1,28 +1,46 @@
-"""How Hopper's tensor cores add, bit by bit.
+"""How tensor cores add, bit by bit.
 
-The 16 products of a k-step are exact. They and the accumulator are aligned to the largest exponent, which of a product
-is the sum of its factors' exponents, cut to 23 + 2 fraction bits, and added; the sum is cut to float32. All cuts are
-towards zero. An H100 gave the same bits for 8 x 32768 random sums. The parameters are those of Khattak and Mikaitis,
-"Accurate models of NVIDIA tensor cores" (arXiv 2512.07004).
+The products of a block of 16 (Hopper's wgmma) or 8 (mma.sync on Ampere) are exact. They and the accumulator are aligned
+to the largest exponent, which of a product is the sum of its factors' exponents, cut to 23 + 2 (23 + 1) fraction bits,
+and added; the sum is cut to float32. All cuts are towards zero. An H100 gave the same bits for 8 x 32768 random sums of
+wgmma. The parameters are those of Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores" (arXiv 2512.07004).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["add_products"]
+__all__ = ["AMPERE", "HOPPER", "TensorCore", "add_products"]
 
-_FRACTION_BITS = 25
 _OF_ZERO = -1000  # an exponent below all others
 
 
-def add_products(accumulator: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """``accumulator + left @ right.T`` for one k-step: float32 arrays of M x N, M x 16 and N x 16."""
-    exponents = _exponent(left)[:, None, :] + _exponent(right)[None, :, :]
-    largest = np.maximum(exponents.max(axis=2), _exponent(accumulator))
-    unit = np.ldexp(1.0, np.maximum(largest, _OF_ZERO // 2) - _FRACTION_BITS)
-    products = left.astype(np.float64)[:, None, :] * right.astype(np.float64)[None, :, :]
-    total = np.trunc(products / unit[:, :, None]).sum(axis=2) + np.trunc(accumulator / unit)
+class TensorCore(NamedTuple):
+    """The number of products that are added at a time, and the fraction bits to which they are cut before."""
+
+    products: int
+    fraction_bits: int
+
+
+AMPERE, HOPPER = TensorCore(8, 24), TensorCore(16, 25)
+
+
+def add_products(core: TensorCore, accumulator: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """``accumulator + left @ right.T``: float32 arrays of M x N, M x K and N x K, in stacks of any shape."""
+    for first in range(0, left.shape[-1], core.products):
+        block = (..., slice(first, first + core.products))
+        accumulator = _add_block(core, accumulator, left[block], right[block])
+    return accumulator
+
+
+def _add_block(core: TensorCore, accumulator: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    exponents = _exponent(left)[..., :, None, :] + _exponent(right)[..., None, :, :]
+    largest = np.maximum(exponents.max(axis=-1), _exponent(accumulator))
+    unit = np.ldexp(1.0, np.maximum(largest, _OF_ZERO // 2) - core.fraction_bits)
+    products = left.astype(np.float64)[..., :, None, :] * right.astype(np.float64)[..., None, :, :]
+    total = np.trunc(products / unit[..., None]).sum(axis=-1) + np.trunc(accumulator / unit)
     return _cut(total * unit)
 
 

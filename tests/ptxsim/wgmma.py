@@ -14,7 +14,7 @@ from .race import warps_of
 from .scalars import halves_to_f32
 from .syntax import Inst, Vec
 from .tensor_core import register_rows
-from .tensor_core_sums import add_products
+from .tensor_core_sums import HOPPER, add_products
 from .tensor_map import swizzled
 from .warp import when_converged
 from .wgmma_registers import rows_of, selection_of
@@ -173,7 +173,7 @@ def _group_product(
             if accumulates:
                 own = accumulators[place].reshape(columns // 8, 2, 2, 4, 8, 4)
                 matrix = own.transpose(3, 1, 4, 0, 5, 2).reshape(_ROWS, columns)
-            product = add_products(matrix, sign * left, right)
+            product = add_products(HOPPER, matrix, sign * left, right)
         else:
             product = left @ right.T if sign > 0 else -(left @ right.T)
         product = product.reshape(4, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, _THREADS)

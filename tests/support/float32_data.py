@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "MIXTURES", "check_promise", "data", "mixture", "orders_of"]
+__all__ = ["KINDS", "MIXTURES", "check_promise", "data", "exact_results", "mixture", "orders_of"]
 
 #: The last four are exceptions: heads that are left to IEEE arithmetic.
 KINDS = (
@@ -90,15 +90,21 @@ def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
     o = p @ v
     dp, delta = do @ v.T, (do * o).sum(axis=1, keepdims=True)
     ds = p * (dp - delta)
-    results = {"o": o, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
+    lse = (highest + np.log(total))[:, 0]
+    results = {"o": o, "lse": lse, "dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ do}
     rounding = np.dtype(dtype).type(2.0**-24)
-    of_lse, of_ds = abs(highest + np.log(total)) * rounding, p * np.hypot(dp, delta) * rounding
+    of_lse, of_ds = abs(lse)[:, None] * rounding, p * np.hypot(dp, delta) * rounding
     bounds = {
         "dq": (abs(ds) * of_lse @ abs(k) + np.sqrt(of_ds**2 @ k**2)) * scale,
         "dk": ((abs(ds) * of_lse).T @ abs(q) + np.sqrt((of_ds**2).T @ q**2)) * scale,
         "dv": (p * of_lse).T @ abs(do),
     }
     return results | {f"lost {name}": x for name, x in bounds.items()}
+
+
+def exact_results(inputs: tuple, causal: bool) -> dict[str, Any]:
+    """o, lse, dq, dk and dv of the head in float64, without the axes of length 1."""
+    return _naive(inputs, "float64", causal)
 
 
 def orders_of(kind: str) -> int:

@@ -1,12 +1,23 @@
-"""float32 matrices as scaled pairs of float16 matrices, in the order of kernels/sm90_float32/parts.cuh."""
+"""float32 matrices as scaled pairs of float16 matrices, in the order of kernels/float32_parts/parts.cuh."""
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["joined_parts", "split_parts"]
+__all__ = ["in_parts", "joined_parts", "split_parts", "units_of"]
 
 _ROWS, _COLUMNS, _CHUNK = 64, 64, 8  # of a unit, of a panel, of 16 bytes
+
+
+def units_of(largest: np.ndarray) -> np.ndarray:
+    """The units of blocks with these largest magnitudes."""
+    return np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 14), 1.0).astype(np.float32)
+
+
+def in_parts(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The high and the low parts of matrices that are divided by their units."""
+    high = scaled.astype(np.float16)
+    return high, (scaled - high).astype(np.float16)
 
 
 def split_parts(x: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -14,12 +25,8 @@ def split_parts(x: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]
     batch, rows, heads, columns = x.shape
     padded = np.zeros((batch * heads, num_blocks * _ROWS, -(-columns // _COLUMNS) * _COLUMNS), np.float32)
     padded[:, :rows, :columns] = x.swapaxes(1, 2).reshape(-1, rows, columns)
-    largest = abs(padded.reshape(batch * heads, num_blocks, -1)).max(axis=2)
-    units = np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 14), 1.0).astype(np.float32)
-    scaled = padded / units.repeat(_ROWS, axis=1)[:, :, None]
-    high = scaled.astype(np.float16)
-    low = (scaled - high).astype(np.float16)
-    return _swizzled(np.stack([high, low], axis=1)), units
+    units = units_of(abs(padded.reshape(batch * heads, num_blocks, -1)).max(axis=2))
+    return _swizzled(np.stack(in_parts(padded / units.repeat(_ROWS, axis=1)[:, :, None]), axis=1)), units
 
 
 def joined_parts(parts: np.ndarray, units: np.ndarray, shape: tuple[int, int, int, int]) -> np.ndarray:

@@ -69,11 +69,9 @@ def plain() -> None:
 
 def of_parts() -> None:
     """float32 on tensor cores: plain, with features, packed, and with a head that is left to the fallback."""
-    if cupy.cuda.Device().compute_capability != "90":
-        return
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
-    for head_dim, names in itertools.product((59, 128), ((), *FEATURES)):
+    for head_dim, names in itertools.product((59, 128, 250), ((), *FEATURES)):
         q, k, v, do = make_inputs("float32", **sizes, num_heads_kv=2, head_dim=head_dim, xp=cupy)
         given = {key: value for name in names for key, value in options_of(name, "float32", sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
@@ -84,10 +82,15 @@ def of_parts() -> None:
 
 
 def check_parts(q, k, v, do, options: dict) -> None:
-    """Forward and both backward methods."""
-    o, lse = fa2cupy.forward(q, k, v, family="sm90", **options)
-    for method in ("single_pass", "two_pass"):
-        fa2cupy.backward(q, k, v, o, lse, do, family="sm90", method=method, **options)
+    """Forward and all backward methods, of the families that the GPU runs."""
+    capability, is_wide = int(cupy.cuda.Device().compute_capability), q.shape[-1] > 128
+    methods = {"sm90": ("single_pass", "two_pass")[is_wide:]} if capability == 90 else {}
+    if capability >= 80 and not is_wide:
+        methods["sm80"] = ("two_pass",)
+    for family, names in methods.items():
+        o, lse = fa2cupy.forward(q, k, v, family=family, **options)
+        for method in names:
+            fa2cupy.backward(q, k, v, o, lse, do, family=family, method=method, **options)
 
 
 def with_settings() -> None:

@@ -13,9 +13,10 @@
 // last bit is 2^-23 of a number. In a score of many terms such errors are lost among those of the sum; one that a single
 // term makes has no others.
 #pragma once
-#include "sm90_float32/parts.cuh"
+#include "common/ptx.cuh"
+#include "float32_parts/parts.cuh"
 
-namespace fa2::sm90_float32 {
+namespace fa2::float32_parts {
 
 // Params is a template parameter because only one of the two records has dO.
 template <class Spec, bool kWithDout, class Params = fa2::Params>
@@ -219,4 +220,4 @@ struct SplitInputs {
     }
 };
 
-}  // namespace fa2::sm90_float32
+}  // namespace fa2::float32_parts

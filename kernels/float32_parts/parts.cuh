@@ -8,19 +8,23 @@
 //
 //   X Y^T = unit unit' (low high'^T + high low'^T + high high'^T)
 //
-// In memory a head has its high parts, then its low parts, each in panels of 64 columns: [part][panel][row][64], with
-// the 128-byte swizzle that wgmma reads. A tile is thus one copy of contiguous bytes for each part and panel, and needs
-// no tensor map. Rows and columns beyond the matrix are zeros.
+// In memory a head has its high parts, then its low parts, each in panels (common/panel.cuh): [part][panel][row][64].
+// A tile is thus one copy of contiguous bytes for each part and panel, and needs no tensor map. Rows and columns beyond
+// the matrix are zeros.
 //
 // The rows of a head form blocks of kUnitRows. Packed sequences start with a block each: sequence n has the block indices
 // from first_row / kUnitRows + n on, as tiles do (common/sequence.cuh). One unit belongs to each block.
 #pragma once
+#include "common/panel.cuh"
 #include "common/sequence.cuh"
-#include "sm90/layout.cuh"
 
-namespace fa2::sm90_float32 {
+namespace fa2::float32_parts {
 
-using namespace fa2::sm90;
+using common::ceil_div;
+using common::kPanelColumns;
+using common::kPanelRowBytes;
+using common::max_of;
+using common::min_of;
 
 inline constexpr int kUnitRows = 64;
 inline constexpr int kParts = 2;  // high, low
@@ -37,6 +41,9 @@ inline constexpr int kProducts = 3;
 template <int kHeadDim>
 struct PartsLayout {
     static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
+    // True if shared memory has no room for whole tiles of the operands that a kernel loops over: they pass through it
+    // in pieces.
+    static constexpr bool kInPieces = kPanels > 2;
 
     // Rows from one panel of a head, which has `num_blocks` blocks, to the next one; those of the parts follow each other.
     __device__ __forceinline__ static int32 panel_rows(int32 num_blocks) { return num_blocks * kUnitRows; }
@@ -68,19 +75,6 @@ __device__ __forceinline__ int32 head_with_parts(int32 batch, int32 num_heads, i
     return Spec::kVarlen ? head : batch * num_heads + head;
 }
 
-// Copies the parts of a tile of kRows rows to shared memory, one panel after the other.
-template <int kRows, int kHeadDim>
-__device__ __forceinline__ void load_rows(const float16* parts, int32 row, int32 num_blocks, uint32 smem, uint32 full) {
-    using Layout = PartsLayout<kHeadDim>;
-    constexpr int kBytes = kRows * kPanelRowBytes, kPanels = kParts * Layout::kPanels;
-    mbarrier_arrive_expect(full, kPanels * kBytes);
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-        bulk_load(smem + i * kBytes, Layout::address(parts, row), kBytes, full);
-        row += Layout::panel_rows(num_blocks);
-    }
-}
-
 // The scaled pair of two adjacent elements; what remains of them is given back in x and y.
 __device__ __forceinline__ uint32 take_part(float& x, float& y) {
     const uint32 part = common::pack<float16>(x, y);
@@ -89,4 +83,4 @@ __device__ __forceinline__ uint32 take_part(float& x, float& y) {
     return part;
 }
 
-}  // namespace fa2::sm90_float32
+}  // namespace fa2::float32_parts

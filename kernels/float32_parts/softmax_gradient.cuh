@@ -3,9 +3,9 @@
 //   P = exp(S - lse)        dS = P o (dP - delta)
 #pragma once
 #include "common/weights.cuh"
-#include "sm90_float32/multiply.cuh"
+#include "float32_parts/fragments.cuh"
 
-namespace fa2::sm90_float32 {
+namespace fa2::float32_parts {
 
 // Receives P from `take_weights` in the layout of accumulators.
 template <int kN8>
@@ -120,4 +120,4 @@ __device__ __forceinline__ RowStatistics row_statistics(const Record& params, in
             valid ? params.delta[first + row] : 0.0f};
 }
 
-}  // namespace fa2::sm90_float32
+}  // namespace fa2::float32_parts

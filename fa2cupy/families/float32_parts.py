@@ -1,0 +1,73 @@
+"""What families have in common whose kernels multiply pairs of float16 matrices (``kernels/float32_parts``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..problem.attention import AttentionProblem
+from ..problem.features import FEATURES, NOT_ON_HOPPER
+from ..problem.strides import AnyStrides
+from .family import Family
+from .records import LENGTHS, PARTS, SCHEDULE, Record
+
+__all__ = ["PARTS_RECORDS", "PRODUCTS_OF_PARTS", "Float32Parts"]
+
+#: Products of float16 numbers that stand for one of float32 numbers.
+PRODUCTS_OF_PARTS = 3
+
+_SHORTEST = 128  # rows of q and of k
+
+_INPUTS = (
+    "q_parts:input_parts k_parts:input_parts v_parts:input_parts q_units:input_accum k_units:input_accum "
+    "v_units:input_accum exceptions:input_int"
+)
+_GRADIENT_INPUTS = f"{_INPUTS} dout_parts:input_parts dout_units:input_accum lse:input_accum delta:input_accum"
+
+
+def _record(pointers: str, *strides: str) -> Record:
+    return Record(pointers, strides, ("softmax_scale",), (*LENGTHS, *SCHEDULE, *PARTS))
+
+
+#: Records of tiled kernels that read parts, and write results through pointers and strides.
+PARTS_RECORDS = {
+    "forward": _record(f"{_INPUTS} o:output lse:output_accum", "o"),
+    "backward": _record(f"{_GRADIENT_INPUTS} dk:output dv:output dq_accum:output_accum", "dk", "dv"),
+    "backward_dq": _record(f"{_GRADIENT_INPUTS} dq:output", "dq"),
+    "backward_dkdv": _record(f"{_GRADIENT_INPUTS} dk:output dv:output", "dk", "dv"),
+}
+
+
+class Float32Parts(Family):
+    """A family for float32 whose operands are pairs of float16 matrices.
+
+    Attributes
+    ----------
+    largest_head_dim : int
+        The largest head_dim whose parts its kernels hold.
+    """
+
+    dtypes = ("float32",)
+    row_alignment = 1
+    head_dim_step = 1
+    has_natural_scores = True
+    multiplies_parts = True
+    features = tuple(name for name in FEATURES if name not in NOT_ON_HOPPER)
+    backward_owns = "keys"
+    largest_head_dim: int
+
+    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
+        if self.padded_head_dim(problem.head_dim) > self.largest_head_dim:
+            return f"head_dim={problem.head_dim} is above {self.largest_head_dim}"
+        if not problem.heads_per_group:
+            return "there is no query head"  # while K and V have heads, and gradients
+        return None
+
+    def is_accurate(self, problem: AttentionProblem) -> bool:
+        # Errors were measured from this length on. Tiles of shorter calls would be half empty.
+        return min(problem.score_shape[2:]) >= _SHORTEST
+
+    def record(self, operation: str) -> Record:
+        return PARTS_RECORDS[operation]
+
+    def padded_head_dim(self, head_dim: int) -> int:
+        return -(-head_dim // 16) * 16  # a k-step of the tensor core; the panels in shared memory are wider

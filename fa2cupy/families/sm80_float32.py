@@ -1,0 +1,86 @@
+"""The sm80 family for float32: products of float16 parts through ``mma.sync``, on Ampere and newer GPUs."""
+
+from __future__ import annotations
+
+from .device import DeviceInfo
+from .family import TileRow, register_shortage
+from .float32_parts import PRODUCTS_OF_PARTS, Float32Parts
+from .tile import TileConfig
+
+__all__ = ["SM80_FLOAT32", "Sm80Float32"]
+
+#: For each kernel, the side whose rows its warps own, and the other side.
+_SIDES = {"forward": ("b_r", "b_c"), "backward_dq": ("b_r", "b_c"), "backward_dkdv": ("b_c", "b_r")}
+_WARP_ROWS = 16
+_ROWS = (32, 64, 128)  # of a tile: the units of parts are those of 64 rows, and parts fill tiles of 128
+_CHAIN = 64  # columns whose products are added in one chain
+
+
+class Sm80Float32(Float32Parts):
+    """Kernels of ``mma.sync``, ``ldmatrix`` and ``cp.async``, whose warps own 16 rows of queries or keys.
+
+    None of them adds to dQ: there is no ``backward`` for ``single_pass``.
+    """
+
+    name = "sm80"
+    folder = "sm80_float32"
+    operations = tuple(_SIDES)
+    min_compute_capability = 80
+    largest_head_dim = 128
+    default_methods = ("two_pass",)
+    query_rows = key_rows = _ROWS
+    warps = (2, 4, 8)
+    # For each head_dim, the tile for the shared memory of the A100 first. None has been measured.
+    tiles = {
+        "forward": (
+            TileRow(64, TileConfig(64, 64, 4, 1, 2)),
+            TileRow(128, TileConfig(128, 64, 8)),
+            TileRow(128, TileConfig(128, 32, 8)),
+        ),
+        "backward_dq": (
+            TileRow(64, TileConfig(64, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(64, 32, 4, 1, 2)),
+            TileRow(128, TileConfig(128, 32, 8)),
+            TileRow(128, TileConfig(64, 32, 4)),
+        ),
+        "backward_dkdv": (
+            TileRow(64, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(64, TileConfig(32, 64, 4, 1, 2)),
+            TileRow(128, TileConfig(32, 128, 8)),
+            TileRow(128, TileConfig(32, 64, 4)),
+        ),
+    }
+
+    def is_default_on(self, device: DeviceInfo) -> bool:
+        # By the rates of the hardware: nobody has measured it yet.
+        return device.float16_rate > PRODUCTS_OF_PARTS
+
+    def shared_memory_bytes(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> int:
+        row = 2 * -(-head_dim // 64) * 128  # panels of 64 columns of two parts
+        own, other = (getattr(tile, side) for side in _SIDES[operation])
+        if operation == "forward":
+            return (own + 2 * other) * row
+        statistics = 2 * 2 * 4 * other if operation == "backward_dkdv" else 0
+        return (2 * own + (tile.num_stages + 1) * other) * row + statistics
+
+    def why_not_shape(self, operation: str, dtype: str, head_dim: int, tile: TileConfig) -> str | None:
+        own, other = _SIDES[operation]
+        rows, others = getattr(tile, own), getattr(tile, other)
+        if head_dim > self.largest_head_dim:
+            return f"head_dim={head_dim} is above {self.largest_head_dim}"
+        for side in (own, other):
+            if getattr(tile, side) not in _ROWS:
+                return f"{side}={getattr(tile, side)} is not 32, 64 or 128"
+        if rows != _WARP_ROWS * tile.num_warps:
+            return f"{own}={rows} does not give each of {tile.num_warps} warps {_WARP_ROWS} rows"
+        most = 1 if operation == "forward" else 2
+        if tile.num_stages > most:
+            return f"num_stages={tile.num_stages} is more than {most}"
+        if operation == "backward_dkdv" and 2 * others > tile.num_threads:
+            return f"b_r={others} has less than two of {tile.num_threads} threads a row"
+        sums = head_dim // 2 * (2 if operation == "backward_dkdv" else 1)
+        scores = others // 2 * ((1 if operation == "forward" else 2) + (head_dim > _CHAIN))
+        return register_shortage(sums + scores, 72, tile)
+
+
+SM80_FLOAT32 = Sm80Float32()

@@ -1,0 +1,199 @@
+"""What the kernels of `precision="split"` compute, in NumPy: float32 matrices as two float16 parts, products added as
+Hopper's tensor cores add them. Sequences may be longer than those that the interpreter has time for.
+
+Matrices are those of one head. Some query rows, or some keys, are computed against the whole other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from ptxsim.tensor_core_sums import add_products
+from support.float32_parts import in_parts, units_of
+
+__all__ = ["Head", "is_exception"]
+
+_UNIT_ROWS = 64  # that share a unit, and of a chunk of sums over rows
+_STEP = 16  # columns or rows of an instruction
+_SPREAD, _LARGEST_TERM, _LARGEST_POWER = 12, 32.0, 50  # of exceptions
+_P_SCALE = np.float32(2**14)
+
+
+class _Parts(NamedTuple):
+    """x = unit * (parts[0] + parts[1]), with the float16 numbers of the parts as float32; a unit for each row."""
+
+    unit: np.ndarray
+    parts: tuple[np.ndarray, np.ndarray]
+
+    def of(self, rows: slice) -> _Parts:
+        return _Parts(self.unit[rows], (self.parts[0][rows], self.parts[1][rows]))
+
+
+def _in_parts(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    high, low = in_parts(scaled)
+    return high.astype(np.float32), low.astype(np.float32)
+
+
+def _exponent(x: np.ndarray) -> np.ndarray:
+    """That of the largest magnitude, below all others for zeros."""
+    return np.where(x == 0, -1000, np.frexp(x)[1] - 1)
+
+
+def _split(x: np.ndarray) -> _Parts:
+    """The rows are filled up with zeros to whole blocks, the columns to whole steps."""
+    rows, columns = x.shape
+    x = np.pad(x, ((0, -rows % (2 * _UNIT_ROWS)), (0, -columns % _STEP)))
+    blocks = x.reshape(-1, _UNIT_ROWS, x.shape[1])
+    unit = np.repeat(units_of(abs(blocks).max(axis=(1, 2))), _UNIT_ROWS)
+    return _Parts(unit, _in_parts(x / unit[:, None]))
+
+
+def is_exception(head: Head) -> bool:
+    """True if the kernels leave the head to IEEE arithmetic."""
+    for x in (head.q, head.k, head.v, head.do):
+        for first in range(0, len(x), _UNIT_ROWS):
+            block = abs(x[first : first + _UNIT_ROWS])
+            largest = _exponent(block.max())
+            if largest == -1000:
+                continue
+            lines = np.concatenate([block.max(axis=0), block.max(axis=1)])
+            small = (lines != 0) & (_exponent(lines) + _SPREAD < largest)
+            if small.any() or abs(largest) > _LARGEST_POWER:
+                return True
+    terms = abs(head.q).max(axis=0) * abs(head.k).max(axis=0) * head.scale
+    return bool(terms.max() > _LARGEST_TERM)
+
+
+def _low_first(parts: tuple, other: tuple) -> tuple:
+    """The products of parts in the order of the instructions."""
+    return ((parts[1], other[0]), (parts[0], other[1]), (parts[0], other[0]))
+
+
+def _columns(left: np.ndarray, right: np.ndarray, steps: Iterable[int], total: np.ndarray) -> np.ndarray:
+    for step in steps:
+        at = slice(step * _STEP, (step + 1) * _STEP)
+        total = add_products(total, left[:, at], right[:, at])
+    return total
+
+
+def _in_chains(queries: _Parts, keys: _Parts, chains: int) -> np.ndarray:
+    """Q K^T without units, in one chain or in two, each over half of the columns."""
+    num_steps = queries.parts[0].shape[1] // _STEP
+    totals = []
+    for steps in np.array_split(range(num_steps), chains):
+        total = np.zeros((len(queries.unit), len(keys.unit)), np.float32)
+        for left, right in _low_first(queries.parts, keys.parts):
+            total = _columns(left, right, steps, total)
+        totals.append(total)
+    return sum(totals[1:], totals[0])
+
+
+def _from_start(douts: _Parts, values: _Parts, start: np.ndarray) -> np.ndarray:
+    """dO V^T without units, from `start` on: half of the products of high parts come first, and half last."""
+    num_steps = douts.parts[0].shape[1] // _STEP
+    small_1, small_2, large = _low_first(douts.parts, values.parts)
+    total = _columns(*large, range(num_steps // 2), start)
+    for pair in (small_1, small_2):
+        total = _columns(*pair, range(num_steps), total)
+    return _columns(*large, range(num_steps // 2, num_steps), total)
+
+
+def _add_product(total: np.ndarray, weights: tuple, rows: _Parts, factor: np.ndarray | np.float32) -> np.ndarray:
+    """total + factor * weights rows. Each chunk of rows starts from zero."""
+    for first in range(0, len(rows.unit), _UNIT_ROWS):
+        chunk, part = slice(first, first + _UNIT_ROWS), np.zeros_like(total)
+        for left, right in _low_first(weights, rows.parts):
+            part = _columns(left[:, chunk], right[chunk].T, range(_UNIT_ROWS // _STEP), part)
+        total = (part.astype(np.float64) * (factor * rows.unit[first]) + total).astype(np.float32)
+    return total
+
+
+def _row_scale(x: np.ndarray) -> np.ndarray:
+    """The powers of two that bring the largest magnitude of each row into [2^13, 2^14)."""
+    largest = abs(x).max(axis=1, keepdims=True)
+    return np.ldexp(np.float32(1), 13 - np.maximum(_exponent(largest), 14 - 127))
+
+
+def _exp(x: np.ndarray) -> np.ndarray:
+    return np.exp2(x * np.float32(np.log2(np.e)))
+
+
+def _filled(x: np.ndarray, number: int, value: float) -> np.ndarray:
+    """A column of so many numbers, the last of which are `value`."""
+    return np.pad(x, (0, number - len(x)), constant_values=np.float32(value))[:, None]
+
+
+class Head:
+    """The matrices of a head, float32 and of shape (seqlen, head_dim), and what the kernels compute of them.
+
+    Rows and keys are slices that begin at a multiple of 64. Their ends may lie beyond the sequence.
+    """
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, *, causal: bool):
+        self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
+        self.scale = np.float32(q.shape[1] ** -0.5)
+        self._q, self._k, self._v, self._do = map(_split, (q, k, v, do))
+        self._chains = 2 if q.shape[1] > 64 else 1
+        self._tile = 128 if q.shape[1] <= 64 else 64  # keys for which the online softmax makes a step
+
+    def forward(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        """o and lse of query rows."""
+        number = rows.stop - rows.start
+        highest = np.full((number, 1), -np.inf, np.float32)
+        total, o = np.zeros_like(highest), np.zeros((number, self._v.parts[0].shape[1]), np.float32)
+        for first in range(len(self._k.unit) - self._tile, -1, -self._tile):
+            keys = slice(first, first + self._tile)
+            scores = self._scores(rows, keys)
+            new = np.maximum(highest, scores.max(axis=1, keepdims=True))
+            shift = np.where(np.isinf(new), np.float32(0), new)
+            rescale, p = _exp(highest - shift), _exp(scores - shift)
+            highest, total = new, total * rescale + p.sum(axis=1, keepdims=True)
+            o = _add_product(o * rescale, _in_parts(p * _P_SCALE), self._v.of(keys), 1 / _P_SCALE)
+        own = slice(0, len(self.q[rows]))
+        return (o / total)[own, : self.v.shape[1]], (highest + np.log(total))[own, 0]
+
+    def of_queries(self, rows: slice, lse: np.ndarray, delta: np.ndarray) -> np.ndarray:
+        """dq of query rows. lse and delta: those of all queries."""
+        _, ds = self._gradients(rows, slice(0, len(self._k.unit)), lse, delta)
+        dq = np.zeros((len(ds), self._k.parts[0].shape[1]), np.float32)
+        scale = _row_scale(ds)
+        dq = _add_product(dq, _in_parts(ds * scale), self._k, 1 / scale)
+        return dq[: len(self.q[rows]), : self.q.shape[1]] * self.scale
+
+    def of_keys(self, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """dk and dv of keys. lse and delta: those of all queries."""
+        dk = np.zeros((keys.stop - keys.start, self._k.parts[0].shape[1]), np.float32)
+        dv = dk.copy()
+        for first in range(0, len(self._q.unit), _UNIT_ROWS):
+            rows = slice(first, first + _UNIT_ROWS)
+            p, ds = (x.T for x in self._gradients(rows, keys, lse, delta))
+            dv = _add_product(dv, _in_parts(p * _P_SCALE), self._do.of(rows), 1 / _P_SCALE)
+            scale = _row_scale(ds)
+            dk = _add_product(dk, _in_parts(ds * scale), self._q.of(rows), 1 / scale)
+        own, columns = slice(0, len(self.k[keys])), slice(0, self.q.shape[1])
+        return dk[own, columns] * self.scale, dv[own, columns]
+
+    def _scores(self, rows: slice, keys: slice) -> np.ndarray:
+        q, k = self._q.of(rows), self._k.of(keys)
+        unit = q.unit[:, None] * k.unit * self.scale
+        scores = _in_chains(q, k, self._chains) * unit
+        query, key = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
+        hidden = key >= len(self.k)
+        if self.causal:
+            hidden = hidden | (key > query + len(self.k) - len(self.q))
+        return np.where(hidden, np.float32(-np.inf), scores)
+
+    def _gradients(self, rows: slice, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """P and dS."""
+        number = rows.stop - rows.start
+        lse, delta = _filled(lse[rows], number, np.inf), _filled(delta[rows], number, 0)
+        p = _exp(self._scores(rows, keys) - lse)
+        do, v = self._do.of(rows), self._v.of(keys)
+        unit = do.unit[:, None] * v.unit
+        start = delta * np.float32(-0.5) / unit
+        start = np.where(abs(start) < 2.0**100, start, np.float32(0))
+        rest = (start.astype(np.float64) * unit + delta).astype(np.float32)
+        dp = _from_start(do, v, start)
+        return p, p * (dp.astype(np.float64) * unit - rest).astype(np.float32)

@@ -1,0 +1,88 @@
+"""The accuracy that is promised for float32 on tensor cores, at lengths for which the interpreter has no time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from support.float32_data import MIXTURES, check_promise, data, exact_results, mixture, orders_of
+from support.float32_emulation import Head, is_exception
+
+pytest.importorskip("cupy")
+
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.simulator import simulated_gpu
+
+pytestmark = pytest.mark.simulated
+
+GRADIENTS = ("dq", "dk", "dv")
+BLOCK = 64  # rows that are computed
+DRAWN = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MIXTURES.items()})
+
+
+def head_of(inputs: tuple, causal: bool) -> Head:
+    return Head(*(np.asarray(x)[0, :, 0] for x in inputs), causal=causal)
+
+
+def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int) -> dict:
+    """The results, of which the emulation has computed a block of queries and a block of keys, and others are exact."""
+    head, results = head_of(inputs, causal), {name: exact[name].copy() for name in ("o", *GRADIENTS)}
+    rows, columns = slice(queries, queries + BLOCK), slice(keys, keys + BLOCK)
+    lse = exact["lse"].astype(np.float32)
+    results["o"][rows], lse[rows] = head.forward(rows)
+    delta = (head.do * results["o"].astype(np.float32)).sum(axis=1)
+    results["dq"][rows] = head.of_queries(rows, lse, delta)
+    results["dk"][columns], results["dv"][columns] = head.of_keys(columns, lse, delta)
+    return {name: x[None, :, None] for name, x in results.items()}
+
+
+@pytest.mark.sample(head_dim=(64,))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("kind", ("normal", "channels"))
+def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
+    """But for the order in which statistics are added up."""
+    inputs = data(kind, 190, head_dim)
+    head, rows, everything = head_of(inputs, True), slice(64, 192), slice(0, 192)
+    with simulated_gpu(monkeypatch, cuts_sums=True):
+        q, k, v, do = map(place, inputs)
+        o, lse = forward(q, k, v, causal=True, precision="split")
+        gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method="two_pass")
+    o, lse = np.asarray(o)[0, :, 0], np.asarray(lse)[0, 0]
+    delta = (head.do * o).sum(axis=1)
+    dq, dk, dv = (np.asarray(x)[0, :, 0] for x in gradients)
+    pairs = zip((o[64:], lse[64:]), head.forward(rows), strict=True)
+    pairs = [*pairs, (dq[64:], head.of_queries(rows, lse, delta))]
+    pairs += zip((dk, dv), head.of_keys(everything, lse, delta), strict=True)
+    exact = exact_results(inputs, True)
+    for name, (kernels, emulated) in zip(("o", "lse", *GRADIENTS), pairs, strict=True):
+        assert abs(kernels - emulated).max() <= 3e-7 * abs(exact[name]).max(), name
+
+
+@pytest.mark.parametrize("kind", ("normal", "channels", "rows", "outliers", "large scores"))
+def test_the_kernels_have_the_exceptions_of_the_emulation(monkeypatch, kind):
+    inputs = data(kind, 70, 64)
+    with simulated_gpu(monkeypatch):
+        split, ieee = (forward(*map(place, inputs[:3]), precision=name)[0] for name in ("split", "ieee"))
+    assert np.array_equal(split, ieee) == is_exception(head_of(inputs, False))
+
+
+@pytest.mark.sample(turn=(0,))
+@pytest.mark.parametrize("turn", range(16))
+def test_errors_are_those_of_float32(turn):
+    """Drawn by hypothesis; a turn draws its own. Shorter sequences are left to IEEE arithmetic."""
+
+    @seed(turn)
+    @settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])  # a smaller example takes long
+    @given(DRAWN, st.data())
+    def run(how, draw):
+        rows, head_dim = draw.draw(st.integers(128, 2048)), draw.draw(st.sampled_from((64, 128)))
+        causal, inputs = draw.draw(st.booleans()), mixture(turn, rows, head_dim, **how)
+        if is_exception(head_of(inputs, causal)):
+            return
+        queries, keys = (draw.draw(st.integers(0, (rows - 1) // BLOCK)) * BLOCK for _ in range(2))
+        results = of_blocks(inputs, causal, exact_results(inputs, causal), queries, keys)
+        check_promise(inputs, results, causal, orders_of("mixture"))
+
+    run()
