@@ -181,8 +181,8 @@ def forward(
     expressions; comparisons, floor and ints have none.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
-    an array is clamped, and the values of ints are not checked. The families ``"sm80"`` and ``"simt"`` have functions;
-    ``"sm80"`` not `score_mod` together with dropout. Maps are for NumPy arrays: the kernels do not have them yet.
+    an array is clamped, and the values of ints are not checked. Maps are for NumPy arrays: the kernels do not have them
+    yet.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

@@ -82,6 +82,7 @@ class _Body:
         if not scatter.axes:
             self._add(scatter, self._names, _INDENT)
             return
+        self.lines.append(f"{_INDENT}#pragma unroll 1")  # once for each element of a tile it would be much code
         names = self._begin_loop(scatter.axes, roots)
         self._add(scatter, names, 2 * _INDENT)
         self.lines.append(f"{_INDENT}}}")

@@ -68,7 +68,6 @@ from .softcap import softcap_values
 __all__ = [
     "ARRAY_KEYWORDS",
     "FEATURES",
-    "NOT_ON_HOPPER",
     "NO_SETTINGS",
     "OFFSETS",
     "WITHOUT_KERNELS",
@@ -331,7 +330,7 @@ FEATURES = {
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
     ),
-    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=1),
+    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=2),
     "block_mask": Feature("kBlockMask", lambda settings: settings.block_mask is not None, check=check_block_mask),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
@@ -355,9 +354,8 @@ FEATURES = {
     ),
 }
 
-#: The features that no kernel has, and those that the kernels for Hopper do not have.
+#: The features that no kernel has.
 WITHOUT_KERNELS = ("block_mask",)
-NOT_ON_HOPPER = (*WITHOUT_KERNELS, "score_mod", "mask_mod", "dscore_args")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(
