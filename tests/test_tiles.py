@@ -328,9 +328,9 @@ def chosen_rows() -> set[int]:
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
-                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, and dK and dV of
-                    # two parts of wide rows, beside dQ, more than that of any.
-                    of_parts = row.multiplies_parts and operation == "backward"
+                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, two parts of
+                    # them more than that of Ampere, and dK and dV of two parts, beside dQ, more than that of any.
+                    of_parts = row.multiplies_parts and (operation == "backward" or head_dim > row.largest_head_dim)
                     assert head_dim > 128 and ((device in OLDER and dtype == "float64") or of_parts)
                     continue
                 assert row.why_illegal(operation, dtype, head_dim, tile, device) is None
