@@ -2490,7 +2490,7 @@ MUTANTS = (
                 "tile.batch, tile.head, at.query, at.key + 1, gradient);",
             ),
             (
-                "dQ without the gradients of arguments",
+                "no dQ beside the gradients of arguments",
                 "backward_dq",
                 "t5_relative",
                 "ds(i, j) = gradient * slope;",

@@ -9,7 +9,7 @@ A score function becomes
 
 and a mask function ``bool is_visible(args, b, h, q, k)``. Real is the type of scores. ``args`` has the members
 ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which ``add_element`` adds; and
-constants: ``kLength0`` and so on, the lengths of last axes that loops run over, and ``kFast``, true for data of 16 bits.
+the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``, true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
 so that the text is a pure function of it: the kernel of a function is found on disk by other processes.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -24,13 +25,13 @@ class Case(NamedTuple):
         return {self.role: self.function, self.role.replace("mod", "args"): self.arrays}
 
 
-def on_gpu(options: dict) -> dict:
-    """Keywords with arrays of the simulated GPU."""
+def on_gpu(options: dict, copied: Callable = place) -> dict:
+    """Keywords with arrays of the simulated GPU, or of the one that `copied` copies them to."""
 
     def moved(value):
         if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
-            return tuple(map(place, value))
-        return place(value) if isinstance(value, np.ndarray) else value
+            return tuple(map(copied, value))
+        return copied(value) if isinstance(value, np.ndarray) else value
 
     return {name: moved(value) for name, value in options.items()}
 
