@@ -36,6 +36,12 @@ features
 float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
     measured as in models. In float32.csv; the table at the end has that operator's time over ours.
+functions
+    The ready-made functions of `fa2cupy.mods` in bfloat16, with 16384 tokens in one or two sequences, measured as in
+    features, beside compiled FlexAttention with the same functions: its compiler takes most of the time, once for each
+    function and size (``--functions`` names some). In functions.csv; ``over_plain`` of softcap and alibi is the time of
+    the built-in keyword over that of the function, of others 1; ``tflops`` counts visible pairs. The table at the end
+    has FlexAttention's time over ours.
 """
 
 from __future__ import annotations
@@ -50,7 +56,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import features
+from common import function_cases
 from common.check import HeadCheck, check_equal
+from common.flex import FlexFunctions
 from common.measure import (
     TRAINING,
     Candidate,
@@ -82,7 +90,7 @@ COLUMNS = (
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
-SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32")
+SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32", "functions")
 #: The sections whose rows benchmark.csv has.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -384,8 +392,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="NAME",
         help=f"of {', '.join(OPERATIONS)}",
     )
+    names = tuple(function_cases.FUNCTIONS)
+    add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features: 5), with --quick 3")
+    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features, functions: 5), with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
         "--plot-only",
@@ -426,6 +436,8 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         benchmark.failures += run_precisions(gpu, some, options.short_rounds, folder / "float32.csv")
     if "features" in options.sections:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
+    if "functions" in options.sections:
+        benchmark.failures += run_functions(options, gpu, folder / "functions.csv")
     return benchmark
 
 
@@ -488,6 +500,15 @@ def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
     features.measure_all(run, features.all_cases(PEER_FEATURES, features.HEAD_DIMS, features.SEQLENS), path)
+    print("", *features.table(run.rows), "", sep="\n")
+    return run.failures
+
+
+def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """The section functions; returns what failed."""
+    peers = available_peers(gpu, ["flex"], {"flex": FlexFunctions})
+    run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
+    features.measure_all(run, function_cases.all_cases(options.functions, features.HEAD_DIMS), path)
     print("", *features.table(run.rows), "", sep="\n")
     return run.failures
 

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, SCRIPTS, check, feature_cases, flex, measure, peers, plots, startup, tables
+from common import ROOT, SCRIPTS, check, feature_cases, flex, function_cases, measure, peers, plots, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
@@ -783,6 +783,46 @@ def test_section_features_is_the_other_script_without_the_compiler(small_feature
     assert providers == {"bias": {"fa2cupy", "torch cudnn", "torch efficient"}, "softcap": {"fa2cupy"}}
 
 
+def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(small_features, tmp_path, monkeypatch):
+    class FakeFlexFunctions(FakeFlex):
+        features = flex.FlexFunctions.features
+
+    for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "SEQLENS": (256,)}.items():
+        monkeypatch.setattr(function_cases, name, value)
+    monkeypatch.setattr(benchmark, "FlexFunctions", FakeFlexFunctions)
+    monkeypatch.setattr(features, "HEAD_DIMS", (32,))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "functions", "--rounds", "1"]), HastyGpu(), tmp_path)
+    assert not run.failures
+    rows = measure.read_csv(tmp_path / "functions.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        (name, operation, provider)
+        for name in function_cases.FUNCTIONS
+        for operation in ("forward", "backward")
+        for provider in ("fa2cupy", "torch flex")
+    }
+    causal = {row["feature"]: row["causal"] for row in rows}
+    assert {name for name in causal if causal[name] == "1"} == {"softcap", "alibi", "t5_relative"}
+
+
+def test_functions_are_those_of_the_built_in_keywords():
+    problem = measure.Problem("bfloat16", 64, 96, 1, 4, True)
+    q, k, v, _ = (np.asarray(x, "float32") for x in feature_cases.Case("plain", problem).inputs(np))
+    for name in ("softcap", "alibi"):
+        case = function_cases.FunctionCase(name, problem)
+        results = [features.fa2cupy.forward(q, k, v, **each.options(np, 0))[0] for each in (case, case.plain)]
+        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_visible_pairs_and_buckets_of_functions():
+    problem = measure.Problem("bfloat16", 64, 4096, 2, 32, False)
+    pairs = measure.visible_pairs(4096, function_cases.WINDOW)
+    for name, expected in (("sliding_window", pairs), ("causal", 4096 * 4097 / 2), ("document", 16 * 256**2)):
+        flops = function_cases.FunctionCase(name, problem).flops("forward")
+        assert flops == pytest.approx(4 * 2 * 32 * expected * 64, rel=4e-3)
+    buckets = function_cases.distance_buckets(200)
+    assert buckets[200] == 0 and buckets[199] == 1 and buckets[201] == 17 and buckets.max() == buckets[-1] == 31
+
+
 def test_models_have_the_heads_that_they_are_named_after():
     problems = [problem for _, problem in benchmark.model_problems()]
     assert len(problems) == 27 and all(problem.causal and problem.dtype == "bfloat16" for problem in problems)
@@ -817,7 +857,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     ((_, script, *arguments),) = commands
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32"}
+    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32", "functions"}
 
 
 def test_csv_round_trip_and_summary(tmp_path):
