@@ -47,7 +47,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..functions.tracing import BoundFunction
 from .array_types import Array
-from .block_mask import BlockMask, check_block_mask
+from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -71,7 +71,6 @@ __all__ = [
     "NOT_ON_HOPPER",
     "NO_SETTINGS",
     "OFFSETS",
-    "WITHOUT_KERNELS",
     "Feature",
     "FeatureArray",
     "FeatureKeywords",
@@ -130,8 +129,8 @@ class FeatureSettings:
     ----------
     score_mod, mask_mod : BoundFunction or None
         The traced functions.
-    block_mask : tuple of int or None
-        Queries and keys of a tile of the sparse map.
+    block_mask : MapLayout or None
+        The layout of the sparse map.
     window : tuple of (int or None)
         Number of visible keys left and right of the diagonal; None is no limit.
     softcap : float or None
@@ -150,7 +149,7 @@ class FeatureSettings:
 
     score_mod: BoundFunction | None = None
     mask_mod: BoundFunction | None = None
-    block_mask: tuple[int, int] | None = None
+    block_mask: MapLayout | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     dropout_p: float = 0.0
@@ -332,7 +331,14 @@ FEATURES = {
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
     ),
     "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=1),
-    "block_mask": Feature("kBlockMask", lambda settings: settings.block_mask is not None, check=check_block_mask),
+    # Plans make the lists for the tiles of each kernel; their strides depend on these.
+    "block_mask": Feature(
+        "kBlockMask",
+        lambda settings: settings.block_mask is not None,
+        check=check_block_mask,
+        arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", is_over_scores=False)),
+        values=dict.fromkeys(LIST_STRIDES, "int"),
+    ),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
         "kDropout",
@@ -355,9 +361,8 @@ FEATURES = {
     ),
 }
 
-#: The features that no kernel has, and those that the kernels for Hopper do not have.
-WITHOUT_KERNELS = ("block_mask",)
-NOT_ON_HOPPER = (*WITHOUT_KERNELS, "score_mod", "mask_mod", "dscore_args")
+#: The features that the kernels for Hopper do not have.
+NOT_ON_HOPPER = ("block_mask", "score_mod", "mask_mod", "dscore_args")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

@@ -25,7 +25,7 @@
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "simt/microtile.cuh"
 
@@ -81,43 +81,39 @@ struct BackwardDkdv {
         dk.clear();
         dv.clear();
 
-        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                           common::window_of<Spec>(params));
-        int32 head = where.head * params.heads_per_group, tile = tiles.begin;
+        const auto tiles = common::query_tiles<Spec>(params, where);
+        const auto walk = common::walk_of<false>(tiles, where.head * params.heads_per_group, where.tile);
+        auto step = walk.first();
         if (tiles.begin < tiles.end) {
             const Real* k = head_of(params.k, params.k_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(k_rows, k, params.k_strides.row, where.tile * kBc, params.seqlen_k);
             const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(v_rows, v, params.v_strides.row, where.tile * kBc, params.seqlen_k);
-            copy_dout(head, tile);
+            copy_dout(step.head, step.tile);
         }
-        // The query tiles of one head of the group, then those of the next.
-        for (int32 steps = params.heads_per_group * (tiles.end - tiles.begin); steps > 0; --steps) {
+        for (int32 steps = tiles.num_steps(params.heads_per_group); steps > 0; --steps) {
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
-            copy_q(head, tile);
+            copy_q(step.head, step.tile);
 
-            const common::ScoreTile score_tile{where.batch, head, tile * kBr, first_key, lane};
+            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
             Warp::dot(ds, v_rows + own, do_tile, lane);
             wait_for_copies();
             __syncthreads();  // Q is there
 
             Warp::dot(p, k_rows + own, q_tile, lane);
-            const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
             common::differentiate_softmax<true, Spec>(
-                p, ds, mask, outside, params, score_tile, [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
+                p, ds, mask, tiles.outside(step.position), params, score_tile,
+                [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
                 [&](int, int j) { return delta_tile[Scores::col(j, lane)]; });
 
             Warp::post(p, posted, lane);
             __syncwarp();
             Warp::accumulate(dv, posted, do_tile, lane);
-            if (++tile == tiles.end) {
-                tile = tiles.begin;
-                ++head;
-            }
+            step = walk.next(step);
             __syncthreads();  // dO, lse, delta and what was posted are free
-            if (steps > 1) copy_dout(head, tile);
+            if (steps > 1) copy_dout(step.head, step.tile);
             Warp::post(ds, posted, lane);
             __syncwarp();
             Warp::accumulate(dk, posted, q_tile, lane);

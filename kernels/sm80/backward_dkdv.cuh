@@ -43,7 +43,7 @@
 #include "common/sequence.cuh"
 #include "common/shares.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
@@ -90,10 +90,7 @@ struct BackwardDkdv {
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
     static_assert(kWarps % kDqWarpsM == 0);
 
-    // One iteration: a query head of the group and a query tile.
-    struct Step {
-        int32 head, tile;
-    };
+    using Step = common::GroupStep;
 
     const Params& params;
     uint32 smem;
@@ -104,8 +101,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& params, char* smem) {
         auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         common::take_share<Spec>(where, params);
-        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                           common::window_of<Spec>(params));
+        const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
@@ -212,7 +208,7 @@ struct BackwardDkdv {
             const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr,
                                                where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
-                const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
+                const bool masked = tiles.needs_mask(step.position);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::take_weights<true, Spec>(
@@ -230,11 +226,11 @@ struct BackwardDkdv {
                             x[m].value[n][e] =
                                 common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
                 }
-                if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
+                if (tiles.needs_mask(step.position)) {
                     const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                     for (int m = 0; m < kM16; ++m)
-                        common::mask_transposed(x[m], mask, score_tile.shifted(0, 16 * m).position, 0.0f);
+                        common::hide_scores<true, Spec>(x[m], mask, params, score_tile.shifted(0, 16 * m), 0.0f);
                 }
             }
 #pragma unroll
@@ -306,8 +302,7 @@ struct BackwardDkdv {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
-        const int32 tiles_per_head = tiles.end - tiles.begin;
-        int32 first_step = 0, steps = tiles_per_head * params.heads_per_group;
+        int32 first_step = 0, steps = tiles.num_steps(params.heads_per_group);
         if constexpr (Spec::kSplit) {
             const auto range = steps_of_block(steps);
             first_step = range.begin, steps = range.end - range.begin;
@@ -316,17 +311,9 @@ struct BackwardDkdv {
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
         constexpr bool kApart = kWithDq && !Spec::kCausal;
-        const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
-        Step step{first_head, start};
-        if (Spec::kSplit && steps > 0) {
-            step.head += first_step / tiles_per_head;
-            step.tile = tiles.begin + (start - tiles.begin + first_step) % tiles_per_head;
-        }
-        const auto next = [&](Step s) {
-            const int32 tile = s.tile + 1 < tiles.end ? s.tile + 1 : tiles.begin;
-            const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
-            return Step{same_head ? s.head : s.head + 1, tile};
-        };
+        const auto walk = common::walk_of<kApart>(tiles, first_head, where.tile);
+        Step step = walk.first();
+        if (Spec::kSplit && steps > 0) step = walk.at(first_step);
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
@@ -336,7 +323,7 @@ struct BackwardDkdv {
         Step previous = step;
         for (int32 t = 0; t < steps; ++t) {
             const int32 slot = t % kStages;
-            const Step following = next(step);
+            const Step following = walk.next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
                 block_barrier();

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/held_array.cuh"
 #include "common/shares.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
