@@ -87,6 +87,8 @@ class Family(ABC):
     default_methods : tuple of str
         Methods of the backward, of which the one with the shortest estimated time is the default; without costs, the
         first that takes the call.
+    clears_unlisted_keys : bool
+        True if, under a sparse map, its kernels write no dk and dv of key tiles without a query: plans clear them.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
@@ -110,6 +112,7 @@ class Family(ABC):
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
     default_methods: tuple[str, ...]
+    clears_unlisted_keys: bool = False
     split_operations: tuple[str, ...] = ()
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)

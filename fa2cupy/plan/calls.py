@@ -89,6 +89,8 @@ def plan_backward(
             tiled.append(sums.stage())
             workspaces += sums.workspaces
             added += sums.added
+    if problem.settings.block_mask is not None and choice.family.clears_unlisted_keys:
+        cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
         tiled, of_parts = _with_parts(layout, tiled, choice, extras)
         workspaces += of_parts

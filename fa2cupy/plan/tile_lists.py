@@ -17,8 +17,8 @@ __all__ = ["LIST_OPERATIONS", "LIST_WARPS", "ListLayout", "list_layout", "list_v
 LIST_OPERATIONS = {"queries": ("list_keys", KEY_LISTS), "keys": ("list_queries", QUERY_LISTS)}
 #: Warps of a block that writes lists, one each.
 LIST_WARPS = 4
-#: Entries ahead of the tiles of a list: the number of those in its first part, and of all.
-_COUNTS = 2
+#: Numbers of a list besides its tiles: how many are in its first part, and in all, and the tile after the last.
+_BESIDES_TILES = 3
 #: An entry has 24 bits for the tile and 7 for the head of the group.
 _MAX_GROUP, _MAX_TILES = 2**7, 2**24
 
@@ -49,7 +49,7 @@ class ListLayout(NamedTuple):
     @property
     def stride(self) -> int:
         """Numbers from one list to the next."""
-        return _COUNTS + max(1, self.entries)
+        return _BESIDES_TILES + self.entries
 
     @property
     def nbytes(self) -> int:

@@ -52,8 +52,7 @@ struct ListTiles {
         if (lane == 0) {
             list[0] = in_first;
             list[1] = in_both;
-            if (in_both == 0)
-                list[kListCounts] = ceil_div(kOfKeys ? seqlen_q : seqlen_k, kOfKeys ? Spec::kBr : Spec::kBc);
+            list[kListCounts + in_both] = ceil_div(kOfKeys ? seqlen_q : seqlen_k, kOfKeys ? Spec::kBr : Spec::kBc);
         }
         int32 next[2] = {0, in_first};  // places of the parts
         for (int32 first = 0; first < candidates; first += 32) {
@@ -102,7 +101,8 @@ struct ListTiles {
                 highest = max_of(highest, state);
             }
         if (highest == kEmpty) return kEmpty;
-        return lowest == kFull && !params.has_other_function && !seen.needs_mask(key_tile) ? kFull : kMixed;
+        const bool crosses_band = key_tile < seen.full_begin || key_tile >= seen.full_end;
+        return lowest == kFull && !params.has_other_function && !crosses_band ? kFull : kMixed;
     }
 };
 

@@ -9,7 +9,8 @@
 // where the first part has the full key tiles of a query tile, or the mixed query tiles of a key tile: the masked tiles
 // lie where those of a causal mask do. Each part is in ascending order, so that sums have a fixed order. An entry is a
 // key tile; or a query tile, with its head's number in the group in the bits from kTileBits on, because the query tiles
-// of all heads of a group are one list. An empty list has an entry nevertheless: the tile after the last.
+// of all heads of a group are one list. Behind the entries of a list is the tile after the last, of which all is hidden:
+// kernels that must visit a tile visit it where there is none.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/tile_range.cuh"
@@ -30,45 +31,29 @@ __device__ __forceinline__ Item* list_of(Item* lists, const Record& params, int3
 
 // The key tiles of a query tile, in the place of KeyTileRange.
 struct ListedKeyTiles {
+    static constexpr bool kListed = true, kLeftLimit = false;
+    static constexpr int32 full_begin = 0;
     const int32* entries;
     int32 begin, full_end, end;
 
     __device__ __forceinline__ int32 at(int32 position) const { return entries[position]; }
-    __device__ __forceinline__ OutsideFull outside(int32 position) const { return {needs_mask(position), false}; }
-    __device__ __forceinline__ bool needs_mask(int32 position) const { return position >= full_end; }
+    __device__ __forceinline__ int32 next(int32 position) const { return entries[position + 1]; }
 };
 
-// The query tiles of a key tile in all heads of its group, in the place of QueryTileRange.
+// The query tiles of a key tile in all heads of its group, in the place of QueryTileRange. Steps have positions in the
+// list, all in the first head of the group.
 struct ListedQueryTiles {
+    static constexpr bool kLeftLimit = false;
+    static constexpr int32 full_end = 0x7fffffff;
     const int32* entries;
     int32 begin, full_begin, end;
 
-    __device__ __forceinline__ OutsideFull outside(int32 position) const { return {false, needs_mask(position)}; }
-    __device__ __forceinline__ bool needs_mask(int32 position) const { return position < full_begin; }
-
-    __device__ __forceinline__ int32 num_steps(int32) const { return end; }
-};
-
-// The steps of a group, in the place of GroupWalk.
-struct ListWalk {
-    ListedQueryTiles tiles;
-    int32 first_head;
-
-    __device__ __forceinline__ GroupStep first() const { return at(0); }
-    __device__ __forceinline__ GroupStep at(int32 number) const {
-        const int32 entry = tiles.entries[number];
-        return {first_head + (entry >> kTileBits), entry & ((1 << kTileBits) - 1), number};
+    __device__ __forceinline__ QueryStep at(const QueryStep& step) const {
+        const int32 entry = entries[step.tile];
+        return {step.head + (entry >> kTileBits), entry & ((1 << kTileBits) - 1)};
     }
-    // The last step follows itself.
-    __device__ __forceinline__ GroupStep next(const GroupStep& step) const {
-        return at(min_of(step.position + 1, tiles.end - 1));
-    }
+    __device__ __forceinline__ static int32 num_heads(int32) { return 1; }
 };
-
-template <bool kApart>
-__device__ __forceinline__ ListWalk walk_of(const ListedQueryTiles& tiles, int32 first_head, int32) {
-    return {tiles, first_head};
-}
 
 template <class Spec, bool kListed = Spec::kBlockMask>
 struct TilesOf {

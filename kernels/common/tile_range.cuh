@@ -23,32 +23,24 @@ __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& p
         return {};
 }
 
-// True if a query's position may hide the last (kRightLimit) or the first (kLeftLimit) keys of its sequence.
+// True if more than the last tile of a range may need the mask, at its end (kRightLimit) or at its begin (kLeftLimit):
+// if a query's position may hide the last or the first keys of its sequence. In lists (tile_lists.cuh), masked tiles are
+// at the end.
 template <class Spec>
-inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
+inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow || Spec::kBlockMask;
 template <class Spec>
-inline constexpr bool kLeftLimit = Spec::kWindow;
-
-// On which side of the full tiles a tile lies: on either, it needs the mask.
-struct OutsideFull {
-    bool behind, before;
-};
+inline constexpr bool kLeftLimit = Spec::kWindow && !Spec::kBlockMask;
 
 // The key tiles [begin, end) that a query tile sees. Tiles before full_begin (only under a left limit) and from
-// full_end on contain pairs that are not visible, and need the mask. The position of a tile is the tile itself; in a
-// list (tile_lists.cuh) the two differ.
+// full_end on contain pairs that are not visible, and need the mask. Main loops count positions and ask for the tile at
+// one: it is the position itself, unless the tiles are those of a list (tile_lists.cuh).
 template <bool kWindow>
 struct KeyTileRange {
-    static constexpr bool kLeftLimit = kWindow;
+    static constexpr bool kListed = false, kLeftLimit = kWindow;
     int32 begin, full_begin, full_end, end;
 
     __device__ __forceinline__ int32 at(int32 position) const { return position; }
-    __device__ __forceinline__ OutsideFull outside(int32 position) const {
-        return {position >= full_end, kLeftLimit && position < full_begin};
-    }
-    __device__ __forceinline__ bool needs_mask(int32 position) const {
-        return position >= full_end || (kLeftLimit && position < full_begin);
-    }
+    __device__ __forceinline__ int32 next(int32 position) const { return position + 1; }
 };
 
 template <bool kCausal, int kBr, int kBc, bool kWindow>
@@ -70,9 +62,9 @@ __device__ __forceinline__ KeyTileRange<kWindow> key_tiles_of(int32 query_tile, 
     return {begin, full_begin, seen_by_all / kBc, ceil_div(seen_by_any, kBc)};
 }
 
-// A step of a block that owns keys: a query head of the group, a query tile, and its position.
-struct GroupStep {
-    int32 head, tile, position;
+// A step of a block that owns keys: a query head of the group, and the position of one of its query tiles.
+struct QueryStep {
+    int32 head, tile;
 };
 
 // The query tiles [begin, end) that see a key tile. Tiles before full_begin and from full_end on (only under a left
@@ -82,43 +74,16 @@ struct QueryTileRange {
     static constexpr bool kLeftLimit = kWindow;
     int32 begin, full_begin, full_end, end;
 
-    __device__ __forceinline__ OutsideFull outside(int32 position) const {
-        return {kLeftLimit && position >= full_end, position < full_begin};
-    }
-    __device__ __forceinline__ bool needs_mask(int32 position) const {
-        return position < full_begin || (kLeftLimit && position >= full_end);
-    }
-    // The number of steps of the heads of a group.
-    __device__ __forceinline__ int32 num_steps(int32 heads) const { return heads * (end - begin); }
+    // The head and the query tile of a step.
+    __device__ __forceinline__ QueryStep at(const QueryStep& step) const { return step; }
+    // How many heads of a group have positions of their own.
+    __device__ __forceinline__ static int32 num_heads(int32 heads_per_group) { return heads_per_group; }
 };
 
-// The steps of a group: the query tiles of one head, each from `start` on, then those of the next. kFromBegin: `start`
-// is the first of them.
-template <class Tiles, bool kFromBegin>
-struct GroupWalk {
-    Tiles tiles;
-    int32 first_head, start;
-
-    __device__ __forceinline__ GroupStep first() const { return {first_head, start, start}; }
-    __device__ __forceinline__ GroupStep at(int32 number) const {
-        const int32 of_head = tiles.end - tiles.begin;
-        const int32 tile = tiles.begin + (start - tiles.begin + number) % of_head;
-        return {first_head + number / of_head, tile, tile};
-    }
-    __device__ __forceinline__ GroupStep next(const GroupStep& step) const {
-        const int32 tile = step.tile + 1 < tiles.end ? step.tile + 1 : tiles.begin;
-        const bool same_head = kFromBegin ? step.tile + 1 < tiles.end : tile != start;
-        return {same_head ? step.head : step.head + 1, tile, tile};
-    }
+// On which side of the full tiles a tile lies: on either, it needs the mask.
+struct OutsideFull {
+    bool behind, before;
 };
-
-// The walk of a block. kApart: blocks of different key tiles start with different query tiles.
-template <bool kApart, bool kWindow>
-__device__ __forceinline__ GroupWalk<QueryTileRange<kWindow>, !kApart> walk_of(const QueryTileRange<kWindow>& tiles,
-                                                                               int32 first_head, int32 key_tile) {
-    const int32 of_head = tiles.end - tiles.begin;
-    return {tiles, first_head, tiles.begin + (kApart && of_head > 0 ? key_tile % of_head : 0)};
-}
 
 template <bool kCausal, int kBr, int kBc, bool kWindow>
 __device__ __forceinline__ QueryTileRange<kWindow> query_tiles_of(int32 key_tile, int32 seqlen_q, int32 seqlen_k,

@@ -82,16 +82,18 @@ struct BackwardDkdv {
         dv.clear();
 
         const auto tiles = common::query_tiles<Spec>(params, where);
-        const auto walk = common::walk_of<false>(tiles, where.head * params.heads_per_group, where.tile);
-        auto step = walk.first();
+        int32 head = where.head * params.heads_per_group, tile = tiles.begin;
         if (tiles.begin < tiles.end) {
             const Real* k = head_of(params.k, params.k_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(k_rows, k, params.k_strides.row, where.tile * kBc, params.seqlen_k);
             const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(v_rows, v, params.v_strides.row, where.tile * kBc, params.seqlen_k);
+            const auto step = tiles.at({head, tile});
             copy_dout(step.head, step.tile);
         }
-        for (int32 steps = tiles.num_steps(params.heads_per_group); steps > 0; --steps) {
+        // The query tiles of one head of the group, then those of the next.
+        for (int32 steps = tiles.num_heads(params.heads_per_group) * (tiles.end - tiles.begin); steps > 0; --steps) {
+            const auto step = tiles.at({head, tile});
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
             copy_q(step.head, step.tile);
@@ -103,17 +105,23 @@ struct BackwardDkdv {
             __syncthreads();  // Q is there
 
             Warp::dot(p, k_rows + own, q_tile, lane);
+            const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};
             common::differentiate_softmax<true, Spec>(
-                p, ds, mask, tiles.outside(step.position), params, score_tile,
-                [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
+                p, ds, mask, outside, params, score_tile, [&](int, int j) { return lse_tile[Scores::col(j, lane)]; },
                 [&](int, int j) { return delta_tile[Scores::col(j, lane)]; });
 
             Warp::post(p, posted, lane);
             __syncwarp();
             Warp::accumulate(dv, posted, do_tile, lane);
-            step = walk.next(step);
+            if (++tile == tiles.end) {
+                tile = tiles.begin;
+                ++head;
+            }
             __syncthreads();  // dO, lse, delta and what was posted are free
-            if (steps > 1) copy_dout(step.head, step.tile);
+            if (steps > 1) {
+                const auto next = tiles.at({head, tile});
+                copy_dout(next.head, next.tile);
+            }
             Warp::post(ds, posted, lane);
             __syncwarp();
             Warp::accumulate(dk, posted, q_tile, lane);

@@ -105,13 +105,15 @@ struct BackwardDq {
             Warp::dot(ds, do_rows + own, v_tile, lane);
             wait_for_copies();
             __syncthreads();  // K is there, V is free
-            if (position + 1 < tiles.end) copy_keys(v_tile, v, params.v_strides, tiles.at(position + 1));
+            if (position + 1 < tiles.end) copy_keys(v_tile, v, params.v_strides, tiles.next(position));
 
             Warp::dot(p, q_rows + own, k_tile, lane);
             common::SavedScores<Spec, Scores> saved;
             saved.save(p);
+            const common::OutsideFull outside{position >= tiles.full_end,
+                                              tiles.kLeftLimit && position < tiles.full_begin};
             common::differentiate_softmax<false, Spec>(
-                p, ds, mask, tiles.outside(position), params, score_tile, [&](int i, int) { return lse[i]; },
+                p, ds, mask, outside, params, score_tile, [&](int i, int) { return lse[i]; },
                 [&](int i, int) { return delta[i]; });
             common::write_dbias<Spec>(ds, params, score_tile);
             saved.take_derivative(ds, params, score_tile);

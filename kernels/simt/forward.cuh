@@ -88,11 +88,11 @@ struct Forward {
             Warp::dot(scores, own_q, k_tile, lane);
             wait_for_copies();
             __syncthreads();  // V is there, K is free
-            if (position + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tiles.at(position + 1));
+            if (position + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tiles.next(position));
 
             common::natural_scores<Spec>(scores, params, score_tile);
-            if (tiles.needs_mask(position))
-                common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<Real>());
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
+            if (masked) common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<Real>());
             Real rescale[kRows];
             softmax.update(scores, rescale);  // S becomes P
             common::drop<Spec>(scores, params, score_tile);

@@ -90,7 +90,7 @@ struct BackwardDkdv {
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
     static_assert(kWarps % kDqWarpsM == 0);
 
-    using Step = common::GroupStep;
+    using Step = common::QueryStep;
 
     const Params& params;
     uint32 smem;
@@ -123,6 +123,7 @@ struct BackwardDkdv {
 
     __device__ void load_query_tile(Step step, int32 slot) const {
         const int32 thread = computed_anew(this->thread), batch = computed_anew(where.batch);
+        step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
@@ -135,6 +136,7 @@ struct BackwardDkdv {
     // mask, in rows past the end and in rows without a visible key.
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
+        step = tiles.at(step);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
@@ -205,10 +207,11 @@ struct BackwardDkdv {
 
         PackedFragment<Element, kBr / 8> packed[kM16];
         if constexpr (kProbability) {
-            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr,
+            const Step own = tiles.at(step);
+            const common::ScoreTile score_tile{where.batch, own.head, own.tile * kBr,
                                                where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
-                const bool masked = tiles.needs_mask(step.position);
+                const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
                 for (int m = 0; m < kM16; ++m)
                     common::take_weights<true, Spec>(
@@ -226,7 +229,7 @@ struct BackwardDkdv {
                             x[m].value[n][e] =
                                 common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
                 }
-                if (tiles.needs_mask(step.position)) {
+                if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
                     const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                     for (int m = 0; m < kM16; ++m)
@@ -286,6 +289,7 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
 
         using Workspace = DqWorkspace<kBr, kD>;
+        step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
         float* workspace = params.dq_accum + tile * Workspace::kTileElements;
 #pragma unroll
@@ -302,7 +306,8 @@ struct BackwardDkdv {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
-        int32 first_step = 0, steps = tiles.num_steps(params.heads_per_group);
+        const int32 tiles_per_head = tiles.end - tiles.begin;
+        int32 first_step = 0, steps = tiles_per_head * tiles.num_heads(params.heads_per_group);
         if constexpr (Spec::kSplit) {
             const auto range = steps_of_block(steps);
             first_step = range.begin, steps = range.end - range.begin;
@@ -310,10 +315,18 @@ struct BackwardDkdv {
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
-        constexpr bool kApart = kWithDq && !Spec::kCausal;
-        const auto walk = common::walk_of<kApart>(tiles, first_head, where.tile);
-        Step step = walk.first();
-        if (Spec::kSplit && steps > 0) step = walk.at(first_step);
+        constexpr bool kApart = kWithDq && !Spec::kCausal && !Spec::kBlockMask;
+        const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
+        Step step{first_head, start};
+        if (Spec::kSplit && steps > 0) {
+            step.head += first_step / tiles_per_head;
+            step.tile = tiles.begin + (start - tiles.begin + first_step) % tiles_per_head;
+        }
+        const auto next = [&](Step s) {
+            const int32 tile = s.tile + 1 < tiles.end ? s.tile + 1 : tiles.begin;
+            const bool same_head = kApart ? tile != start : s.tile + 1 < tiles.end;
+            return Step{same_head ? s.head : s.head + 1, tile};
+        };
         if (steps > 0) {
             if constexpr (kStages > 1) load_query_tile(step, 0);
             store_row_stat(load_row_stat(step), 0);
@@ -323,7 +336,7 @@ struct BackwardDkdv {
         Step previous = step;
         for (int32 t = 0; t < steps; ++t) {
             const int32 slot = t % kStages;
-            const Step following = walk.next(step);
+            const Step following = next(step);
             const bool more = t + 1 < steps;
             if constexpr (kStages == 1) {
                 block_barrier();

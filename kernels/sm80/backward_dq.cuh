@@ -73,8 +73,10 @@ struct BackwardDq {
                         params.k_strides.row,
                         params.v_strides.row,
                         params.seqlen_k,
-                        tiles,
-                        thread};
+                        tiles.begin,
+                        tiles.end,
+                        thread,
+                        tiles};
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
@@ -107,7 +109,8 @@ struct BackwardDq {
 
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const uint32 slot = ring.acquire(position);
-            const int32 tile = tiles.at(position);
+            int32 tile = position;
+            if constexpr (Spec::kBlockMask) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
@@ -132,7 +135,7 @@ struct BackwardDq {
                                                    lane};
                 saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
-                    const bool masked = tiles.needs_mask(position);
+                    const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
                     common::Unused unused;
                     common::take_weights<false, Spec>(p[m], unused, masked, params, score_tile,
                                                       [&](int i, int) { return lse[m][i]; });
@@ -143,7 +146,7 @@ struct BackwardDq {
                         for (int e = 0; e < 4; ++e)
                             p[m].value[n][e] =
                                 common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
-                    if (tiles.needs_mask(position))
+                    if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
                         common::hide_scores<false, Spec>(p[m], mask, params, score_tile, 0.0f);
                 }
             }

@@ -75,8 +75,10 @@ struct ForwardRows {
                         params.k_strides.row,
                         params.v_strides.row,
                         params.seqlen_k,
-                        tiles,
-                        thread};
+                        tiles.begin,
+                        tiles.end,
+                        thread,
+                        tiles};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
         ring.start();
@@ -92,7 +94,8 @@ struct ForwardRows {
 
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const uint32 slot = ring.acquire(position);
-            const int32 tile = tiles.at(position);
+            int32 tile = position;
+            if constexpr (Spec::kBlockMask) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(slot + KeyTile::kBytes, 0, lane);
 
@@ -104,7 +107,7 @@ struct ForwardRows {
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
             PackedFragment<Element, kBc / 8> p[kM16];
-            const bool masked = tiles.needs_mask(position);
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
             // The first tile has no row shift to try yet. Masked tiles are rare, so they take the general path.
             const bool try_row_shift = !masked && position != tiles.end - 1;
 #pragma unroll

@@ -132,8 +132,10 @@ struct ForwardSplit {
                         params.k_strides.row,
                         params.v_strides.row,
                         params.seqlen_k,
-                        tiles,
-                        thread};
+                        tiles.begin,
+                        tiles.end,
+                        thread,
+                        tiles};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, params.q + params.q_strides.offset(where.batch, 0, where.head),
                                                    params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
@@ -150,7 +152,8 @@ struct ForwardSplit {
 
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const uint32 slot = ring.acquire(position);
-            const int32 tile = tiles.at(position);
+            int32 tile = position;
+            if constexpr (Spec::kBlockMask) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
 
             Scores scores[kM16];
@@ -166,7 +169,7 @@ struct ForwardSplit {
             for (int m = 0; m < kM16; ++m)
                 common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
             Packed p[kM16];
-            const bool masked = tiles.needs_mask(position);
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
             bool kept = false;
             // The attempt fails in the first tile; shares make it nevertheless, so that no register holds `end`.
             if (!masked && (Spec::kSplit || position != tiles.end - 1)) {

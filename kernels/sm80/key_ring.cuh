@@ -15,14 +15,13 @@ struct KeyRing {
     uint32 smem;
     const Element *k, *v;
     int64 k_stride, v_stride;
-    int32 seqlen_k;
+    int32 seqlen_k, begin, end, thread;
     Tiles tiles;
-    int32 thread;
 
     // Starts the copies of the first tiles. Copies that the caller committed before have landed by the first acquire.
     __device__ void start() const {
 #pragma unroll
-        for (int s = 1; s < kStages; ++s) load(tiles.end - s);
+        for (int s = 1; s < kStages; ++s) load(end - s);
     }
 
     // Waits for a tile and returns its slot. All warps of the block call this once per tile. After the barrier no warp
@@ -44,11 +43,13 @@ struct KeyRing {
     __device__ uint32 slot(int32 position) const { return smem + position % kStages * kSlotBytes; }
 
     __device__ void load(int32 position) const {
-        if (position >= tiles.begin) {
-            const int32 first_key = tiles.at(position) * KeyTile::kRows;
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position), k, k_stride, first_key, seqlen_k, thread);
-            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position) + KeyTile::kBytes, v, v_stride, first_key,
-                                                         seqlen_k, thread);
+        if (position >= begin) {
+            int32 tile = position;
+            if constexpr (Tiles::kListed) tile = tiles.at(position);
+            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position), k, k_stride, tile * KeyTile::kRows, seqlen_k,
+                                                         thread);
+            load_tile_async<KeyTile, kThreads, kHeadDim>(slot(position) + KeyTile::kBytes, v, v_stride,
+                                                         tile * KeyTile::kRows, seqlen_k, thread);
         }
         cp_async_commit();
     }

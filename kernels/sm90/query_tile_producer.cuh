@@ -57,11 +57,12 @@ class QueryTileProducer {
 
   private:
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
+        const int32 key_tile = key_tile_at<Spec>(params_, tile.batch, tile.head, tile.first_row, block);
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
-                           tile.head / params_.heads_per_group, tile.batch);
+            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+                           key_tile * Shape::kBc, tile.head / params_.heads_per_group, tile.batch);
     }
 };
 
