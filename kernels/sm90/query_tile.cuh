@@ -31,10 +31,19 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
     return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
-// A query tile with the TMA coordinates that the producer needs to load it.
-template <class Spec>
+// A query tile with the TMA coordinates that the producer needs to load it, and the key tile at a position.
+template <class Spec, bool kListed = Spec::kBlockMask>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
+
+    __device__ __forceinline__ int32 at(int32 position) const { return position; }
+};
+template <class Spec>
+struct LoadedTile<Spec, true> : QueryTile {
+    TmaRows<Spec::kVarlen> queries, keys;
+    const int32* entries;
+
+    __device__ __forceinline__ int32 at(int32 position) const { return entries[position]; }
 };
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
@@ -50,22 +59,14 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         }
         auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
-        return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr, where.head,
-                 where.batch, keys.begin, share},
-                query_tma_rows<Spec>(params, where.batch),
-                key_tma_rows<Spec>(params, where.batch)};
+        LoadedTile<Spec> tile = {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end,
+                                  where.tile * Spec::kBr, where.head, where.batch, keys.begin, share},
+                                 query_tma_rows<Spec>(params, where.batch),
+                                 key_tma_rows<Spec>(params, where.batch)};
+        if constexpr (Spec::kBlockMask) tile.entries = keys.entries;
+        return tile;
     }
     return {};
-}
-
-// The key tile at a position among those of a query tile.
-template <class Spec, class Record>
-__device__ __forceinline__ int32 key_tile_at(const Record& params, int32 batch, int32 head, int32 first_row,
-                                             int32 position) {
-    if constexpr (Spec::kBlockMask)
-        return common::key_tiles<Spec>(params, {first_row / Spec::kBr, head, batch}).at(position);
-    else
-        return position;
 }
 
 // Reads a QueryTile from its slot in shared memory, one field at a time.
@@ -80,6 +81,12 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
     __device__ int32 share() const { return load_shared<int32>(address + 24); }
 };
+
+// The key tiles of a query tile in a slot.
+template <class Spec>
+__device__ __forceinline__ common::KeyTiles<Spec> listed_keys(const Params& params, const TileInSlot& tile) {
+    return common::key_tiles<Spec>(params, {tile.first_row() / Spec::kBr, tile.head(), tile.batch()});
+}
 
 // Waits until the producer has written the next slot of the ring, and returns its tile.
 template <class Memory>

@@ -20,9 +20,11 @@ class QueryTileProducer {
     __device__ Tile published() const {
         const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
         const int32 batch = slot.batch();
-        return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
-                query_tma_rows<Spec>(params_, batch),
-                key_tma_rows<Spec>(params_, batch)};
+        Tile tile = {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                     query_tma_rows<Spec>(params_, batch),
+                     key_tma_rows<Spec>(params_, batch)};
+        if constexpr (Spec::kBlockMask) tile.entries = listed_keys<Spec>(params_, slot).entries;
+        return tile;
     }
 
     // Loads the query tile's rows of Q or dO.
@@ -57,7 +59,7 @@ class QueryTileProducer {
 
   private:
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
-        const int32 key_tile = key_tile_at<Spec>(params_, tile.batch, tile.head, tile.first_row, block);
+        const int32 key_tile = tile.at(block);
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
