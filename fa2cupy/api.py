@@ -157,9 +157,9 @@ def forward(
 
     On tensor cores a float32 matrix is multiplied as the scaled sum of two float16 matrices: by three of the four
     products of these, which are added up in float32 (Ootomo and Yokota 2022, with sums over keys cut into chunks of 64
-    that are added up in float32). There are such kernels for compute capability 8.0 or newer, and on 9.0 also beyond
-    head_dim 128 and, up to there, for ``"single_pass"``. ``precision=None`` takes them from 128 rows of q and of k on
-    and up to head_dim 128, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
+    that are added up in float32). There are such kernels up to head_dim 128 for compute capability 8.0 or newer; 9.0
+    has them for every head_dim, and up to 128 for ``"single_pass"``, too. ``precision=None`` takes them from 128 rows
+    of q and of k on, as far as errors were measured, where tensor cores are more than three times as fast as CUDA
     cores: on 9.0, on 8.0, and on cards of 8.6 and 8.9 that add in float32 at full speed (the README names them). The
     largest errors are then at most twice (o) or three times (gradients) those of the formulas in float32, beside 1e-6
     and 2e-6 of the largest result; the README has what was measured. 64 rows share a scale: the last bits of a result
@@ -181,8 +181,8 @@ def forward(
     expressions; comparisons, floor and ints have none.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
-    an array is clamped, and the values of ints are not checked. The families ``"sm80"`` and ``"simt"`` have functions;
-    ``"sm80"`` not `score_mod` together with dropout. Maps are for NumPy arrays: the kernels do not have them yet.
+    an array is clamped, and the values of ints are not checked. Maps are for NumPy arrays: the kernels do not have them
+    yet.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

@@ -39,7 +39,7 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
 
 
 @pytest.mark.sample(head_dim=(64,))
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 176))
 @pytest.mark.parametrize("kind", ("normal", "channels"))
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
     """But for the order in which statistics are added up."""
@@ -77,7 +77,7 @@ def test_errors_are_those_of_float32(turn):
     @settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])  # a smaller example takes long
     @given(DRAWN, st.data())
     def run(how, draw):
-        rows, head_dim = draw.draw(st.integers(128, 2048)), draw.draw(st.sampled_from((64, 128)))
+        rows, head_dim = draw.draw(st.integers(128, 2048)), draw.draw(st.sampled_from((64, 128, 256)))
         causal, inputs = draw.draw(st.booleans()), mixture(turn, rows, head_dim, **how)
         if is_exception(head_of(inputs, causal)):
             return

@@ -543,16 +543,3 @@ def test_results_do_not_overlap_arrays_of_functions():
 def test_maps_that_cannot_be_made(make, error, match):
     with pytest.raises(error, match=match):
         make()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_kernels_for_hopper_refuse_functions(monkeypatch, dtype):
-    pytest.importorskip("cupy")
-    from support.fake_cupy import place
-    from support.fake_gpu import fake_gpu, forward
-
-    q, k, v, _ = (place(array) for array in inputs_of(dtype))
-    with fake_gpu(monkeypatch) as launched:
-        with pytest.raises(UnsupportedProblemError, match="^score_mod: family 'sm90' for forward"):
-            forward(q, k, v, score_mod=mods.softcap(2.0), family="sm90")
-        assert not launched

@@ -11,7 +11,7 @@ from support.fake_cupy import place
 from support.fake_gpu import backward, forward
 from support.feature_cases import accumulator, extras, gradient_names, numbers
 from support.simulator import simulated_gpu
-from support.traced_cases import ready_made
+from support.traced_cases import on_gpu, ready_made
 
 from fa2cupy import TileConfig, UnsupportedProblemError
 from fa2cupy.families.operations import TILED
@@ -30,26 +30,24 @@ TILES = {
         "forward": SMALL, "backward_dq": SMALL, "backward": TileConfig(32, 32, 4, 2),
         "backward_dkdv": TileConfig(32, 32, 4, 2),
     },
+    "sm90": {
+        "forward": TileConfig(64, 48, 8, 2, 2), "backward_dq": TileConfig(64, 48, 8, 2, 2),
+        "backward": TileConfig(128, 128, 12, 2), "backward_dkdv": TileConfig(16, 128, 12, 2),
+    },
 }  # fmt: skip
-KINDS = {"simt float32": "float32", "simt float64": "float64", "sm80 float16": "float16", "sm80 bfloat16": "bfloat16"}
-FAMILIES = ("simt float32", "sm80 float16")
+KINDS = {
+    "simt float32": "float32", "simt float64": "float64", "sm80 float16": "float16", "sm80 bfloat16": "bfloat16",
+    "sm90 float16": "float16", "sm90 bfloat16": "bfloat16",
+}  # fmt: skip
+BEFORE_HOPPER = tuple(kind for kind in KINDS if not kind.startswith("sm90"))
+ON_HOPPER = tuple(kind for kind in KINDS if kind.startswith("sm90"))
+FAMILIES = ("simt float32", "sm80 float16", "sm90 float16")
 
 
 @pytest.fixture
 def launched(monkeypatch):
     with simulated_gpu(monkeypatch) as stages:
         yield stages
-
-
-def on_gpu(options: dict) -> dict:
-    """Keywords with arrays of the simulated GPU."""
-
-    def moved(value):
-        if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
-            return tuple(map(place, value))
-        return place(value) if isinstance(value, np.ndarray) else value
-
-    return {name: moved(value) for name, value in options.items()}
 
 
 def draw(dtype: str, shape: tuple = SHAPE, **sizes) -> tuple:
@@ -59,13 +57,20 @@ def draw(dtype: str, shape: tuple = SHAPE, **sizes) -> tuple:
 
 
 def check(
-    launched: list, kind: str, inputs: tuple, used: tuple, methods: tuple = METHODS, dlse=None, **options
+    launched: list,
+    kind: str,
+    inputs: tuple,
+    used: tuple,
+    methods: tuple = METHODS,
+    dlse=None,
+    with_default_tiles: bool = False,
+    **options,
 ) -> None:
     """All results of a call, by kernels of a family that have the features."""
     family = kind.split()[0]
     expected = Expectation(*inputs, dlse=dlse, **options)
     q, k, v, do = map(place, inputs)
-    own = {**on_gpu(options), "config": TILES[family], "family": family}
+    own = {**on_gpu(options), "config": None if with_default_tiles else TILES[family], "family": family}
     o, lse = forward(q, k, v, **own)
     expected.check(o=o, lse=lse)
     switches, names = extras(options), gradient_names(options)
@@ -81,9 +86,20 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
+    check_ready_made(launched, name, kind)
+
+
+@pytest.mark.sample(name=("document", "t5_relative"))
+@pytest.mark.parametrize("kind", ON_HOPPER)
+@pytest.mark.parametrize("name", NAMES)
+def test_ready_made_functions_on_hopper(launched, name, kind):
+    check_ready_made(launched, name, kind)
+
+
+def check_ready_made(launched: list, name: str, kind: str) -> None:
     dtype = KINDS[kind]
     case = ready_made(*SHAPE, wide=accumulator(dtype))[name]
     check(launched, kind, draw(dtype), (case.role,), **case.options)
@@ -93,6 +109,7 @@ def low_rank(score, b, h, q, k, x, y, ids, scale):
     return score * scale - np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
 
 
+@pytest.mark.sample(kind=FAMILIES[:2])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
     x = np.asfortranarray(numbers((2, 2, 21, 4), "float16"))
@@ -102,9 +119,9 @@ def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
         np.arange(60, dtype="int64").reshape(2, 30) % 3,
         np.array(0.7, "float32"),
     )
-    dropout = {} if kind.startswith("sm80") else {"dropout_p": 0.25, "seed": 7}
     options = {
-        **dropout, "causal": True, "window": (20, None), "softcap": 3.0, "alibi_slopes": numbers((2,), "float32"),
+        "causal": True, "window": (20, None), "softcap": 3.0, "alibi_slopes": numbers((2,), "float32"),
+        "dropout_p": 0.25, "seed": 7,
         "bias": numbers((21, 30), KINDS[kind]), "mask": numbers((21, 30), "float32") < 1.5,
         "sink": numbers((2,), "float32"), "mask_mod": lambda b, h, q, k, t: (q + k + b) % t[h] != 0,
         "mask_args": (np.array([3, 5], "int8"),),
@@ -124,6 +141,26 @@ def test_packed_sequences(launched, method, kind):
         score_mod=lambda score, b, h, q, k, t: score + t[b, h, k], score_args=(numbers((3, 2, 30), "float32"),),
         mask_mod=lambda b, h, q, k, ids: ids[b, q] == ids[b, k], mask_args=(ids,),
     )  # fmt: skip
+
+
+@pytest.mark.sample(kind=FAMILIES[1:])
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("head_dim", (24, 136))
+def test_dropout_of_weights_of_any_sign(launched, kind, head_dim):
+    """Where two warps own the same keys (sm80, and sm90 beyond head_dim 128), weights pass between them in 16 bits."""
+    options = {"score_mod": lambda score, b, h, q, k, t: score * t[k % 3], "dropout_p": 0.4, "seed": 3}
+    arrays = (np.array([1.5, -1.0, 0.0], "float32"),)
+    inputs = draw(KINDS[kind], (1, 2, 40, 70), head_dim=head_dim)
+    used = ("score_mod", "dropout_p")
+    check(launched, kind, inputs, used, with_default_tiles=head_dim > 128, score_args=arrays, **options)
+
+
+@pytest.mark.parametrize("array", ("bias", "mask"))
+def test_arrays_over_scores_beside_a_function_on_hopper(launched, array):
+    """Warps hold them in shared memory where no other feature needs registers."""
+    arrays = {"bias": numbers((21, 30), "float16"), "mask": numbers((21, 30), "float32") < 1.5}
+    options = ready_made(*SHAPE)["softcap"].options | {array: arrays[array]}
+    check(launched, "sm90 float16", draw("float16"), ("score_mod", array), **options)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -172,9 +209,6 @@ def test_what_kernels_refuse(launched):
         backward(q, k, v, o, lse, do, return_dscore_args=True, deterministic=True, **own)
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected at least one element, got shape \(0,\)"):
         forward(q, k, v, score_mod=own["score_mod"], score_args=(place(numbers((0,), "float32")),))
-    halves = [x.astype("float16") for x in draw("float32")[:3]]
-    with pytest.raises(UnsupportedProblemError, match="'sm80' for this problem: its kernels have no score_mod"):
-        forward(*map(place, halves), score_mod=lambda score, b, h, q, k: -score, dropout_p=0.5, seed=1)
     elsewhere = place(numbers((2,), "float32"))
     elsewhere.device_id = 1
     with pytest.raises(ValueError, match=r"^score_args\[0\]: expected an array on device 0 like q, got device 1"):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..problem.attention import AttentionProblem
-from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, TileRow, register_shortage
 from .records import POINTER_RECORDS, Record
@@ -104,12 +100,6 @@ class Sm80(Family):
             TileRow(256, TileConfig(32, 32, 4)),
         ),
     }
-
-    def why_not(self, operation: str, problem: AttentionProblem, strides: Mapping[str, AnyStrides]) -> str | None:
-        if problem.settings.score_mod is not None and problem.settings.dropout_p:
-            # Warps exchange weights in 16 bits, of which the sign marks what dropout drops.
-            return "its kernels have no score_mod together with dropout_p"
-        return None
 
     def record(self, operation: str) -> Record:
         return POINTER_RECORDS["backward_to_workspace" if operation == "backward" else operation]

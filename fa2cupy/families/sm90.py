@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import INSTALL_CUDA
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES, NOT_ON_HOPPER, features_in_registers
+from ..problem.features import features_in_registers
 from ..problem.strides import AnyStrides
 from .estimate import BlockCost, Costs
 from .family import Family, TileRow
@@ -21,6 +21,8 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
+#: Functions of the caller's, of which the compiler evaluates several elements side by side.
+_FUNCTIONS = ("score_mod", "mask_mod")
 
 #: The features of kernels that copy a bias, or a mask, to shared memory, where that has room for it.
 _BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "block_mask", "sink", "cu_seqlens"))
@@ -90,7 +92,6 @@ class Sm90(Family):
     row_alignment = 16
     head_dim_step = 8
     arch_suffix = "a"
-    features = tuple(name for name in FEATURES if name not in NOT_ON_HOPPER or name == "block_mask")
     clears_unlisted_keys = True
     needs_positive_scale = True
     backward_owns = "keys"
@@ -103,6 +104,7 @@ class Sm90(Family):
     tiles = {
         "forward": (
             TileRow(32, TileConfig(192, 96, 16, 2)),
+            TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
             TileRow(64, TileConfig(192, 128, 16, 3), _H100),
             TileRow(128, TileConfig(128, 128, 12, 2), _H100),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
@@ -125,6 +127,7 @@ class Sm90(Family):
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
         ),
         "backward_dkdv": (
+            TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
             TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
             TileRow(112, TileConfig(96, 128, 12, 2), _H100),

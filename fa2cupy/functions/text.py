@@ -9,9 +9,9 @@ A score function becomes
 
 and a mask function ``bool is_visible(args, b, h, q, k)``. Real is the type of scores. ``args`` has the members
 ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which ``add_element`` adds; and
-constants ``kLength0`` and so on, the lengths of last axes that loops run over. All functions that texts call are in
-``kernels/common/traced.cuh``. Names are numbered in the order of the expression, so that the text is a pure function of
-it: the kernel of a function is found on disk by other processes.
+the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``, true for data of 16 bits.
+All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
+so that the text is a pure function of it: the kernel of a function is found on disk by other processes.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class _Body:
         if not scatter.axes:
             self._add(scatter, self._names, _INDENT)
             return
+        self.lines.append(f"{_INDENT}#pragma unroll 1")  # once for each element of a tile it would be much code
         names = self._begin_loop(scatter.axes, roots)
         self._add(scatter, names, 2 * _INDENT)
         self.lines.append(f"{_INDENT}}}")

@@ -22,8 +22,7 @@ from ..problem.features import OFFSETS, feature_arrays
 from ..problem.options import CallOptions
 from ..problem.strides import (
     AnyStrides,
-    array_layout,
-    contiguous_layout,
+    argument_layouts,
     contiguous_score_strides,
     feature_strides,
     is_full,
@@ -131,9 +130,7 @@ class _Kernels:
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
-        for name, array in self._arguments.items():
-            strides[kernel_name(name)] = array_layout(array)
-            strides[f"d{kernel_name(name)}"] = contiguous_layout(array.shape)
+        strides |= argument_layouts({kernel_name(name): array for name, array in self._arguments.items()})
         for name in self._tensors:
             in_kernel, array = kernel_name(name), in_place.get(name)
             layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)

@@ -31,8 +31,8 @@ __all__ = [
 
 #: States of a tile: all keys are hidden from its queries, some are, or none is.
 EMPTY, MIXED, FULL = 0, 1, 2
-#: Arrays that kernels read in place of a map: the key tiles that each query tile meets, and the query tiles that each key
-#: tile meets. The numbers of their layout (kernels/common/tile_lists.cuh).
+#: Arrays that kernels read in place of a map: the key tiles of each query tile, and the query tiles of each key tile.
+#: The numbers of their layout (kernels/common/tile_lists.cuh).
 KEY_LISTS, QUERY_LISTS = "key_lists", "query_lists"
 LIST_STRIDES = ("list_batch_stride", "list_head_stride", "list_stride")
 #: Queries and keys of a map's tiles, unless the caller says otherwise.

@@ -68,7 +68,6 @@ from .softcap import softcap_values
 __all__ = [
     "ARRAY_KEYWORDS",
     "FEATURES",
-    "NOT_ON_HOPPER",
     "NO_SETTINGS",
     "OFFSETS",
     "Feature",
@@ -330,7 +329,7 @@ FEATURES = {
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
     ),
-    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=1),
+    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=2),
     # Plans make the lists for the tiles of each kernel; their strides depend on these.
     "block_mask": Feature(
         "kBlockMask",
@@ -361,8 +360,6 @@ FEATURES = {
     ),
 }
 
-#: The features that the kernels for Hopper do not have.
-NOT_ON_HOPPER = ("block_mask", "score_mod", "mask_mod", "dscore_args")
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

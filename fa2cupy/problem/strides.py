@@ -18,6 +18,7 @@ __all__ = [
     "ArrayLayout",
     "ScoreStrides",
     "Strides",
+    "argument_layouts",
     "array_layout",
     "contiguous_layout",
     "contiguous_score_strides",
@@ -85,6 +86,12 @@ def array_layout(array: Array) -> ArrayLayout:
 def contiguous_layout(shape: tuple[int, ...]) -> ArrayLayout:
     """The same of an array in C order."""
     return (*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), *shape)
+
+
+def argument_layouts(arrays: Mapping[str, Array]) -> dict[str, AnyStrides]:
+    """Layouts of the arrays of functions, and of their gradients in C order, by the kernels' names of the arrays."""
+    own = {name: array_layout(array) for name, array in arrays.items()}
+    return own | {f"d{name}": contiguous_layout(array.shape) for name, array in arrays.items()}
 
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:

@@ -46,6 +46,29 @@ __device__ __forceinline__ void add_element(const TracedArray<Real, kRank>& sums
     atomicAdd(sums.data + sums.offset(indices...), x);
 }
 
+// Where data have 16 bits (Arguments::kFast), functions of the special function unit are accurate enough.
+template <class Arguments, class Real>
+__device__ __forceinline__ Real exp_of(Real x) {
+    if constexpr (Arguments::kFast)
+        return exp_approx(x);
+    else
+        return exp(x);
+}
+template <class Arguments, class Real>
+__device__ __forceinline__ Real exp2_of(Real x) {
+    if constexpr (Arguments::kFast)
+        return exp2_approx(x);
+    else
+        return exp2_accurate(x);
+}
+template <class Arguments, class Real>
+__device__ __forceinline__ Real tanh_of(Real x) {
+    if constexpr (Arguments::kFast)
+        return tanh_approx(x);
+    else
+        return tanh_accurate(x);
+}
+
 // NaN in either operand gives NaN, as in NumPy; fmin and fmax would ignore it.
 template <class T>
 __device__ __forceinline__ T least(T a, T b) {

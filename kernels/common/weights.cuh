@@ -151,24 +151,64 @@ struct Unused {
     __device__ void set_positive(int, int, Real, Real) {}
 };
 
+// The gradient of a product from an unmarked weight, with dropout.
+template <class Real, class Record>
+__device__ __forceinline__ Real weighted_if(bool keep, Real weight, Real dp, Real minus_delta, const Record& params) {
+    return weight * (keep ? fma(params.dropout_scale, dp, minus_delta) : minus_delta);
+}
+
 // The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
 // -delta, so that `dp` is dP - delta; with dropout, they started from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
-    if constexpr (Spec::kDropout) {
-        const Real kept = fma(params.dropout_scale, dp, minus_delta);
-        if constexpr (Spec::kScoreMod)
-            return weight * (lowest_bit(weight) ? minus_delta : kept);
-        else
-            return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
-    } else {
+    if constexpr (!Spec::kDropout)
         return weight * dp;
-    }
+    else if constexpr (Spec::kScoreMod)
+        return weighted_if(!lowest_bit(weight), weight, dp, minus_delta, params);
+    else
+        return weighted_if(!sign_bit(weight), magnitude(weight), dp, minus_delta, params);
 }
 // The same for accumulators of dP that always start from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real delta, const Record& params) {
     return weighted<Spec>(weight, kProductsFromDelta<Spec> ? dp - delta : dp, -delta, params);
+}
+
+// Turns dP^T into dS^T in accumulators 2 s and 2 s + 1, by weights that another warp has rounded to float16. A mark in
+// the lowest bit (`marked`) does not survive the rounding: dropout is then drawn once more. minus_delta(n8, x) reads
+// -delta of the two columns of accumulator n8.
+template <class Spec, int kN8, class Record, class MinusDelta>
+__device__ __forceinline__ void weigh_k16(QuadFragment<kN8>& x, int s, const OperandA& weights, const Record& params,
+                                          const ScoreTile& tile, const MinusDelta& minus_delta) {
+    if constexpr (!Spec::kDropout) {
+        multiply_k16<float16>(x, s, weights);
+    } else {
+        using Fragment = QuadFragment<kN8>;
+        Words draws;
+        const Dropout dropout = score_mod<Spec>(params, tile).dropout();
+        const auto [first_query, first_key, lane] = tile.position;
+        if constexpr (Spec::kScoreMod)
+            draws = dropout.template draws<true>(first_query + Fragment::col(0, lane),
+                                                 first_key + Fragment::row(0, lane), s);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float minus[2];
+            minus_delta(2 * s + h, minus);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int word = 2 * h + i;
+                    float& y = x.value[2 * s + h][2 * i + e];
+                    const float weight =
+                        e == 0 ? unpack_lo<float16>(weights.reg[word]) : unpack_hi<float16>(weights.reg[word]);
+                    if constexpr (Spec::kScoreMod)
+                        y = weighted_if(dropout.keeps(draws.item[word], e), weight, y, minus[e], params);
+                    else
+                        y = weighted<Spec>(weight, y, minus[e], params);
+                }
+        }
+    }
 }
 
 // P = exp(S - lse) and dS = P o (dP - delta), one element at a time. `p` holds the products Q K^T and is replaced by P;

@@ -67,15 +67,18 @@ __device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, 
 //
 //   dP - delta = unit * accumulator - rest
 //
-// if the accumulator has started from `start`: minus half of delta, or zero where that is far beyond all products.
+// if the accumulator has started from `start`: minus half of delta, or zero where that is far beyond all products. If
+// there are kChains chains, each adds about its share of delta, starts from minus half of that, and is brought back there
+// for the next one.
+template <int kChains = 1>
 struct Comparand {
     float start, rest;
 
     __device__ __forceinline__ Comparand(float delta, float unit) {
         const float inverse = __uint_as_float((2u * 127u << 23) - __float_as_uint(unit));
-        const float half = delta * -0.5f * inverse;
+        const float half = delta * (-0.5f / kChains) * inverse;
         start = fabsf(half) < 0x1p100f ? half : 0.0f;
-        rest = fma(start, unit, delta);
+        rest = fma(start, (2 * kChains - 1) * unit, delta);
     }
 };
 
@@ -88,6 +91,17 @@ __device__ __forceinline__ void start_dp(QuadFragment<kN8>& dp, const Start& sta
     for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i) dp(i, j) = start(kTransposed ? j : i, chunk_of(j));
+}
+
+// Brings the accumulators back to about start(n, c) after a chain that has added minus twice as much.
+template <bool kTransposed, int kN8, class Start>
+__device__ __forceinline__ void start_next_chain(QuadFragment<kN8>& dp, const Start& start) {
+    using Fragment = QuadFragment<kN8>;
+#pragma unroll
+    for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+            dp(i, j) = fma(2.0f, start(kTransposed ? j : i, chunk_of(j)), dp(i, j));
 }
 
 // Replaces weights by dS. `dp`: products of scaled parts from `start_dp` on, to be multiplied by the unit of their

@@ -155,28 +155,6 @@ struct BackwardDkdv {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
     }
 
-    // Turns dP^T in `x` into dS^T for k-step s, by means of P^T, or the weights, from the probability warp.
-    __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
-        if constexpr (!common::kProductsFromDelta<Spec>) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float minus_delta[2];
-                load_shared(row_stats + (2 * s + h) * 32, minus_delta);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint32 pair = weights.reg[2 * h + i];
-                    float (&y)[4] = x.value[2 * s + h];
-                    y[2 * i] =
-                        common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
-                    y[2 * i + 1] =
-                        common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
-                }
-            }
-        } else {
-            common::multiply_k16<float16>(x, s, weights);
-        }
-    }
-
     // One role's part of an iteration. `own`: the warp's rows of K or V. `right`: the query-side operand of the first
     // product, Q or dO. `second`: the query-side operand of the second product, dO or Q.
     template <bool kProbability>
@@ -206,10 +184,10 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
         PackedFragment<Element, kBr / 8> packed[kM16];
+        const Step own_step = tiles.at(step);
+        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr,
+                                           where.tile * kBc + pair * kPairKeys, lane};
         if constexpr (kProbability) {
-            const Step own = tiles.at(step);
-            const common::ScoreTile score_tile{where.batch, own.head, own.tile * kBr,
-                                               where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
@@ -250,7 +228,9 @@ struct BackwardDkdv {
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int s = 0; s < kBr / 16; ++s)
-                    weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
+                    common::weigh_k16<Spec>(
+                        x[m], s, load_shared_operand(exchange_address(m, s)), params, score_tile.shifted(0, 16 * m),
+                        [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)

@@ -73,7 +73,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
         : Base(params, memory, __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1) {}
 
-    __device__ void run() {
+    // Inlined, however large the kernel is: its members are registers only then.
+    __device__ __forceinline__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile(memory_, tiles_);
         if (Spec::kVarlen && tile.key_tiles() == 0) {  // all indices of this block are unused
@@ -185,14 +186,15 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
             mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (common::kWritesDbias<Spec>) {
+        if constexpr (common::kDerivesLater<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
             const common::ScoreTile where = score_tile(tile, block);
-            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), where);
-            this->take_derivative(scores_, params_, where);
+            const auto& own = record_of<Spec>(params_, tile);
+            common::write_dbias<Spec>(scores_, own, where);
+            this->take_derivative(scores_, own, where);
             ds_.set(scores_);
             return;
         }

@@ -60,7 +60,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
           key_operand_(matrix_descriptor(memory.key(0), 0)),
           value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
 
-    __device__ void run() {
+    // Inlined, however large the kernel is: its members are registers only then.
+    __device__ __forceinline__ void run() {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile(memory_, tiles_);

@@ -59,12 +59,17 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         }
         auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
-        LoadedTile<Spec> tile = {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end,
-                                  where.tile * Spec::kBr, where.head, where.batch, keys.begin, share},
-                                 query_tma_rows<Spec>(params, where.batch),
-                                 key_tma_rows<Spec>(params, where.batch)};
-        if constexpr (Spec::kBlockMask) tile.entries = keys.entries;
-        return tile;
+        if constexpr (Spec::kBlockMask)
+            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
+                     where.head, where.batch, keys.begin, share},
+                    query_tma_rows<Spec>(params, where.batch),
+                    key_tma_rows<Spec>(params, where.batch),
+                    keys.entries};
+        else
+            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
+                     where.head, where.batch, keys.begin, share},
+                    query_tma_rows<Spec>(params, where.batch),
+                    key_tma_rows<Spec>(params, where.batch)};
     }
     return {};
 }

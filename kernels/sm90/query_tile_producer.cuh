@@ -20,11 +20,15 @@ class QueryTileProducer {
     __device__ Tile published() const {
         const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
         const int32 batch = slot.batch();
-        Tile tile = {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
-                     query_tma_rows<Spec>(params_, batch),
-                     key_tma_rows<Spec>(params_, batch)};
-        if constexpr (Spec::kBlockMask) tile.entries = listed_keys<Spec>(params_, slot).entries;
-        return tile;
+        if constexpr (Spec::kBlockMask)
+            return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                    query_tma_rows<Spec>(params_, batch),
+                    key_tma_rows<Spec>(params_, batch),
+                    listed_keys<Spec>(params_, slot).entries};
+        else
+            return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                    query_tma_rows<Spec>(params_, batch),
+                    key_tma_rows<Spec>(params_, batch)};
     }
 
     // Loads the query tile's rows of Q or dO.

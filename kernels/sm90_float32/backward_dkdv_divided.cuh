@@ -51,7 +51,8 @@ class DkdvDivided : DkdvGroup<Spec, Shape> {
             take_probabilities<true, Spec>(scores, common::Unused{}, masked, params_, position, statistics_at(lse));
             Scores dp;
             Base::start_dp(dp, delta, units.dp);
-            douts_.template add_columns<true, kBc>(dp, value_operand_);
+            douts_.template add_columns<true, kBc>(dp, value_operand_,
+                                                   [&](Scores& x) { Base::start_next_chain(x, delta, units.dp); });
             Base::take_gradients(scores, dp, delta, units.dp);
             release_statistics();
             float scale[2], inverse[2];

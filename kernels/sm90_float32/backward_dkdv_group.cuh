@@ -18,6 +18,7 @@ class DkdvGroup {
     using Scores = QuadFragment<kBr / 8>;
     using Gradient = PanelFragment<kPanels>;
     using Parts = FragmentParts<kBr / 8>;
+    using Compared = Comparand<Shape::kInPieces ? kPanels : 1>;
     static_assert(kChunks == 1);
 
     // `group` counts the keys of the tile.
@@ -89,13 +90,17 @@ class DkdvGroup {
     }
     __device__ __forceinline__ void start_dp(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
         const Statistics of = statistics_at(delta);
-        float32_parts::start_dp<true>(dp, [&](int j, int c) { return Comparand(of(j), unit[c]).start; });
+        float32_parts::start_dp<true>(dp, [&](int j, int c) { return Compared(of(j), unit[c]).start; });
+    }
+    __device__ __forceinline__ void start_next_chain(Scores& dp, uint32 delta, const float (&unit)[kChunks]) const {
+        const Statistics of = statistics_at(delta);
+        float32_parts::start_next_chain<true>(dp, [&](int j, int c) { return Compared(of(j), unit[c]).start; });
     }
     __device__ __forceinline__ void take_gradients(Scores& weights, const Scores& dp, uint32 delta,
                                                    const float (&unit)[kChunks]) const {
         const Statistics of = statistics_at(delta);
         float32_parts::take_gradients<true, Spec>(
-            weights, dp, unit, params_, [&](int j, int c) { return Comparand(of(j), unit[c]).rest; }, of);
+            weights, dp, unit, params_, [&](int j, int c) { return Compared(of(j), unit[c]).rest; }, of);
     }
 
     __device__ __forceinline__ void store(Gradient& gradient, float scale, float* gmem, const Strides& strides) const {

@@ -22,7 +22,8 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
     using Base::kBc, Base::kChunks, Base::kPanels;
     using typename Base::Memory, typename Base::Output, typename Base::Scores;
     static constexpr bool kInPieces = Shape::kInPieces;
-    static constexpr int kReadBarrier = 1, kGivenBarrier = 2;  // named barriers of the warp groups that share rows
+    using Compared = Comparand<kInPieces ? kPanels : 1>;
+    static constexpr int kSharersBarrier = 1;  // the named barrier of warp groups that share rows
     friend QueryTileConsumer<Spec, Shape>;
 
   public:
@@ -63,7 +64,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
             dp_unit[c] = dout_unit_ * params_.v_units[key_block];
         }
         Scores scores, dp;
-        const auto start = [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).start; };
+        const auto start = [&](int i, int c) { return Compared(delta_[i], dp_unit[c]).start; };
         if constexpr (kInPieces) {
             Base::take_scores(scores);
         } else {
@@ -83,7 +84,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
                                         [&](int i) { return lse_[i]; });
         if constexpr (kInPieces) {
             start_dp<false>(dp, start);
-            Base::add_derivatives(dp, dout_operand_);
+            Base::add_derivatives(dp, dout_operand_, [&](Scores& x) { start_next_chain<false>(x, start); });
         } else {
             wgmma_wait<0>();
             pin(dp);
@@ -91,7 +92,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
             if (is_last) release_queries();
         }
         take_gradients<false, Spec>(
-            scores, dp, dp_unit, params_, [&](int i, int c) { return Comparand(delta_[i], dp_unit[c]).rest; },
+            scores, dp, dp_unit, params_, [&](int i, int c) { return Compared(delta_[i], dp_unit[c]).rest; },
             [&](int i) { return delta_[i]; });
         common::write_dbias<Spec>(scores, own, position);
         saved.take_derivative(scores, own, position);
@@ -125,20 +126,16 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
         const uint32 own = memory_.query(0) + threadIdx.x % kGroupThreads * 16;
         constexpr uint32 kQuadBytes = 16 * kGroupThreads;
         static_assert(Shape::kQueryBytes == kPanels * (kPanelColumns / 8) * kQuadBytes);
-        if (turn_ > 0) {
-            barrier_sync(kReadBarrier, 2 * kGroupThreads);  // both have completed the last product that reads Q
-            for_each_quad([&](int quad, float (&x)[4]) { store_shared(own + quad * kQuadBytes, x); });
-            barrier_arrive(kGivenBarrier, 2 * kGroupThreads);
-        } else {
-            barrier_arrive(kReadBarrier, 2 * kGroupThreads);
-            barrier_sync(kGivenBarrier, 2 * kGroupThreads);
+        barrier_sync(kSharersBarrier, 2 * kGroupThreads);  // both have completed the last product that reads Q
+        if (turn_ > 0) for_each_quad([&](int quad, float (&x)[4]) { store_shared(own + quad * kQuadBytes, x); });
+        barrier_sync(kSharersBarrier, 2 * kGroupThreads);
+        if (turn_ == 0)
             for_each_quad([&](int quad, float (&x)[4]) {
                 float other[4];
                 load_shared(own + quad * kQuadBytes, other);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[e] += other[e];
             });
-        }
         async_proxy_fence();
         __syncwarp();
         release_queries();

@@ -28,7 +28,7 @@ class PieceReader {
             wgmma_fence();
 #pragma unroll
             for (int t = 0; t < kProducts; ++t)
-                issue_product<kRowsAreKeys, kLeftRows>(chain, left, piece, panel, t,
+                issue_product<kRowsAreKeys, kLeftRows>(chain, left, piece, panel, t, 0, steps_of(panel),
                                                        [&](int s, Scores& y, uint64 a, uint64 b) {
                                                            if (t > 0 || s > 0)
                                                                wgmma_scores(y, a, b);
@@ -47,21 +47,24 @@ class PieceReader {
         }
     }
 
-    // x += left right^T for an x that is about minus half of the product: the small products of parts are added nearer
-    // to where the sum is zero.
-    template <bool kRowsAreKeys, int kLeftRows, class Scores>
-    __device__ __forceinline__ void add_columns(Scores& x, uint64 left) {
+    // x += left right^T, where x is about minus half of what a panel adds: the small products of parts are added where the
+    // sum is about zero. start_next(x) brings it back there for the next panel.
+    template <bool kRowsAreKeys, int kLeftRows, class Scores, class StartNext>
+    __device__ __forceinline__ void add_columns(Scores& x, uint64 left, const StartNext& start_next) {
         constexpr int kLargest = kProducts - 1;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool largest_first = panel < kPanels / 2;
+            const int steps = steps_of(panel);
+            if (panel > 0) start_next(x);
+            pin(x);
             const uint64 piece = wait();
             wgmma_fence();
             const auto add = [](int, Scores& y, uint64 a, uint64 b) { wgmma_scores(y, a, b); };
-            if (largest_first) issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, kLargest, add);
+            issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, kLargest, 0, steps / 2, add);
 #pragma unroll
-            for (int t = 0; t < kLargest; ++t) issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, t, add);
-            if (!largest_first) issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, kLargest, add);
+            for (int t = 0; t < kLargest; ++t)
+                issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, t, 0, steps, add);
+            issue_product<kRowsAreKeys, kLeftRows>(x, left, piece, panel, kLargest, steps / 2, steps, add);
             wgmma_commit();
             pin(x);
             wgmma_wait<0>();
@@ -106,13 +109,18 @@ class PieceReader {
         position_.advance();
     }
 
+    // The k-steps of a panel.
+    __device__ __forceinline__ static constexpr int steps_of(int panel) {
+        return min_of(kStepsOfPanel, kSteps - panel * kStepsOfPanel);
+    }
+
     // Issues x (+)= product t of the parts of one panel; step(s, x, a, b) is its k-step s.
     template <bool kRowsAreKeys, int kLeftRows, class Scores, class Step>
     __device__ __forceinline__ static void issue_product(Scores& x, uint64 left, uint64 piece, int panel, int t,
-                                                         const Step& step) {
+                                                         int begin, int end, const Step& step) {
         constexpr int kLeftPanel = kLeftRows * kPanelRowBytes;
 #pragma unroll
-        for (int s = 0; s < min_of(kStepsOfPanel, kSteps - panel * kStepsOfPanel); ++s)
+        for (int s = begin; s < end; ++s)
             issue_part<kRowsAreKeys, kPanels * kLeftPanel, kPiecePartBytes>(
                 x, left + along_columns<kLeftPanel>(panel * kStepsOfPanel + s),
                 piece + along_columns<kPiecePartBytes>(s), t, [&](Scores& y, uint64 a, uint64 b) { step(s, y, a, b); });

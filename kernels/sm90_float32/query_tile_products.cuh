@@ -145,9 +145,10 @@ class QueryTileProducts<Spec, Shape, true> : protected QueryTileConsumer<Spec, S
         rings_.keys().skip();
         rings_.values().skip();
     }
-    // dP += dO V^T, from about minus its half on.
-    __device__ __forceinline__ void add_derivatives(Scores& dp, uint64 dout) {
-        rings_.values().template add_columns<false, kBr>(dp, dout);
+    // dP += dO V^T, as in `PieceReader::add_columns`.
+    template <class StartNext>
+    __device__ __forceinline__ void add_derivatives(Scores& dp, uint64 dout, const StartNext& start_next) {
+        rings_.values().template add_columns<false, kBr>(dp, dout, start_next);
     }
 
     KeyRings<PieceReader<Spec::kHeadDim, Shape::kStages>, Memory, Shape::kSharers> rings_;

@@ -75,10 +75,10 @@ def extras(options: dict) -> dict:
     return found
 
 
-def gradient_names(options: dict) -> tuple[str, ...]:
-    """The names of all results of `backward`."""
-    switches = {f"return_d{name}": False for name in ("bias", "sink", "score_args")} | extras(options)
-    return ("dq", "dk", "dv", *extra_gradients(options, **switches))
+def gradient_names(options: dict, switches: dict | None = None) -> tuple[str, ...]:
+    """The names of all results of `backward`; `switches`: those of `extras` that are on, by default all."""
+    off = {f"return_d{name}": False for name in ("bias", "sink", "score_args")}
+    return ("dq", "dk", "dv", *extra_gradients(options, **off | (extras(options) if switches is None else switches)))
 
 
 def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConfig | None = None, **options) -> dict:

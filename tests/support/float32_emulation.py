@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from ptxsim.tensor_core_sums import add_products
+from ptxsim.tensor_core_sums import HOPPER, add_products
 from support.float32_parts import in_parts, units_of
 
 __all__ = ["Head", "is_exception"]
 
 _UNIT_ROWS = 64  # that share a unit, and of a chunk of sums over rows
 _STEP = 16  # columns or rows of an instruction
+_PANEL, _WIDE = 64, 128  # columns of a panel, and of the widest rows that are not read in panels
 _SPREAD, _LARGEST_TERM, _LARGEST_POWER = 12, 32.0, 50  # of exceptions
 _P_SCALE = np.float32(2**14)
 
@@ -74,15 +75,29 @@ def _low_first(parts: tuple, other: tuple) -> tuple:
 def _columns(left: np.ndarray, right: np.ndarray, steps: Iterable[int], total: np.ndarray) -> np.ndarray:
     for step in steps:
         at = slice(step * _STEP, (step + 1) * _STEP)
-        total = add_products(total, left[:, at], right[:, at])
+        total = add_products(HOPPER, total, left[:, at], right[:, at])
     return total
 
 
-def _in_chains(queries: _Parts, keys: _Parts, chains: int) -> np.ndarray:
-    """Q K^T without units, in one chain or in two, each over half of the columns."""
-    num_steps = queries.parts[0].shape[1] // _STEP
+def _chains_of_scores(columns: int) -> list[range]:
+    """The steps of each chain of Q K^T: one, halves, or panels."""
+    num_steps = columns // _STEP
+    if columns > _WIDE:
+        return _chains_of_dp(columns)
+    first = -(-num_steps // 2) if columns > _PANEL else num_steps
+    return [range(first), range(first, num_steps)][: 1 + (first < num_steps)]
+
+
+def _chains_of_dp(columns: int) -> list[range]:
+    """Those of dO V^T: one, or panels."""
+    length = (_PANEL if columns > _WIDE else columns) // _STEP
+    return [range(first, min(first + length, columns // _STEP)) for first in range(0, columns // _STEP, length)]
+
+
+def _in_chains(queries: _Parts, keys: _Parts) -> np.ndarray:
+    """Q K^T without units."""
     totals = []
-    for steps in np.array_split(range(num_steps), chains):
+    for steps in _chains_of_scores(queries.parts[0].shape[1]):
         total = np.zeros((len(queries.unit), len(keys.unit)), np.float32)
         for left, right in _low_first(queries.parts, keys.parts):
             total = _columns(left, right, steps, total)
@@ -91,13 +106,19 @@ def _in_chains(queries: _Parts, keys: _Parts, chains: int) -> np.ndarray:
 
 
 def _from_start(douts: _Parts, values: _Parts, start: np.ndarray) -> np.ndarray:
-    """dO V^T without units, from `start` on: half of the products of high parts come first, and half last."""
-    num_steps = douts.parts[0].shape[1] // _STEP
+    """dO V^T without units, from `start` on, to which the sum is brought back for the next chain. Half of a chain's
+    products of high parts come first, and half last."""
     small_1, small_2, large = _low_first(douts.parts, values.parts)
-    total = _columns(*large, range(num_steps // 2), start)
-    for pair in (small_1, small_2):
-        total = _columns(*pair, range(num_steps), total)
-    return _columns(*large, range(num_steps // 2, num_steps), total)
+    total = start
+    for chain, steps in enumerate(_chains_of_dp(douts.parts[0].shape[1])):
+        half = len(steps) // 2
+        if chain:
+            total = (total.astype(np.float64) + 2.0 * start).astype(np.float32)
+        total = _columns(*large, steps[:half], total)
+        for pair in (small_1, small_2):
+            total = _columns(*pair, steps, total)
+        total = _columns(*large, steps[half:], total)
+    return total
 
 
 def _add_product(total: np.ndarray, weights: tuple, rows: _Parts, factor: np.ndarray | np.float32) -> np.ndarray:
@@ -135,7 +156,6 @@ class Head:
         self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
         self.scale = np.float32(q.shape[1] ** -0.5)
         self._q, self._k, self._v, self._do = map(_split, (q, k, v, do))
-        self._chains = 2 if q.shape[1] > 64 else 1
         self._tile = 128 if q.shape[1] <= 64 else 64  # keys for which the online softmax makes a step
 
     def forward(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -178,7 +198,7 @@ class Head:
     def _scores(self, rows: slice, keys: slice) -> np.ndarray:
         q, k = self._q.of(rows), self._k.of(keys)
         unit = q.unit[:, None] * k.unit * self.scale
-        scores = _in_chains(q, k, self._chains) * unit
+        scores = _in_chains(q, k) * unit
         query, key = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
         hidden = key >= len(self.k)
         if self.causal:
@@ -192,8 +212,9 @@ class Head:
         p = _exp(self._scores(rows, keys) - lse)
         do, v = self._do.of(rows), self._v.of(keys)
         unit = do.unit[:, None] * v.unit
-        start = delta * np.float32(-0.5) / unit
+        chains = len(_chains_of_dp(v.parts[0].shape[1]))
+        start = delta * np.float32(-0.5 / chains) / unit
         start = np.where(abs(start) < 2.0**100, start, np.float32(0))
-        rest = (start.astype(np.float64) * unit + delta).astype(np.float32)
+        rest = (start.astype(np.float64) * ((2 * chains - 1) * unit) + delta).astype(np.float32)
         dp = _from_start(do, v, start)
         return p, p * (dp.astype(np.float64) * unit - rest).astype(np.float32)

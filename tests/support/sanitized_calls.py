@@ -13,6 +13,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # the checkout comes before a pa
 import cupy
 import numpy as np
 from support.feature_cases import extras, options_of
+from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
 from fa2cupy.testing import make_inputs
@@ -37,6 +38,7 @@ def main() -> None:
     """Every kernel, and those of the features."""
     plain()
     with_settings()
+    with_functions()
     packed()
     of_parts()
     cupy.cuda.Device().synchronize()
@@ -101,6 +103,16 @@ def with_settings() -> None:
         given = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
         options = {key: cupy.asarray(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
         check_calls(q, k, v, do, dtype, options)
+
+
+def with_functions() -> None:
+    """A function of scores whose table has a gradient, and one that hides keys."""
+    cases = ready_made(2, 2, 150, 130)
+    for (dtype, head_dim), name in itertools.product(FEATURE_KINDS, ("t5_relative", "document")):
+        q, k, v, do = make_inputs(
+            dtype, batch=2, seqlen_q=150, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=head_dim, xp=cupy
+        )
+        check_calls(q, k, v, do, dtype, on_gpu(cases[name].options, cupy.asarray))
 
 
 def packed() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from support.fake_cupy import place
 
 from fa2cupy import mods
 
@@ -21,6 +23,17 @@ class Case(NamedTuple):
     def options(self) -> dict:
         """The keywords of a call."""
         return {self.role: self.function, self.role.replace("mod", "args"): self.arrays}
+
+
+def on_gpu(options: dict, copied: Callable = place) -> dict:
+    """Keywords with arrays of the simulated GPU, or of the one that `copied` copies them to."""
+
+    def moved(value):
+        if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
+            return tuple(map(copied, value))
+        return copied(value) if isinstance(value, np.ndarray) else value
+
+    return {name: moved(value) for name, value in options.items()}
 
 
 def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str = "float32") -> dict[str, Case]:

@@ -17,6 +17,7 @@ _KERNEL = """
 namespace fa2::common {{
 {text}
 struct Arguments {{
+    static constexpr bool kFast = false;
 {members}
 }};
 }}  // namespace fa2::common
