@@ -26,7 +26,7 @@ from support.feature_cases import (
 from support.traced_cases import ready_made
 
 import fa2cupy
-from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, block_mask, mods, reference
+from fa2cupy import BlockMask, TileConfig, block_mask, mods, reference
 from fa2cupy.cpu import scores as cpu_scores
 from fa2cupy.testing import make_inputs
 

@@ -31,19 +31,15 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
     return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
-// A query tile with the TMA coordinates that the producer needs to load it, and the key tile at a position.
+// A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
 template <class Spec, bool kListed = Spec::kBlockMask>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
-
-    __device__ __forceinline__ int32 at(int32 position) const { return position; }
 };
 template <class Spec>
 struct LoadedTile<Spec, true> : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
     const int32* entries;
-
-    __device__ __forceinline__ int32 at(int32 position) const { return entries[position]; }
 };
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.

@@ -63,7 +63,8 @@ class QueryTileProducer {
 
   private:
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
-        const int32 key_tile = tile.at(block);
+        int32 key_tile = block;
+        if constexpr (Spec::kBlockMask) key_tile = tile.entries[block];
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
