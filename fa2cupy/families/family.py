@@ -262,8 +262,8 @@ class Family(ABC):
         least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
         multiples = ", ".join(map(str, least))
         return (
-            f"has no tile of {operation} within the map's {layout.tile}: without a function, a map has tiles of "
-            f"multiples of {multiples}"
+            f"has no tile of {operation} within the {layout.tile} of block_mask: without a function, a map has tiles "
+            f"of multiples of {multiples}"
         )
 
     def _tiles_for_map(
