@@ -111,9 +111,7 @@ class _Kernels:
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
-        self._arguments = {
-            name: array for name, array in named.items() if array is not None and name.startswith(_OF_FUNCTIONS)
-        }
+        self._arguments = _function_arguments(named)
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -130,7 +128,7 @@ class _Kernels:
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
-        strides |= argument_layouts({kernel_name(name): array for name, array in self._arguments.items()})
+        strides |= argument_layouts(self._arguments)
         for name in self._tensors:
             in_kernel, array = kernel_name(name), in_place.get(name)
             layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)

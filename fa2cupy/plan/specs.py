@@ -67,11 +67,7 @@ def default_specs(
         problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
         rows = problem.kernel_strides(problem.q_shape)
         strides: dict[str, AnyStrides] = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
-        strides |= feature_strides(keywords)
-        strides |= argument_layouts(
-            {f"score_args{number}": array for number, array in enumerate(functions.get("score_args", ()))}
-            | {f"mask_args{number}": array for number, array in enumerate(functions.get("mask_args", ()))}
-        )
+        strides |= feature_strides(keywords) | argument_layouts(functions)
         present = extras
         if "dbias" in extras:
             shape = feature_arrays(keywords)["bias"].shape

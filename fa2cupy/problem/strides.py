@@ -88,10 +88,14 @@ def contiguous_layout(shape: tuple[int, ...]) -> ArrayLayout:
     return (*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), *shape)
 
 
-def argument_layouts(arrays: Mapping[str, Array]) -> dict[str, AnyStrides]:
-    """Layouts of the arrays of functions, and of their gradients in C order, by the kernels' names of the arrays."""
-    own = {name: array_layout(array) for name, array in arrays.items()}
-    return own | {f"d{name}": contiguous_layout(array.shape) for name, array in arrays.items()}
+def argument_layouts(keywords: Mapping[str, Any]) -> dict[str, AnyStrides]:
+    """Layouts of the arrays of functions, and of their gradients in C order, by their names in kernels."""
+    found: dict[str, AnyStrides] = {}
+    for keyword in ("score_args", "mask_args"):
+        for number, array in enumerate(keywords.get(keyword, ())):
+            found[f"{keyword}{number}"] = array_layout(array)
+            found[f"d{keyword}{number}"] = contiguous_layout(array.shape)
+    return found
 
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:

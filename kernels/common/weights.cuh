@@ -153,8 +153,9 @@ struct Unused {
 
 // The gradient of a product from an unmarked weight, with dropout.
 template <class Real, class Record>
-__device__ __forceinline__ Real weighted_if(bool keep, Real weight, Real dp, Real minus_delta, const Record& params) {
-    return weight * (keep ? fma(params.dropout_scale, dp, minus_delta) : minus_delta);
+__device__ __forceinline__ Real weighted(Real weight, bool dropped, Real dp, Real minus_delta, const Record& params) {
+    const Real kept = fma(params.dropout_scale, dp, minus_delta);
+    return weight * (dropped ? minus_delta : kept);
 }
 
 // The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
@@ -164,9 +165,9 @@ __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta,
     if constexpr (!Spec::kDropout)
         return weight * dp;
     else if constexpr (Spec::kScoreMod)
-        return weighted_if(!lowest_bit(weight), weight, dp, minus_delta, params);
+        return weighted(weight, lowest_bit(weight), dp, minus_delta, params);
     else
-        return weighted_if(!sign_bit(weight), magnitude(weight), dp, minus_delta, params);
+        return weighted(magnitude(weight), sign_bit(weight), dp, minus_delta, params);
 }
 // The same for accumulators of dP that always start from zero.
 template <class Spec, class Real, class Record>
@@ -203,7 +204,7 @@ __device__ __forceinline__ void weigh_k16(QuadFragment<kN8>& x, int s, const Ope
                     const float weight =
                         e == 0 ? unpack_lo<float16>(weights.reg[word]) : unpack_hi<float16>(weights.reg[word]);
                     if constexpr (Spec::kScoreMod)
-                        y = weighted_if(dropout.keeps(draws.item[word], e), weight, y, minus[e], params);
+                        y = weighted(weight, !dropout.keeps(draws.item[word], e), y, minus[e], params);
                     else
                         y = weighted<Spec>(weight, y, minus[e], params);
                 }
