@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common.measure import DEFAULT, Candidate, Gpu, Problem, Tensors, flops, rotating, rotating_inputs, time_in_rounds
+from common.tables import ratio_table
 
 import fa2cupy
 from fa2cupy.testing import Expectation
@@ -17,8 +18,8 @@ from fa2cupy.testing import Expectation
 __all__ = ["COLUMNS", "MAP_SEQLEN", "PATTERNS", "SparseBenchmark", "sparse_problems", "sparse_table"]
 
 COLUMNS = (
-    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "pattern", "density", "operation",
-    "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio",
+    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "pattern", "density",
+    "operation", "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio",
 )  # fmt: skip
 PATTERNS = ("document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5")
 OPERATIONS = ("forward", DEFAULT)
@@ -105,8 +106,9 @@ class SparseBenchmark:
                 write(f"  {problem}  {operation:10s}{name:12s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
                       f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's")  # fmt: skip
 
-    def measure_maps(self, seqlen: int = MAP_SEQLEN, write: Callable[[str], object] = print) -> None:
+    def measure_maps(self, write: Callable[[str], object] = print) -> None:
         """The making of the map of documents, and PyTorch's where it can be imported."""
+        seqlen = MAP_SEQLEN
         ids = document_ids(self.gpu.xp, seqlen)
         ours = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 1, 1, seqlen, seqlen)
         candidates = [
@@ -181,17 +183,9 @@ def torch_maps(ids: object, seqlen: int, ours: fa2cupy.BlockMask, write: Callabl
 
 def sparse_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
     """The share of the dense kernel's TFLOP/s by pattern and size: forward, backward."""
-    calls = [row for row in rows if row["operation"] in OPERATIONS and row["pattern"] != DENSE]
-    sizes = list(dict.fromkeys((int(row["head_dim"]), int(row["seqlen"])) for row in calls))
-    found = {
-        (row["pattern"], int(row["head_dim"]), int(row["seqlen"]), row["operation"]): float(row["ratio"])
-        for row in calls
-    }
-    lines = [f"{'':14s}" + "".join(f"{f'{head_dim}, {seqlen}':>16s}" for head_dim, seqlen in sizes)]
-    for pattern in PATTERNS:
-        cells = []
-        for size in sizes:
-            shares = [found.get((pattern, *size, operation)) for operation in OPERATIONS]
-            cells.append(" / ".join("-" if share is None else f"{share:.2f}" for share in shares))
-        lines.append(f"{pattern:14s}" + "".join(f"{cell:>16s}" for cell in cells))
-    return lines
+    calls = [
+        {**row, "size": f"{row['head_dim']}, {row['seqlen']}"}
+        for row in rows
+        if row["operation"] in OPERATIONS and row["pattern"] != DENSE
+    ]
+    return ratio_table(calls, "pattern", "size", OPERATIONS)
