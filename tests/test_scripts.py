@@ -786,7 +786,7 @@ def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
             pairs = float(row["density"]) * 2 * 512**2
             assert float(row["tflops"]) == pytest.approx(measure.flops(row["operation"], pairs, 16) / 2e9, rel=1e-3)
             assert float(row["ratio"]) == pytest.approx(float(row["density"]), rel=1e-3)
-    assert [row["provider"] for row in rows if row["operation"] == "map"][0] == "fa2cupy"
+    assert next(row["provider"] for row in rows if row["operation"] == "map") == "fa2cupy"
     assert "| forward / default | 16, 512 |" in capsys.readouterr().out
     assert benchmark.main(["--plot-only", str(tmp_path / "sparse.csv")]) == 0
     assert "| prefix-LM |" in capsys.readouterr().out
