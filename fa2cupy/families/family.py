@@ -232,12 +232,15 @@ class Family(ABC):
             No row applies.
         """
         kernel = (operation, problem.dtype, problem.head_dim)
+        used = set(problem.features)
+        if problem.settings.block_mask is not None:
+            used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
         applying = [
             row.tile
             for row in self.tiles[operation]
             if self.padded_head_dim(problem.head_dim) <= row.head_dim
             and (row.dtypes is None or problem.dtype in row.dtypes)
-            and (not row.features or not set(row.features).isdisjoint(problem.features))
+            and (not row.features or not used.isdisjoint(row.features))
             and self.why_illegal(*kernel, row.tile, device) is None
             and self.fits_blocks(*kernel, row.tile, device)
         ]
