@@ -23,6 +23,10 @@ __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& p
         return {};
 }
 
+// True if the tiles that a block visits are those of a list (tile_lists.cuh).
+template <class Spec>
+inline constexpr bool kListsTiles = Spec::kBlockMask;
+
 // True if more than the last tile of a range may need the mask, at its end (kRightLimit) or at its begin (kLeftLimit):
 // if a query's position may hide the last or the first keys of its sequence. In lists (tile_lists.cuh), masked tiles are
 // at the end.

@@ -95,7 +95,7 @@ struct ForwardRows {
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
-            if constexpr (Spec::kBlockMask) tile = tiles.at(position);
+            if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(slot + KeyTile::kBytes, 0, lane);
 

@@ -153,7 +153,7 @@ struct ForwardSplit {
         for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
-            if constexpr (Spec::kBlockMask) tile = tiles.at(position);
+            if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
 
             Scores scores[kM16];

@@ -84,7 +84,7 @@ struct BackwardDkdv {
             Shares::put_zeros(Shares::of_block(params));
             return true;
         }
-        if constexpr (Spec::kBlockMask) return key_tile<Spec>(params).tiles.end == 0;
+        if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;
         return false;
     }
 };

@@ -242,7 +242,7 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        if constexpr (Spec::kBlockMask) {
+        if constexpr (common::kListsTiles<Spec>) {
             tiles_to_walk_ = -added_tile_;
             tiles_to_walk_ += added_tile_ = tile_of_group(next);
         } else {
@@ -267,7 +267,7 @@ class BackwardGroup {
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
         const QueryStep step = own_.at(own_.first_step());
-        if constexpr (Spec::kBlockMask) added_tile_ = tile_of_group(own_.first_step());
+        if constexpr (common::kListsTiles<Spec>) added_tile_ = tile_of_group(own_.first_step());
         const int64 first = Spec::kVarlen
                                 ? common::first_workspace_tile<Spec>(params, own_.batch, step.head)
                                 : (static_cast<int64>(own_.batch) * params.num_heads + step.head) * query_tiles();
@@ -278,7 +278,7 @@ class BackwardGroup {
     // Query tiles of a head in the workspace, including those outside this key tile's range.
     __device__ __forceinline__ int32 query_tiles() const {
         if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
-        return common::kLeftLimit<Spec> || Spec::kBlockMask ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
+        return common::kLeftLimit<Spec> || common::kListsTiles<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
     }
 
     // The number of a step's query tile among those of the group in the workspace.

@@ -32,13 +32,12 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
 }
 
 // A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
-template <class Spec, bool kListed = Spec::kBlockMask>
+template <class Spec, bool kListed = common::kListsTiles<Spec>>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
 };
 template <class Spec>
-struct LoadedTile<Spec, true> : QueryTile {
-    TmaRows<Spec::kVarlen> queries, keys;
+struct LoadedTile<Spec, true> : LoadedTile<Spec, false> {
     const int32* entries;
 };
 
@@ -55,11 +54,11 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         }
         auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
-        if constexpr (Spec::kBlockMask)
-            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
-                     where.head, where.batch, keys.begin, share},
-                    query_tma_rows<Spec>(params, where.batch),
-                    key_tma_rows<Spec>(params, where.batch),
+        if constexpr (common::kListsTiles<Spec>)
+            return {{{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
+                      where.head, where.batch, keys.begin, share},
+                     query_tma_rows<Spec>(params, where.batch),
+                     key_tma_rows<Spec>(params, where.batch)},
                     keys.entries};
         else
             return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
@@ -138,7 +137,7 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
                                                    int32 most_skipped) {
     const int32 first = Spec::kSplit ? tile.first_key_tile() : 0;
     const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
-    if constexpr (!common::kRightLimit<Spec> || Spec::kBlockMask)
+    if constexpr (!common::kRightLimit<Spec> || common::kListsTiles<Spec>)
         return {0, tile.key_tiles() - first, from_first(tile.full_key_tiles()), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);

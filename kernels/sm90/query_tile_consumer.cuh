@@ -26,7 +26,7 @@ class QueryTileConsumer {
     // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
         if constexpr (Spec::kSplit) block += tile.first_key_tile();
-        if constexpr (Spec::kBlockMask) block = listed_keys<Spec>(params_, tile).at(block);
+        if constexpr (common::kListsTiles<Spec>) block = listed_keys<Spec>(params_, tile).at(block);
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
