@@ -10,8 +10,9 @@ from .families.tile import TileConfig
 from .inspection import info, legal_configs
 from .jit.cache import clear_cache
 from .lengths import cu_seqlens
-from .problem.block_mask import BlockMask, block_mask
+from .problem.block_mask import BlockMask
 from .settings import cache_dir, configure_logging
+from .sparse import block_mask
 
 __all__ = [
     "BlockMask",

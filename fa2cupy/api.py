@@ -129,8 +129,9 @@ def forward(
     mask_args : tuple of ndarray
         The arrays of `mask_mod`.
     block_mask : BlockMask
-        A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly. Tiles without a
-        visible key are not read, and `mask_mod` is not evaluated in those that are visible as a whole.
+        A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
+        and on the device of q. Tiles without a visible key are not read, and `mask_mod` is not evaluated in those that
+        are visible as a whole.
 
     Raises
     ------
@@ -181,8 +182,14 @@ def forward(
     expressions; comparisons, floor and ints have none.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
-    an array is clamped, and the values of ints are not checked. Maps are for NumPy arrays: the kernels do not have them
-    yet.
+    an array is clamped, and the values of ints are not checked.
+
+    Kernels regroup the tiles of a map to their own: by default they take tiles that divide the map's, if there are such
+    among the default ones. In a tile of theirs that meets several of the map's, the function tells which keys are
+    visible. A map without a function must have tiles that consist of the kernels'; the error names those that do. Each
+    call writes lists of the tiles that it visits, with causal, window and the ends of sequences in them: 4 bytes for
+    each pair of tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of
+    a group. float32 data are then multiplied on CUDA cores.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,

@@ -15,7 +15,7 @@ __all__ = ["backend_of"]
 
 
 def backend_of(name: str, array: object) -> ModuleType:
-    """The module with `forward`, `delta` and `backward` for an array; `name` is the argument's name in errors."""
+    """The module with the calls (and `tile_states`) for an array; `name` is the argument's name in errors."""
     if isinstance(array, np.ndarray):
         return cpu
     cupy = sys.modules.get("cupy")

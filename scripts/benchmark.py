@@ -42,6 +42,11 @@ functions
     function and size (``--functions`` names some). In functions.csv; ``over_plain`` of softcap and alibi is the time of
     the built-in keyword over that of the function, of others 1; ``tflops`` counts visible pairs. The table at the end
     has FlexAttention's time over ours.
+sparse
+    Calls with sparse maps, in bfloat16, with 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs of the
+    tiles that are visited, and ``ratio`` is it over that of the call without a map. One head is held against float64
+    first. Then the map of documents in 131072 x 131072, beside PyTorch's ``create_block_mask``. In sparse.csv; the
+    table at the end has the ratios.
 """
 
 from __future__ import annotations
@@ -79,6 +84,8 @@ from common.measure import (
 )
 from common.peers import DEFAULT_OPERATIONS, OPERATIONS, PEERS, Fa2cupy, available_peers
 from common.plots import bar_panels, can_plot
+from common.sparse import COLUMNS as SPARSE_COLUMNS
+from common.sparse import SparseBenchmark, sparse_problems, sparse_table
 from common.startup import COLUMNS as STARTUP_COLUMNS
 from common.startup import measure_startup
 from common.tables import ratio_table, smallest_ratio, speed_table
@@ -90,7 +97,7 @@ COLUMNS = (
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
-SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32", "functions")
+SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32", "functions", "sparse")
 #: The sections whose rows benchmark.csv has.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -334,7 +341,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """What an earlier run is shown by: its table, and the plots, where there are any and they can be drawn."""
-    tables = {"model": model_table, "precision": precision_table}
+    tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table}
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
@@ -434,6 +441,8 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
     if "float32" in options.sections:
         some = [peer for peer in peers if peer.name in PRECISION_PEERS]
         benchmark.failures += run_precisions(gpu, some, options.short_rounds, folder / "float32.csv")
+    if "sparse" in options.sections:
+        benchmark.failures += run_sparse(options, gpu, folder / "sparse.csv")
     if "features" in options.sections:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
     if "functions" in options.sections:
@@ -493,6 +502,21 @@ def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[s
             bar.update()
     print("", *precision_table(rows), "", sep="\n")
     return [text for run in runs for text in run.failures]
+
+
+def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """The section sparse; returns what failed."""
+    run = SparseBenchmark(gpu, stamp_of(gpu), options.short_rounds, MODEL_BUDGET_MS)
+    problems = list(sparse_problems())
+    with progress(len(problems), "sparse") as bar:
+        for problem in problems:
+            run.measure(problem, bar.write)
+            write_csv(path, SPARSE_COLUMNS, run.rows)
+            bar.update()
+    run.measure_maps()
+    write_csv(path, SPARSE_COLUMNS, run.rows)
+    print("", *sparse_table(run.rows), "", sep="\n")
+    return run.failures
 
 
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:

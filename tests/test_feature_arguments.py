@@ -10,10 +10,11 @@ import pytest
 from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError, mods
+from fa2cupy import UnsupportedProblemError, block_mask, mods
 from fa2cupy.families import choice as families
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
+from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
 from fa2cupy.problem.function_checks import bound_function
@@ -249,6 +250,7 @@ def test_lower_ranks():
 
 SCORE_MOD = bound_function("score_mod", mods.softcap(2.0), ())
 MASK_MOD = bound_function("mask_mod", mods.causal(), ())
+MAP = block_mask(mods.causal(), (), 1, 1, 8, 8).layout
 
 
 def settings_of(**options) -> FeatureSettings:
@@ -261,9 +263,9 @@ def test_every_feature_has_its_row_and_its_numbers():
     only_kernels = {"wide_bias", "dbias", "full_dbias", "dscore_args", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
-    assert arrays == set(ARRAY_KEYWORDS)
+    assert arrays == {*ARRAY_KEYWORDS, KEY_LISTS, QUERY_LISTS}
     everything = dataclasses.replace(
-        NO_SETTINGS, score_mod=SCORE_MOD, mask_mod=MASK_MOD, block_mask=(8, 8),
+        NO_SETTINGS, score_mod=SCORE_MOD, mask_mod=MASK_MOD, block_mask=MAP,
         window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip

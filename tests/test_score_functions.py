@@ -26,7 +26,7 @@ from support.feature_cases import (
 from support.traced_cases import ready_made
 
 import fa2cupy
-from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, block_mask, mods, reference
+from fa2cupy import BlockMask, TileConfig, block_mask, mods, reference
 from fa2cupy.cpu import scores as cpu_scores
 from fa2cupy.testing import make_inputs
 
@@ -525,7 +525,7 @@ def test_results_do_not_overlap_arrays_of_functions():
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: BlockMask([[True]], 3, 3), TypeError, "^tiles: expected a numpy.ndarray, got builtins.list"),
+        (lambda: BlockMask([[True]], 3, 3), TypeError, "^tiles: expected a numpy.ndarray or cupy.ndarray, got b"),
         (lambda: BlockMask(zeros(1, 1), 3, 3), TypeError, "^tiles: expected dtype bool, got float32; write tiles != 0"),
         (
             lambda: BlockMask(zeros(2, 2, dtype="bool"), 129, 300), ValueError,
@@ -543,26 +543,3 @@ def test_results_do_not_overlap_arrays_of_functions():
 def test_maps_that_cannot_be_made(make, error, match):
     with pytest.raises(error, match=match):
         make()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_kernels_refuse_maps(monkeypatch, dtype):
-    pytest.importorskip("cupy")
-    from support.fake_cupy import place
-    from support.fake_gpu import backward, fake_gpu, forward
-
-    q, k, v, do = (place(array) for array in inputs_of(dtype))
-    sparse = BlockMask(zeros(1, 1, dtype="bool"), 37, 53)
-    with fake_gpu(monkeypatch) as launched:
-        o, lse = forward(q, k, v)
-        launched.clear()
-        match = (
-            rf"^block_mask: no kernel family for (forward|backward) with {dtype} on H100 \(sm_90\) has it; NumPy arrays"
-        )
-        with pytest.raises(UnsupportedProblemError, match=match):
-            forward(q, k, v, block_mask=sparse)
-        with pytest.raises(UnsupportedProblemError, match=match):
-            backward(q, k, v, o, lse, do, block_mask=sparse)
-        with pytest.raises(UnsupportedProblemError, match="^score_mod: family 'sm90' for forward"):
-            forward(q, k, v, score_mod=mods.softcap(2.0), family="sm90")
-        assert not launched

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, SCRIPTS, check, feature_cases, flex, function_cases, measure, peers, plots, startup, tables
+from common import ROOT, SCRIPTS, check, feature_cases, flex, function_cases, measure, peers, plots, sparse, startup, tables
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
@@ -771,6 +771,38 @@ def test_the_sizes_of_float32():
     assert len(problems) == 18 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
 
 
+def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 512, 1, 2, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 512)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse.csv"]
+    rows = measure.read_csv(tmp_path / "sparse.csv")
+    assert tuple(rows[0]) == sparse.COLUMNS
+    calls = {(row["pattern"], row["operation"]) for row in rows if row["operation"] != "map"}
+    assert calls == {(name, operation) for name in ("dense", *sparse.PATTERNS) for operation in sparse.OPERATIONS}
+    for row in rows:  # every call takes 2 ms
+        if row["operation"] in sparse.OPERATIONS:
+            pairs = float(row["density"]) * 2 * 512**2
+            assert float(row["tflops"]) == pytest.approx(measure.flops(row["operation"], pairs, 16) / 2e9, rel=1e-3)
+            assert float(row["ratio"]) == pytest.approx(float(row["density"]), rel=1e-3)
+    assert next(row["provider"] for row in rows if row["operation"] == "map") == "fa2cupy"
+    assert "| forward / default | 16, 512 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "sparse.csv")]) == 0
+    assert "| prefix-LM |" in capsys.readouterr().out
+
+
+def test_sparse_reports_what_is_wrong(operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 256, 1, 1, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 256)
+    monkeypatch.setattr(sparse, "PATTERNS", ("document",))
+    monkeypatch.setattr(sparse.fa2cupy, "forward", lambda q, k, v, **options: (q, np.zeros((1, 1, 256), "float32")))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 1 and run.failures[0].startswith(
+        "WRONG: float32 d=16 seqlen=256 batch=1 heads=1 full doc"
+    )
+
+
 def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "PEER_FEATURES", ("bias", "softcap"))
     monkeypatch.setattr(features, "HEAD_DIMS", (32,))
@@ -857,7 +889,7 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     ((_, script, *arguments),) = commands
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32", "functions"}
+    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32", "functions", "sparse"}
 
 
 def test_csv_round_trip_and_summary(tmp_path):

@@ -63,7 +63,7 @@ FLOORS = (
     {"plan"},
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},
-    {"api", "ahead", "inspection", "testing"},
+    {"api", "ahead", "inspection", "sparse", "testing"},
     {"closure", "demo"},
     {"cli"},
     {"__init__", "__main__"},

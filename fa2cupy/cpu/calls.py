@@ -29,9 +29,10 @@ from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
 from .scores import BiasGradient
+from .tile_states import tile_states
 from .tiles import Head, heads_of, rows, store
 
-__all__ = ["backward", "default_tile", "delta", "forward"]
+__all__ = ["backward", "default_tile", "delta", "forward", "tile_states"]
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import cupy
 
 from ..problem.arguments import unpack_out
+from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
 from ..problem.function_checks import function_arrays, program_of
@@ -15,8 +16,9 @@ from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import run
+from .tile_states import tile_states
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "delta", "forward", "tile_states"]
 
 _FORWARD, _DELTA, _BACKWARD = arguments_of("forward"), arguments_of("delta"), arguments_of("backward")
 
@@ -84,6 +86,9 @@ def _split(
     keywords = _with_programs(keywords)
     arrays = {name: x for name, x in keywords.items() if x is not None and _is_array(name)}
     scalars = {name: x for name, x in keywords.items() if not _is_array(name)}
+    sparse = scalars.get("block_mask")
+    if isinstance(sparse, BlockMask):
+        arrays["block_mask"], scalars["block_mask"] = sparse.states, sparse.layout
     window = scalars.get("window")
     if isinstance(window, list):  # a list cannot be hashed
         scalars["window"] = tuple(window)

@@ -32,6 +32,8 @@ _KINDS = {
     "input_parts": ("const float16* {name}", "Q"),
     "output_parts": ("float16* {name}", "Q"),
     "input_bool": ("const bool* {name}", "Q"),
+    "input_bytes": ("const uint8* {name}", "Q"),
+    "output_bytes": ("uint8* {name}", "Q"),
     "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
@@ -54,7 +56,7 @@ _KINDS |= _ITEM_KINDS | _LAYOUT_KINDS
 _MAPS = ("input_map", "output_map")
 _FRONT = (
     *_MAPS, "counter", "input", "output", "input_accum", "output_accum", "input_int", "output_int", "input_bool",
-    "input_parts", "output_parts", "per_call", *_ITEM_KINDS,
+    "input_bytes", "output_bytes", "input_parts", "output_parts", "per_call", *_ITEM_KINDS,
 )  # fmt: skip
 
 

@@ -248,7 +248,7 @@ class Formulas:
         if self.block_mask is not None:
             height, width = self.block_mask.tile
             states = self.block_mask.part(part.sequence.number, slice(part.head, part.head + 1))[0]
-            conditions.append((self.xp.asarray(states) != EMPTY)[query // height, key // width])
+            conditions.append((states != EMPTY)[query // height, key // width])
         if "key_padding_mask" in arrays:
             padding = arrays["key_padding_mask"]
             own = padding if padding.ndim == 1 else padding[part.sequence.number]

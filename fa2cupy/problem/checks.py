@@ -11,7 +11,7 @@ from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
-from .block_mask import check_map
+from .block_mask import BlockMask, check_map
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
 from .features import FEATURES, FeatureSettings, feature_arrays
@@ -130,7 +130,9 @@ def problem_from_arrays(
 def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, Any]) -> AttentionProblem:
     """The problem with the settings of the keywords of features."""
     arrays = feature_arrays(keywords)
-    array_backend({"q": q, **function_arrays(keywords)}, arrays)
+    given = keywords.get("block_mask")
+    states = {"block_mask": given.states} if isinstance(given, BlockMask) else {}
+    array_backend({"q": q, **function_arrays(keywords), **states}, arrays)
     settings: dict[str, Any] = {"arrays": tuple(arrays)}
     for feature in FEATURES.values():
         settings |= feature.check(keywords, problem)
@@ -140,9 +142,9 @@ def _with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, A
         rule = rules[name]
         if rule is not None:
             rule(name, array, problem)
-    if keywords.get("block_mask") is not None:
+    if problem.settings.block_mask is not None:
         function = problem.settings.mask_mod
-        check_map(keywords["block_mask"], problem.score_shape, None if function is None else function.program)
+        check_map(problem.settings.block_mask, problem.score_shape, None if function is None else function.program)
     return problem
 
 

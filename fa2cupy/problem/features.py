@@ -47,7 +47,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..functions.tracing import BoundFunction
 from .array_types import Array
-from .block_mask import BlockMask, check_block_mask
+from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -70,7 +70,6 @@ __all__ = [
     "FEATURES",
     "NO_SETTINGS",
     "OFFSETS",
-    "WITHOUT_KERNELS",
     "Feature",
     "FeatureArray",
     "FeatureKeywords",
@@ -129,8 +128,8 @@ class FeatureSettings:
     ----------
     score_mod, mask_mod : BoundFunction or None
         The traced functions.
-    block_mask : tuple of int or None
-        Queries and keys of a tile of the sparse map.
+    block_mask : MapLayout or None
+        The layout of the sparse map.
     window : tuple of (int or None)
         Number of visible keys left and right of the diagonal; None is no limit.
     softcap : float or None
@@ -149,7 +148,7 @@ class FeatureSettings:
 
     score_mod: BoundFunction | None = None
     mask_mod: BoundFunction | None = None
-    block_mask: tuple[int, int] | None = None
+    block_mask: MapLayout | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     dropout_p: float = 0.0
@@ -331,7 +330,14 @@ FEATURES = {
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
     ),
     "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=2),
-    "block_mask": Feature("kBlockMask", lambda settings: settings.block_mask is not None, check=check_block_mask),
+    # Plans make the lists for the tiles of each kernel; their strides depend on these.
+    "block_mask": Feature(
+        "kBlockMask",
+        lambda settings: settings.block_mask is not None,
+        check=check_block_mask,
+        arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", is_over_scores=False)),
+        values=dict.fromkeys(LIST_STRIDES, "int"),
+    ),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
         "kDropout",
@@ -354,8 +360,6 @@ FEATURES = {
     ),
 }
 
-#: The features that no kernel has.
-WITHOUT_KERNELS = ("block_mask",)
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

@@ -181,9 +181,11 @@ __device__ __forceinline__ void clear_keys(T* row, int64 stride, int32 begin, in
 }
 
 // Stores zeros to a full dbias where a warp's rows skip key tiles: before key `begin` and from key `end` on. Nobody else
-// writes them, except for packed sequences, whose dbias also has elements outside all blocks and is cleared beforehand.
+// writes them, except for packed sequences, whose dbias also has elements outside all blocks, and under a sparse map: it
+// is then cleared beforehand.
 template <class Spec>
-inline constexpr bool kClearsSkippedDbias = Spec::kFullDbias && kRightLimit<Spec> && !Spec::kVarlen;
+inline constexpr bool kClearsSkippedDbias =
+    Spec::kFullDbias && kRightLimit<Spec> && !Spec::kVarlen && !Spec::kBlockMask;
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_skipped_dbias(const Record& params, const ScoreTile& first, int32 rows,
                                                     int32 begin, int32 end) {

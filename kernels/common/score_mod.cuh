@@ -9,17 +9,20 @@
 #pragma once
 #include "common/dropout.cuh"
 #include "common/functions.cuh.j2"
-#include "common/mask.cuh"
+#include "common/mask_function.cuh"
 #include "common/score_arrays.cuh"
 #include "common/softcap.cuh"
 #include "common/spec.cuh.j2"
 
 namespace fa2::common {
 
+// True if the caller's mask function is evaluated for every score.
+template <class Spec>
+inline constexpr bool kHidesByFunction = Spec::kMaskMod && !Spec::kBlockMask;
 // True if a score is more than product times scale. `score` then also scales it, unless kScalesInExponent.
 template <class Spec>
 inline constexpr bool kModifiesScores = Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask ||
-                                        Spec::kKeyPadding || Spec::kScoreMod || Spec::kMaskMod;
+                                        Spec::kKeyPadding || Spec::kScoreMod || kHidesByFunction<Spec>;
 // True if the features need many registers: for addresses and loaded values, or for the generator of dropout.
 template <class Spec>
 inline constexpr bool kNeedsRegisters =
@@ -52,8 +55,8 @@ inline constexpr bool kProductsFromDelta = !Spec::kDropout;
 // If the cap came first, behind its branch between polynomial and tanh, no exponential could start before all elements
 // are capped.
 template <class Spec>
-inline constexpr bool kCapsLate =
-    kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding && !Spec::kMaskMod;
+inline constexpr bool kCapsLate = kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
+                                  !Spec::kKeyPadding && !kHidesByFunction<Spec>;
 
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>
@@ -195,10 +198,13 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         if constexpr (Spec::kBias) x += kUnit * term.bias;
         if constexpr (Spec::kMask || Spec::kKeyPadding)
             if (!term.visible) x = -infinity<Real>();
-        if constexpr (Spec::kMaskMod)
-            if (!is_visible<Real>(mask_args_of(params_), batch_, head_, first.query + queries, first.key + keys))
-                x = -infinity<Real>();
+        if constexpr (kHidesByFunction<Spec>)
+            if (hides(first.query + queries, first.key + keys)) x = -infinity<Real>();
         return x;
+    }
+    // True if the caller's mask function hides the key.
+    __device__ __forceinline__ bool hides(int32 query, int32 key) const {
+        return !is_visible<Real>(mask_args_of(params_), batch_, head_, query, key);
     }
 
     __device__ __forceinline__ Dropout dropout() const {

@@ -6,6 +6,7 @@ namespace fa2 {
 
 using int32 = int;
 using int64 = long long;
+using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;

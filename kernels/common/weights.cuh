@@ -24,8 +24,9 @@ __device__ __forceinline__ Real marked(Real weight, bool keep) {
         return keep ? weight : -weight;
 }
 
-// Computes P and weights from capped products, for `take_weights`.
-template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held>
+// Computes P and weights from capped products, for `take_weights`. kByFunction: the caller's mask function hides keys.
+template <bool kTransposed, bool kRegular, bool kByFunction, class Spec, int kN8, class P, class Mod, class Mask,
+          class Lse, class Held>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse, const Held& held) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
@@ -60,7 +61,9 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                     x(i, j) = mod.capped(mod.called(
                         x(i, j), mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
-                const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                if constexpr (kByFunction)
+                    hidden = hidden || mod.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
                 float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(x(i, j));
@@ -96,10 +99,12 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
     if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
-    if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+    if (kMasksByFunction<Spec> && masked)
+        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held);
+    else if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
+        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
     else
-        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
@@ -125,7 +130,8 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             Real slope;
             const Real capped = mod.capped(mod.called(x(i, j), position, slope));
             const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
-            const bool hidden = masked && mask.hides(query, key);
+            bool hidden = masked && mask.hides(query, key);
+            if constexpr (kMasksByFunction<Spec>) hidden = hidden || (masked && mod.hides(query, key));
             const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
@@ -229,12 +235,7 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
                 p(i, j) = exp_accurate(rounded_product(p(i, j), params.softmax_scale) - lse(i, j));
-        if (outside.behind | outside.before) {
-            if constexpr (kTransposed)
-                mask_transposed(p, mask, tile.position, Real(0));
-            else
-                mask_scores(p, mask, tile.position, Real(0));
-        }
+        if (outside.behind | outside.before) hide_scores<kTransposed, Spec>(p, mask, params, tile, Real(0));
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll

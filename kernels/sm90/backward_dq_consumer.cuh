@@ -58,7 +58,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     friend Base;
-    static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
+    static constexpr int kMaxSkipped = common::kListsTiles<Spec> ? 0 : ceil_div(kBr - kGroupRows, kBc);
     // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
     // first one, which waits for it, has not released.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);

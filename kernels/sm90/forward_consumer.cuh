@@ -44,7 +44,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
     // for its turn or for a V whose stage it has not released.
-    static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
+    static constexpr int kMaxSkipped =
+        common::kListsTiles<Spec> ? 0 : min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Scores = QuadFragment<kBc / 8>;

@@ -15,12 +15,13 @@ from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
+from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in ("parts", "units"))  # of float32 inputs
 ADDED = ("dq_accum", SHARES)  # of float32, as tiles: workspaces to which kernels add
-WORKSPACES = (*ADDED, EXCEPTIONS, *PARTS)
+WORKSPACES = (*ADDED, EXCEPTIONS, *PARTS, KEY_LISTS, QUERY_LISTS)
 
 
 class Launch:
@@ -85,6 +86,8 @@ class Launch:
             kind = self._kinds[name].partition("_")[2]
             dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, "float32"))
             return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
+        if name in ("block_mask", "states"):
+            return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
         of_keys = name in ("k", "v", "dk", "dv")
         if name not in self.pointers and f"{name}_parts" in self.pointers:
             return self._joined(name, "k" if of_keys else "q")
@@ -112,6 +115,14 @@ class Launch:
         batch, row, head = (stride * dtype.itemsize for stride in self.values[f"{name}_strides"])
         shape = (self.batch, rows, heads, self.spec.head_dim)
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
+
+    def _map_shape(self) -> tuple[int, ...]:
+        """That of the states of a sparse map's tiles."""
+        tiles = self.values["map_rows"], self.values["map_columns"]
+        if "map_batches" in self.values:
+            return self.values["map_batches"], self.values["map_heads"], *tiles
+        heads = self.values["num_heads"]
+        return self.stage.blocks // (heads * np.prod(tiles)), heads, *tiles
 
     def _argument(self, name: str) -> np.ndarray:
         """An array of a function of the caller's, or its gradient. Where it has axes, the record has their layout."""

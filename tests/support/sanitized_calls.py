@@ -40,6 +40,7 @@ def main() -> None:
     with_settings()
     with_functions()
     packed()
+    sparse()
     of_parts()
     cupy.cuda.Device().synchronize()
 
@@ -121,6 +122,19 @@ def packed() -> None:
     for dtype, head_dim in FEATURE_KINDS:
         inputs = make_inputs(dtype, seqlen_q=240, seqlen_k=240, num_heads=2, head_dim=head_dim, xp=cupy)
         check_calls(*(x[0] for x in inputs), dtype, {**offsets, "causal": True})
+
+
+def sparse() -> None:
+    """Maps: the kernel that makes one, those that list its tiles, and all that visit them."""
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 250, "seqlen_k": 230}
+    ids = cupy.asarray(np.repeat(np.arange(5, dtype="int32"), 50)[None].repeat(2, axis=0))
+    for dtype, head_dim in FEATURE_KINDS:
+        q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, head_dim=head_dim, xp=cupy)
+        made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 250, 230, tile=(64, 64))
+        own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
+        check_calls(q, k, v, do, dtype, own)
+        given = fa2cupy.BlockMask(cupy.asarray(np.eye(2, dtype=bool)), 250, 230)
+        check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
