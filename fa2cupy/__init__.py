@@ -1,5 +1,6 @@
 """FlashAttention-2 for CuPy and NumPy arrays: forward, Delta, backward and decoding as functions."""
 
+from . import mods
 from ._version import __version__
 from .ahead import precompile
 from .api import backward, decode, delta, forward, merge
@@ -9,9 +10,12 @@ from .families.tile import TileConfig
 from .inspection import info, legal_configs
 from .jit.cache import clear_cache
 from .lengths import cu_seqlens
+from .problem.block_mask import BlockMask
 from .settings import cache_dir, configure_logging
+from .sparse import block_mask
 
 __all__ = [
+    "BlockMask",
     "KernelCompileError",
     "KernelLaunchError",
     "TileConfig",
@@ -19,6 +23,7 @@ __all__ = [
     "__version__",
     "attention",
     "backward",
+    "block_mask",
     "cache_dir",
     "clear_cache",
     "cu_seqlens",
@@ -28,6 +33,7 @@ __all__ = [
     "info",
     "legal_configs",
     "merge",
+    "mods",
     "precompile",
 ]
 configure_logging()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 import numpy.typing as npt
 
@@ -20,7 +21,10 @@ from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
 from .plan.specs import default_specs
 from .problem.arguments import check_bool
+from .problem.array_types import Array
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
+from .problem.feature_checks import extra_gradients
+from .problem.features import FeatureKeywords
 from .system.progress import progress as progress_bar
 
 __all__ = ["precompile"]
@@ -34,6 +38,11 @@ def precompile(
     causal: bool | Iterable[bool] = (False, True),
     methods: str | Iterable[str] = ("single_pass", "two_pass"),
     features: str | Iterable[str] | Iterable[Iterable[str]] = (),
+    score_mod: Callable[..., Any] | None = None,
+    score_args: Sequence[Array] = (),
+    mask_mod: Callable[..., Any] | None = None,
+    mask_args: Sequence[Array] = (),
+    return_dscore_args: bool = False,
     head_dim_v: int | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
@@ -54,6 +63,12 @@ def precompile(
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
         the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, and ``"dlse"``, ``"return_dbias"`` and
         ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values.
+    score_mod, mask_mod : callable, optional
+        Functions that all the calls have, as for `forward`: their kernels depend on what the functions compute.
+    score_args, mask_args : sequence of numpy.ndarray, optional
+        Arrays like those of the calls. Only dtypes and numbers of axes matter, and lengths of vectors that are summed.
+    return_dscore_args : bool, optional
+        True if the backward returns the gradients of `score_args`.
     head_dim_v : int, optional
         Columns of v if they differ from head_dim.
     config : TileConfig, or dict of TileConfig by operation, optional
@@ -105,6 +120,11 @@ def precompile(
     for masked in masks:
         check_bool("causal", masked)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
+    functions: FeatureKeywords = {
+        "score_mod": score_mod, "score_args": score_args, "mask_mod": mask_mod, "mask_args": mask_args
+    }  # fmt: skip
+    if extra_gradients(functions, False, False, return_dscore_args):
+        combinations = [(*names, "return_dscore_args") for names in combinations]
     specs: dict[KernelSpec, None] = {}
     for device, dtype, head_dim, masked, method, names in itertools.product(
         devices, dtypes, head_dims, masks, passes, combinations
@@ -112,7 +132,8 @@ def precompile(
         for one in _families(device, dtype, method, family):
             call = (device, dtype, head_dim, masked, method, one)
             for num_splits in _numbers_of_splits(*call):
-                specs |= dict.fromkeys(default_specs(*call, features=names, config=config, num_splits=num_splits))
+                found = default_specs(*call, features=names, config=config, num_splits=num_splits, functions=functions)
+                specs |= dict.fromkeys(found)
     return _compile_all(list(specs), jobs or os.cpu_count() or 1, progress)
 
 

@@ -118,6 +118,21 @@ def forward(
         Upper bounds of the lengths of sequences. The default is the total, and larger values count as the total. NumPy
         raises ValueError for longer sequences, and for offsets that decrease or leave the arrays. On the GPU, where
         offsets are not read on the host, the rows of a sequence beyond the bound count as rows outside all sequences.
+    score_mod : callable
+        ``score_mod(score, b, h, q, k, *score_args)`` returns a score in place of ``softmax_scale * q k^T``, ahead of
+        all other features. `b` is the number of the sequence, `h` that of the query head, and `q` and `k` are
+        positions, counted from the start of the sequence. See Notes; `fa2cupy.mods` has examples.
+    score_args : tuple of ndarray
+        The arrays of `score_mod`: of bools, of any integer dtype, or of float16, bfloat16, float32 or float64.
+        `backward` has gradients for the last.
+    mask_mod : callable
+        ``mask_mod(b, h, q, k, *mask_args)`` returns a truth value: whether key `k` is visible to query `q`.
+    mask_args : tuple of ndarray
+        The arrays of `mask_mod`.
+    block_mask : BlockMask
+        A sparse map of tiles, made by `fa2cupy.block_mask` from the same `mask_mod`, or given directly, of the library
+        and on the device of q. Tiles without a visible key are not read, and `mask_mod` is not evaluated in those that
+        are visible as a whole.
 
     Raises
     ------
@@ -126,6 +141,8 @@ def forward(
         the wrong type; a keyword is unknown.
     ValueError
         Shapes, devices or values do not fit; `out` is read-only or overlaps; `config` is not legal.
+    IndexError
+        A function reads outside an array, on NumPy.
     UnsupportedProblemError
         head_dim is above 256, or no kernel supports the dtype or a feature on this GPU.
     KernelCompileError, KernelLaunchError
@@ -158,6 +175,26 @@ def forward(
     2**50, infinite or NaN; or the largest values of a column of q and of k would make a score above 32. The call
     allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64
     and lengths to one of 128.
+
+    `score_mod` and `mask_mod` are called once, with symbols in place of numbers, for each combination of dtypes and
+    numbers of axes of their arrays; the expressions that they return are evaluated for whole tiles, hidden keys
+    included. Numbers that they take from their closure are those of this first call. They can use Python's operators
+    (``//`` and ``%`` of ints, with the rounding of Python), comparisons, ``& | ~``, elements such as ``table[h, k]`` of
+    their arrays, ``x.astype(int)``, and NumPy's where, minimum, maximum, clip, abs, exp, exp2, log, log1p, tanh, sqrt,
+    sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
+    ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. Ints have 32 bits; floats have the
+    dtype of lse. An index outside an array raises IndexError: np.clip keeps it inside. Derivatives are found from the
+    expressions; comparisons, floor and ints have none.
+
+    On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
+    an array is clamped, and the values of ints are not checked.
+
+    Kernels regroup the tiles of a map to their own: by default they take tiles that divide the map's, if there are such
+    among the default ones. In a tile of theirs that meets several of the map's, the function tells which keys are
+    visible. A map without a function must have tiles that consist of the kernels'; the error names those that do. Each
+    call writes lists of the tiles that it visits, with causal, window and the ends of sequences in them: 4 bytes for
+    each pair of tiles, once for all heads or sequences that share a map, and in `backward` once for each query head of
+    a group. float32 data are then multiplied on CUDA cores.
 
     All features can be combined. Sources: windows, Beltagy et al. 2020 (Longformer); soft caps, Gemma Team 2024 (Gemma
     2); ALiBi, Press et al. 2022; sinks, Xiao et al. 2024 and OpenAI 2025 (gpt-oss); dropout, Srivastava et al. 2014,
@@ -230,6 +267,7 @@ def backward(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_args: bool = False,
     method: str | None = None,
     deterministic: bool = False,
     layout: str = "bshd",
@@ -258,6 +296,8 @@ def backward(
         Gradient for lse, for example that of a z-loss or of merged partial results.
     return_dbias, return_dsink : bool, optional
         Also returns the gradient of `bias`, and of `sink`.
+    return_dscore_args : bool, optional
+        Also returns the gradients of the floating-point arrays in `score_args`, in their order.
     method : {None, "single_pass", "two_pass"}, optional
         ``"single_pass"`` computes every tile of scores once, and adds up dq, or dk and dv, in memory with atomics.
         ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
@@ -265,8 +305,9 @@ def backward(
     deterministic : bool, optional
         Allows only methods whose results are bit-reproducible from run to run.
     out : tuple of (ndarray or None), optional
-        Arrays ``(dq, dk, dv)``, and dbias and dsink if requested, to write the results to. They must not overlap each
-        other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not overlap.
+        Arrays ``(dq, dk, dv)``, and dbias, dsink and dscore_args if requested, to write the results to. They must not
+        overlap each other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not
+        overlap.
     config : TileConfig, or dict of TileConfig by operation, optional
         Tile of the kernel ``"backward"`` (single_pass), or tiles of ``"backward_dq"`` and ``"backward_dkdv"``
         (two_pass); a single TileConfig applies to all of them.
@@ -287,6 +328,9 @@ def backward(
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
         axes it is bit-reproducible. On the GPU, dbias implies ``"two_pass"`` in all families but ``"simt"``.
+    *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
+        If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
+        summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
 
     Notes
     -----
@@ -326,6 +370,7 @@ def backward(
         return_dsink,
         num_splits,
         precision,
+        return_dscore_args,
     )
     return backend_of("q", q).backward(q, k, v, o, lse, do, delta, dlse, out, options, keywords)
 

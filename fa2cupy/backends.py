@@ -15,7 +15,7 @@ __all__ = ["backend_of"]
 
 
 def backend_of(name: str, array: object) -> ModuleType:
-    """The module with the calls for an array, `forward` among them; `name` is the argument's name in errors."""
+    """The module with the calls for an array; `name` is the argument's name in errors."""
     if isinstance(array, np.ndarray):
         return cpu
     cupy = sys.modules.get("cupy")

@@ -33,6 +33,7 @@ def attention(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_args: bool = False,
     return_lse: bool = False,
     config: Mapping[str, TileConfig] | None = None,
     family: str | None = None,
@@ -46,7 +47,7 @@ def attention(
     ----------
     q, k, v, causal, softmax_scale, layout, family, **keywords
         As for `forward`.
-    method, deterministic, return_dbias, return_dsink
+    method, deterministic, return_dbias, return_dsink, return_dscore_args
         As for `backward`.
     return_lse : bool, optional
         Also returns lse, for example for a z-loss.
@@ -96,8 +97,10 @@ def attention(
         "deterministic": deterministic,
         "return_dbias": return_dbias,
         "return_dsink": return_dsink,
+        "return_dscore_args": return_dscore_args,
     }
-    extra_gradients(keywords, return_dbias, return_dsink)  # errors are raised before the forward runs
+    # Errors are raised before the forward runs.
+    extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     o, lse = forward(q, k, v, **shared)
 
     def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
@@ -113,7 +116,7 @@ def attention(
         Returns
         -------
         dq, dk, dv : ndarray
-        dbias, dsink : ndarray
+        dbias, dsink, *dscore_args : ndarray
             The requested ones.
         """
         return backward(q, k, v, o, lse, do, dlse=dlse, **own, **shared)

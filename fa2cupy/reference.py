@@ -96,13 +96,15 @@ def backward(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_args: bool = False,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, ...]:
     """`fa2cupy.backward` in float64.
 
     Parameters
     ----------
-    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
+    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, return_dscore_args,
+    **keywords
         As for `fa2cupy.backward`.
     o, lse : ndarray
         As for `fa2cupy.backward`, or in float64 as `forward` returns them.
@@ -110,7 +112,7 @@ def backward(
     Returns
     -------
     dq, dk, dv : ndarray of float64, shapes of q, k, v
-    dbias, dsink : ndarray of float64, shapes of bias, sink
+    dbias, dsink, *dscore_args : ndarray of float64, shapes of bias, sink and the floating-point score_args
         Only if asked for.
     """
     check_keywords(backward, keywords)
@@ -118,7 +120,7 @@ def backward(
     array_backend({"q": q, "o": o, "lse": lse, "do": do}, {"dlse": dlse})
     for name, array, shape in (("o", o, problem.o_shape), ("lse", lse, problem.lse_shape), ("do", do, problem.o_shape)):
         check_array(name, array, shape, array.dtype, "q")
-    extra = extra_gradients(keywords, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").backward(q, k, v, o, lse, do, dlse, extra)
 
@@ -168,24 +170,26 @@ def baseline_backward(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_args: bool = False,
     **keywords: Unpack[FeatureKeywords],
 ) -> tuple[Array, ...]:
     """The formulas of `backward` in the working precision, with o and lse of `baseline_forward`.
 
     Parameters
     ----------
-    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
+    q, k, v, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, return_dscore_args,
+    **keywords
         As for `fa2cupy.backward`.
 
     Returns
     -------
     dq, dk, dv : ndarray, shapes and dtype of q, k, v
-    dbias, dsink : ndarray, shapes and dtypes of bias, sink
+    dbias, dsink, *dscore_args : ndarray, shapes and dtypes of bias, sink and the floating-point score_args
         Only if asked for.
     """
     check_keywords(baseline_backward, keywords)
     problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
-    extra = extra_gradients(keywords, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         formulas = Formulas(problem, keywords, q, problem.accumulator_dtype, q.dtype)
         return formulas.backward(q, k, v, *formulas.forward(q, k, v), do, dlse, extra)
@@ -205,6 +209,7 @@ def gradient_noise(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_args: bool = False,
     **keywords: Unpack[FeatureKeywords],
 ) -> dict[str, float]:
     """Bounds of the error that one rounding of every product in dP and delta causes in gradients whose terms cancel.
@@ -215,17 +220,18 @@ def gradient_noise(
 
     Parameters
     ----------
-    q, k, v, o, lse, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, **keywords
+    q, k, v, o, lse, do, causal, softmax_scale, layout, dlse, return_dbias, return_dsink, return_dscore_args,
+    **keywords
         As for `backward`.
 
     Returns
     -------
     dict of float
-        ``"dq"`` and ``"dk"``, and ``"dbias"`` and ``"dsink"`` if asked for, in units of the machine epsilon of the
-        sums.
+        ``"dq"`` and ``"dk"``, and those of ``"dbias"``, ``"dsink"`` and ``"dscore_args[0]"`` and so on that are asked
+        for, in units of the machine epsilon of the sums.
     """
     check_keywords(gradient_noise, keywords)
     problem = problem_from_arrays(q, k, v, causal=causal, softmax_scale=softmax_scale, layout=layout, **keywords)
-    extra = extra_gradients(keywords, return_dbias, return_dsink)
+    extra = extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
     with device_context(q):
         return Formulas(problem, keywords, q, "float64", "float64").noise(q, k, v, o, lse, do, dlse, extra)

@@ -6,7 +6,7 @@ With ``e = max|result - reference|`` and ``E = max|baseline - reference|``, ``e`
     dq, dk, dv of 16-bit data  3 E + 1e-5 of the largest
     lse of 16-bit data         1e-4; 1e-3 if the largest is above 32; 1e-6 of the largest where that is more
     o, dq, dk, dv of float32   1e-5 of the largest (1e-12 for float64)
-    dbias, dsink               as dq
+    dbias, dsink, dscore_args  as dq
     lse of float32             1e-5 of the largest, or of 1 where that is more (1e-12 for float64)
     delta                      1e-5 of the largest (1e-12 for float64)
 
@@ -34,8 +34,8 @@ The second bound applies if all of the following hold:
   large terms, and most of the error comes from that of o, which is an input.
 - There are at least 100 errors, counted as ``sum(e**2)**2 / sum(e**4)`` of the baseline's errors.
 
-lse and delta have no second bound because the first is tight enough; dbias and dsink have none because they are sums of
-few terms, or of many that cancel.
+lse and delta have no second bound because the first is tight enough; dbias, dsink and dscore_args have none because
+they are sums of few terms, or of many that cancel.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from .numerics.arrays import array_module, device_context
 from .numerics.comparison import Comparison, assert_within_baseline, largest
 from .problem.array_types import Array
 from .problem.checks import problem_from_arrays, problem_from_outputs
+from .problem.feature_checks import extra_gradients
+from .problem.function_checks import floating_arguments
 from .problem.keywords import check_keywords
 
 if TYPE_CHECKING:
@@ -103,9 +105,11 @@ class Expectation:
         options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout, **keywords}
         self._inputs, self._do, self._options = (q, k, v), do, options
         self._gradient_options = options | {"dlse": dlse}
-        self._extra = {f"d{name}": options[name] for name in ("bias", "sink") if options.get(name) is not None}
-        self._gradient_options |= {f"return_{name}": True for name in self._extra}
         self.problem = problem_from_arrays(q, k, v, **options)
+        wanted = {f"return_d{name}": options.get(name) is not None for name in ("bias", "sink")}
+        wanted["return_dscore_args"] = options.get("score_mod") is not None and bool(floating_arguments(options))
+        self._extra = extra_gradients(options, **wanted)
+        self._gradient_options |= wanted
 
     def unwritten(self, *names: str) -> tuple[Array, ...]:
         """New arrays for the named results, to pass as ``out=``. They are all NaN, so that unwritten elements fail."""
@@ -125,7 +129,7 @@ class Expectation:
         spec : object, optional
             Kernel or tile that the text of a failure names.
         **results : ndarray
-            Any of o, lse, dq, dk, dv, dbias and dsink.
+            Any of o, lse, dq, dk, dv, dbias, dsink, and ``**{"dscore_args[0]": ...}`` and so on.
 
         Returns
         -------

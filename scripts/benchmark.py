@@ -40,6 +40,17 @@ decode
     `fa2cupy.decode` in bfloat16 on caches of one length, ragged lengths and pages: bytes of keys and values over time,
     beside a device copy (what it reads and writes over its time) and, where they take the shape, PyTorch's operators.
     In decode.csv.
+functions
+    The ready-made functions of `fa2cupy.mods` in bfloat16, with 16384 tokens in one or two sequences, measured as in
+    features, beside compiled FlexAttention with the same functions: its compiler takes most of the time, once for each
+    function and size (``--functions`` names some). In functions.csv; ``over_plain`` of softcap and alibi is the time of
+    the built-in keyword over that of the function, of others 1; ``tflops`` counts visible pairs. The table at the end
+    has FlexAttention's time over ours.
+sparse
+    Calls with sparse maps, in bfloat16, with 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs of the
+    tiles that are visited, and ``ratio`` is it over that of the call without a map. One head is held against float64
+    first. Then the map of documents in 131072 x 131072, beside PyTorch's ``create_block_mask``. In sparse.csv; the
+    table at the end has the ratios.
 """
 
 from __future__ import annotations
@@ -54,8 +65,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import features
-from common import decoding
+from common import decoding, function_cases
 from common.check import HeadCheck, check_equal
+from common.flex import FlexFunctions
 from common.measure import (
     TRAINING,
     Candidate,
@@ -76,6 +88,8 @@ from common.measure import (
 )
 from common.peers import DEFAULT_OPERATIONS, OPERATIONS, PEERS, Fa2cupy, available_peers
 from common.plots import bar_panels, can_plot
+from common.sparse import COLUMNS as SPARSE_COLUMNS
+from common.sparse import SparseBenchmark, sparse_problems, sparse_table
 from common.startup import COLUMNS as STARTUP_COLUMNS
 from common.startup import measure_startup
 from common.tables import ratio_table, smallest_ratio, speed_table
@@ -87,7 +101,9 @@ COLUMNS = (
     "tile", "ms_median", "ms_min", "ms_max", "tflops", "ratio", "extra_bytes", "host_us",
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
-SECTIONS = ("speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode")
+SECTIONS = (
+    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "sparse",
+)  # fmt: skip
 #: The sections whose rows benchmark.csv has.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
@@ -331,7 +347,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
     """What an earlier run is shown by: its table, and the plots, where there are any and they can be drawn."""
-    tables = {"model": model_table, "precision": precision_table}
+    tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table}
     for column, table in tables.items():
         if column in rows[0]:
             print(*table(rows), sep="\n")
@@ -389,8 +405,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="NAME",
         help=f"of {', '.join(OPERATIONS)}",
     )
+    names = tuple(function_cases.FUNCTIONS)
+    add("--functions", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--peers", nargs="*", choices=tuple(PEERS), default=tuple(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
-    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features: 5), with --quick 3")
+    add("--rounds", type=positive_int, metavar="N", help="default: 7 (models, features, functions: 5), with --quick 3")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add(
         "--plot-only",
@@ -433,8 +451,12 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         some = [peer for peer in peers if peer.name in decoding.PEERS]
         path = folder / "decode.csv"
         benchmark.failures += decoding.run_decode(gpu, some, options.short_rounds, MODEL_BUDGET_MS, path)
+    if "sparse" in options.sections:
+        benchmark.failures += run_sparse(options, gpu, folder / "sparse.csv")
     if "features" in options.sections:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
+    if "functions" in options.sections:
+        benchmark.failures += run_functions(options, gpu, folder / "functions.csv")
     return benchmark
 
 
@@ -492,11 +514,35 @@ def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[s
     return [text for run in runs for text in run.failures]
 
 
+def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """The section sparse; returns what failed."""
+    run = SparseBenchmark(gpu, stamp_of(gpu), options.short_rounds, MODEL_BUDGET_MS)
+    problems = list(sparse_problems())
+    with progress(len(problems), "sparse") as bar:
+        for problem in problems:
+            run.measure(problem, bar.write)
+            write_csv(path, SPARSE_COLUMNS, run.rows)
+            bar.update()
+    run.measure_maps()
+    write_csv(path, SPARSE_COLUMNS, run.rows)
+    print("", *sparse_table(run.rows), "", sep="\n")
+    return run.failures
+
+
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
     """The section features; returns what failed."""
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
     features.measure_all(run, features.all_cases(PEER_FEATURES, features.HEAD_DIMS, features.SEQLENS), path)
+    print("", *features.table(run.rows), "", sep="\n")
+    return run.failures
+
+
+def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
+    """The section functions; returns what failed."""
+    peers = available_peers(gpu, ["flex"], {"flex": FlexFunctions})
+    run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
+    features.measure_all(run, function_cases.all_cases(options.functions, features.HEAD_DIMS), path)
     print("", *features.table(run.rows), "", sep="\n")
     return run.failures
 

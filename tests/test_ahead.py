@@ -84,12 +84,21 @@ def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, full_bias:
 
 
 def launched_by(
-    monkeypatch, kind: tuple, names: tuple[str, ...], head_dim: int, head_dim_v: int | None
+    monkeypatch,
+    kind: tuple,
+    names: tuple[str, ...],
+    head_dim: int,
+    head_dim_v: int | None,
+    functions: dict | None = None,
 ) -> set[KernelSpec]:
-    """The kernels that calls with these features launch: with both masks, all methods, and each kind of bias."""
+    """The kernels that calls with these features launch: with both masks, all methods, and each kind of bias.
+
+    `functions`: the keywords of functions that they have, and all gradients of.
+    """
     pytest.importorskip("cupy", exc_type=ImportError)
     from support import fake_gpu
     from support.fake_cupy import place
+    from support.traced_cases import on_gpu
 
     from fa2cupy.families import sm90
 
@@ -106,6 +115,9 @@ def launched_by(
             {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
             for options in call_options(names, dtype, *kind_of_bias)
         )
+        if functions:
+            forward |= on_gpu(functions)
+            backward["return_dscore_args"] = True
         with fake_gpu.fake_gpu(monkeypatch, arch, run=lambda launch: None) as launched:
             for num_splits in (1,) if dtype not in ("float16", "bfloat16") else (1, 3):
                 shared = {"causal": causal, "family": family, "num_splits": num_splits, **forward}
@@ -134,10 +146,34 @@ def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch
 
 
 def test_every_feature_of_calls_can_be_compiled_ahead():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {
-        "seed"
-    }
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
+    names -= {"seed", "score_mod", "score_args", "mask_mod", "mask_args", "block_mask"}  # kernels depend on functions
     assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_KEYWORDS)
+
+
+@pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "cu_seqlens")], ids=("alone", "with more"))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
+def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(listed, monkeypatch, kind, names):
+    """For arrays of the same dtypes and numbers of axes, and vectors of the same length."""
+
+    def scored(score, b, h, q, k, table, x):
+        return score + table[h, k % 5] * x[b, q].sum()
+
+    def hidden(b, h, q, k, ids):
+        return ids[b, q] == ids[b, k]
+
+    def functions(*shapes: tuple) -> dict:
+        table, x, ids = (np.zeros(shape, dtype) for shape, dtype in zip(shapes, ("float16", "float32", "int32")))
+        return {"score_mod": scored, "score_args": (table, x), "mask_mod": hidden, "mask_args": (ids,)}
+
+    arch, dtype, family = kind
+    examples = functions((1, 1), (1, 1, 7), (1, 1))
+    ahead_of_calls = listed(
+        arch, dtypes=dtype, head_dims=60, features=names, family=family, **examples, return_dscore_args=True
+    )
+    own = functions((4, 5), (3, 60, 7), (3, 60))
+    assert launched_by(monkeypatch, kind, names, 60, None, own) == ahead_of_calls
+    assert any("dscore_args" in spec.features for spec in ahead_of_calls)
 
 
 def test_several_combinations_are_several_kinds_of_calls(listed):
@@ -191,6 +227,19 @@ WRONG = {
     "feature number": ("sm_80", {"features": 3}, TypeError, "^features: expected a str, got int"),
     "features mixed": ("sm_80", {"features": ["sink", ("mask",)]}, TypeError, "^features: expected names for one call"),
     "gradient alone": ("sm_80", {"features": "return_dsink"}, ValueError, "^features: 'return_dsink' needs 'sink'"),
+    "gradient of no function": (
+        "sm_80",
+        {"return_dscore_args": True},
+        ValueError,
+        "^return_dscore_args: there is no score",
+    ),
+    "function": (
+        "sm_80",
+        {"mask_mod": lambda q, k: q > k},
+        TypeError,
+        "^mask_mod: expected a function of 4 parameters",
+    ),
+    "arrays": ("sm_80", {"score_args": (np.zeros(3),)}, ValueError, "^score_args: there is no score_mod"),
     "family": ("sm_80", {"family": "sm90"}, UnsupportedProblemError, "^family 'sm90' does not run on A100"),
 }
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from support.traced_cases import ready_made
 
-from fa2cupy import TileConfig, legal_configs
+from fa2cupy import TileConfig, legal_configs, precompile
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.operations import OPERATIONS, TILED
@@ -197,6 +198,23 @@ def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernel
     assert kernel.spill_bytes <= (exemption.allowed_bytes if exemption else 0), (
         f"{spec} spills {kernel.spill_bytes} bytes"
     )
+
+
+#: Most bytes of spills of kernels with functions: by (dtype, head_dim) of those of `single_pass`, and of all others.
+SPILLED = {("bfloat16", 64): 1100, ("bfloat16", 128): 256, ("float32", 64): 128, ("float32", 128): 640}
+SPILLED_ELSEWHERE = 640
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("dtype", "head_dim"), SPILLED)
+@pytest.mark.parametrize("name", ("softcap", "document", "t5_relative"))
+def test_kernels_with_functions_do_not_serialise_wgmma(name, dtype, head_dim):
+    options = ready_made(1, 1, 128, 128)[name].options
+    for kernel in precompile("sm_90", dtypes=dtype, head_dims=head_dim, causal=True, **options):
+        if "_sm90_" in kernel.symbol:
+            assert not re.search(r"C75\d\d", kernel.log), kernel.log
+            single_pass = kernel.symbol.startswith("fa2_backward_sm90")
+            assert kernel.spill_bytes <= (SPILLED[dtype, head_dim] if single_pass else SPILLED_ELSEWHERE), kernel.symbol
 
 
 def test_volta_is_compiled_for_where_nvrtc_still_is():

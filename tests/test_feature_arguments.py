@@ -10,12 +10,14 @@ import pytest
 from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
-from fa2cupy import UnsupportedProblemError
+from fa2cupy import UnsupportedProblemError, block_mask, mods
 from fa2cupy.families import choice as families
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
+from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.features import ARRAY_KEYWORDS, FEATURES, NO_SETTINGS, FeatureKeywords, FeatureSettings, Sizes
+from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.problem.softcap import FITS, softcap_values
 from fa2cupy.testing import make_inputs
 
@@ -246,26 +248,33 @@ def test_lower_ranks():
 # --------------------------------------------------------------------------------------------------- what kernels need
 
 
+SCORE_MOD = bound_function("score_mod", mods.softcap(2.0), ())
+MASK_MOD = bound_function("mask_mod", mods.causal(), ())
+MAP = block_mask(mods.causal(), (), 1, 1, 8, 8).layout
+
+
 def settings_of(**options) -> FeatureSettings:
     return problem_from_arrays(*inputs_of("float32")[:3], **options).settings
 
 
 def test_every_feature_has_its_row_and_its_numbers():
-    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__} - {
-        "seed"
-    }
-    only_kernels = {"wide_bias", "dbias", "full_dbias", "dlse"}
+    names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
+    names -= {"seed", "score_args", "mask_args"}
+    only_kernels = {"wide_bias", "dbias", "full_dbias", "dscore_args", "dlse"}
     assert names | only_kernels == set(FEATURES)
     arrays = {array for name, need in FEATURES.items() if name not in only_kernels for array in need.arrays}
-    assert arrays == set(ARRAY_KEYWORDS)
+    assert arrays == {*ARRAY_KEYWORDS, KEY_LISTS, QUERY_LISTS}
     everything = dataclasses.replace(
-        NO_SETTINGS, window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
+        NO_SETTINGS, score_mod=SCORE_MOD, mask_mod=MASK_MOD, block_mask=MAP,
+        window=(3, None), softcap=2.0, dropout_p=0.5, seed=2**40 + 7, num_sequences=2,
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
-    assert everything.features == tuple(name for name in FEATURES if name not in ("dbias", "full_dbias", "dlse"))
+    assert everything.features == tuple(
+        name for name in FEATURES if name not in ("dbias", "full_dbias", "dscore_args", "dlse")
+    )
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
-        "window_left": 3, "window_right": 100, **softcap_values(2.0, 0.25),
-        "alibi_scale": math.log2(math.e) / softcap_values(2.0, 0.25)["capped_log2"],
+        "window_left": 3, "window_right": 100, **softcap_values(2.0, 1.0),  # a score function gets scaled products
+        "alibi_scale": math.log2(math.e) / softcap_values(2.0, 1.0)["capped_log2"],
         "dropout_threshold": 0x80008000, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
         "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip

@@ -14,13 +14,14 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
-from support.feature_cases import numbers, options_of
+from support.feature_cases import extras, gradient_names, numbers, options_of
 from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 from support.float32_parts import split_parts
 from support.launch_record import Launch
 from support.simulated_problems import HOPPER, draw
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
+from support.traced_cases import on_gpu, ready_made
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.errors import UnsupportedProblemError
@@ -63,11 +64,12 @@ def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **optio
     q, k, v, do = inputs
     options["family"] = kernels.family
     results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], **options), strict=True))
-    # Two passes alone give dbias, and would run for it in one pass, too.
-    given = [name for name in ("bias", "sink") if name in options and (name, kernels.method) != ("bias", "single_pass")]
-    more = {f"return_d{name}": True for name in given} | {"dlse": dlse, "out": out[1], "method": kernels.method}
-    gradients = backward(q, k, v, results["o"], results["lse"], do, **more, **options)
-    return results | dict(zip((*GRADIENTS, *(f"d{name}" for name in given)), gradients, strict=True))
+    switches = extras(options)
+    if kernels.method == "single_pass":  # two passes alone give the others, and would run for them in one pass, too
+        switches = {name: True for name in switches if name == "return_dsink"}
+    more = {"dlse": dlse, "out": out[1], "method": kernels.method}
+    gradients = backward(q, k, v, results["o"], results["lse"], do, **switches, **more, **options)
+    return results | dict(zip(gradient_names(options, switches), gradients, strict=True))
 
 
 def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
@@ -205,6 +207,22 @@ def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, 
     specs = [stage.spec for stage in launched if stage.spec.operation == "backward_dq"]
     assert [(spec.family, spec.is_fallback) for spec in specs] == [(kernels.family, False), ("simt", True)]
     assert all(("full_dbias" in spec.features) == (not repeated) for spec in specs)
+
+
+@pytest.mark.sample(name=("document", "t5_relative"))
+@pytest.mark.parametrize("name", ready_made(1, 2, 150, 210))
+def test_ready_made_functions(launched, kernels, name):
+    check(draw("float32", (150, 210), 64), launched, kernels, **on_gpu(ready_made(1, 2, 150, 210)[name].options))
+
+
+@pytest.mark.parametrize("kernels", ["sm90, two_pass", "sm80, two_pass"], indirect=True)
+def test_the_gradient_of_a_functions_array(launched, kernels):
+    """Also of heads that are left to IEEE arithmetic, with a soft cap behind the function and dropout."""
+    lengths = (150, 210)
+    inputs = draw("float32", lengths, 64, (2, 2), batch=2)
+    inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
+    options = {"softcap": 2.0, "dropout_p": 0.3, "seed": 5, "score_args": (place(numbers((2, 3), "float32")),)}
+    check(inputs, launched, kernels, score_mod=lambda score, b, h, q, k, t: score * t[h, (q + k) % 3], **options)
 
 
 @pytest.mark.sample(options=({"causal": True},))

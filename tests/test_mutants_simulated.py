@@ -20,7 +20,7 @@ pytest.importorskip("cupy")
 import ptxsim
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
-from support.feature_cases import options_of
+from support.feature_cases import accumulator, extras, gradient_names, options_of
 from support.simulated_problems import (
     FEW_MULTIPROCESSORS,
     HOPPER,
@@ -35,6 +35,7 @@ from support.simulated_problems import (
 )
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed
+from support.traced_cases import on_gpu, ready_made
 
 from fa2cupy import TileConfig, reference
 from fa2cupy.jit.spec import KernelSpec
@@ -81,6 +82,7 @@ class Problem:
     hopper_tile: TileConfig | None = None
     feature: str = ""  # as `feature_cases.options_of` calls it
     view: Callable = place  # how the feature's arrays lie
+    function: str = ""  # as `traced_cases.ready_made` calls it
     scores: Callable = tuple  # from inputs to those with other scores
     rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
     device: str = ""  # instead of the one of the tests of Hopper's kernels
@@ -89,13 +91,17 @@ class Problem:
 
     @property
     def features(self) -> dict:
-        """The keywords of the feature, its arrays on the device."""
+        """The keywords of the feature and of the function, their arrays on the device."""
+        function = {}
+        if self.function:
+            cases = ready_made(self.batch, self.heads[0], *self.lengths, wide=accumulator(self.dtype))
+            function = on_gpu(cases[self.function].options)
         if not self.feature:
-            return {}
+            return function
         sizes = {"batch": self.batch, "num_heads": self.heads[0]}
         sizes |= dict(zip(("seqlen_q", "seqlen_k"), self.lengths, strict=True))
         given = options_of(self.feature, self.dtype, sizes)
-        return {name: self.view(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+        return function | {name: self.view(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
 
     @property
     def offsets(self) -> dict:
@@ -139,6 +145,13 @@ GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
+#: Functions of the caller's, in two families.
+FUNCTIONS = {
+    name: Problem(function=name, head_dim=40, lengths=(40, 70))
+    for name in ("softcap", "alibi", "t5_relative", "document")
+}
+IEEE_FUNCTIONS = {name: dataclasses.replace(problem, dtype="float32") for name, problem in FUNCTIONS.items()}
+DROPPED_FUNCTION = dataclasses.replace(FUNCTIONS["softcap"], feature="dropout")
 
 
 def with_small_rows(inputs: tuple) -> tuple:
@@ -2449,6 +2462,88 @@ MUTANTS = (
         AMPERE_PARTS,
     ),
     *(
+        Mutant(f"{family} functions: {name}", operation, old, new, "numbers", problems[function])
+        for family, problems in (("sm80", FUNCTIONS), ("simt", IEEE_FUNCTIONS))
+        for name, operation, function, old, new in (
+            ("the derivative is 1", "backward_dq", "softcap", "slope = t6;", "slope = 1;"),
+            (
+                "the derivative lacks an inner factor",
+                "backward_dkdv",
+                "softcap",
+                "slope = t6;",
+                "slope = Real(0.8) * t4;",
+            ),
+            ("the derivative of tanh is 1 - tanh", "backward_dkdv", "softcap", "t3 = t2 * t2", "t3 = t2"),
+            (
+                "another head's slope",
+                "forward",
+                "alibi",
+                "x(i, j) * natural_scale<Spec>(params_), batch_, head_,",
+                "x(i, j) * natural_scale<Spec>(params_), batch_, 0,",
+            ),
+            (
+                "the gradient of an argument has the other sign",
+                "backward_dq",
+                "alibi",
+                "gradient * t5, h)",
+                "gradient * t4, h)",
+            ),
+            ("the gradient of another head's slope", "backward_dq", "alibi", "gradient * t5, h)", "gradient * t5, 0)"),
+            (
+                "the gradient of a table in another bucket",
+                "backward_dq",
+                "t5_relative",
+                "tile.batch, tile.head, at.query, at.key, gradient);",
+                "tile.batch, tile.head, at.query, at.key + 1, gradient);",
+            ),
+            (
+                "no dQ beside the gradients of arguments",
+                "backward_dq",
+                "t5_relative",
+                "ds(i, j) = gradient * slope;",
+                "ds(i, j) = 0;",
+            ),
+            (
+                "visible keys from the next one on",
+                "forward",
+                "document",
+                "first.query + queries, first.key + keys))",
+                "first.query + queries, first.key + keys + 1))",
+            ),
+            (
+                "hidden keys in the backward",
+                "backward_dkdv",
+                "document",
+                "first.query + queries, first.key + keys))",
+                "first.query + queries, first.key + keys) && false)",
+            ),
+        )
+    ),
+    Mutant(
+        "sm80 functions: dropout drawn for the other column",
+        "backward_dkdv",
+        "dropout.keeps(draws.item[word], e)",
+        "dropout.keeps(draws.item[word], 1 - e)",
+        "numbers",
+        DROPPED_FUNCTION,
+    ),
+    Mutant(
+        "sm80 functions: dropout marks nothing",
+        "backward_dq",
+        "with_lowest_bit(weight, !keep)",
+        "with_lowest_bit(weight, false)",
+        "numbers",
+        DROPPED_FUNCTION,
+    ),
+    Mutant(
+        "sm90 functions: dropout drawn for another tile",
+        "backward_dkdv",
+        "first_key + Fragment::row(0, lane), s);",
+        "first_key + Fragment::row(0, lane), 0);",
+        "numbers",
+        dataclasses.replace(DROPPED_FUNCTION, head_dim=136, hopper_tile=TileConfig(64, 64, 12, 2)),
+    ),
+    *(
         Mutant(
             f"{name}: operands with a bit less",
             operation,
@@ -2500,7 +2595,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
         if operation == "backward_dq" and problem.hopper_tile:
             dq_on_hopper(monkeypatch)
-            check_dq((q, k, v, do), causal=problem.causal, config=problem.hopper_tile)
+            check_dq((q, k, v, do), config=problem.hopper_tile, **asked)
             return
         if of_forward:
             o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
@@ -2510,10 +2605,11 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
         o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
         two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
         method = "two_pass" if two_pass else "single_pass"
-        extra = {f"return_d{name}": True for name in ("bias", "sink") if name in asked}
-        names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in extra))
-        gradients = backward(q, k, v, o, lse, do, method=method, **extra, **options)
-        expected.check(**dict(zip(names, gradients, strict=True)))
+        switches = extras(asked)
+        if not two_pass:
+            switches.pop("return_dscore_args", None)  # with it, all kernels but those of simt would be of two passes
+        gradients = backward(q, k, v, o, lse, do, method=method, **switches, **options)
+        expected.check(**dict(zip(gradient_names(asked, switches), gradients, strict=True)))
 
 
 @functools.lru_cache(maxsize=None)

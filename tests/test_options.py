@@ -62,14 +62,14 @@ def both(monkeypatch) -> dict[str, Spy]:
 
 
 #: Those that attention looks at itself.
-SWITCHES = ("return_dbias", "return_dsink", "return_lse")
+SWITCHES = ("return_dbias", "return_dsink", "return_dscore_args", "return_lse")
 
 
 @pytest.mark.parametrize("return_lse", (False, True))
 @pytest.mark.parametrize("value", (False, True))
 def test_attention_hands_every_keyword_on(both, value, return_lse):
     options = {name: Option(name) for name in keywords_of(closure.attention) if name not in SWITCHES}
-    options |= {"return_dbias": value, "return_dsink": value}
+    options |= {"return_dbias": value, "return_dsink": value, "return_dscore_args": False}  # which looks at the arrays
     o, *lse, backprop = closure.attention("q", "k", "v", **options, return_lse=return_lse)
     assert (o, lse) == ("the o", ["the lse"] if return_lse else [])
     of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}

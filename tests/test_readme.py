@@ -38,6 +38,8 @@ def test_its_python_runs(monkeypatch):
     exec(compile(text, str(README), "exec"), names)
     assert len(blocks) == 5
     np.testing.assert_array_equal(names["k_cache"][:, :12], names["k"][:, :12])
+    assert names["sparse"].density == pytest.approx(1 / 3)
+    assert names["dtable"].any()
     assert np.isfinite(names["dq"].astype("float32")).all()
     assert names["offsets"].tolist() == [0, 7, 19, 40]
     assert [spec.tile for spec in compiled if spec.operation == "forward"] == [names["tile"]] * 2  # whole, and split

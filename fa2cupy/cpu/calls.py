@@ -5,5 +5,6 @@ from __future__ import annotations
 from .attention import backward, default_tile, delta, forward
 from .decode import decode
 from .merge import merge
+from .tile_states import tile_states
 
-__all__ = ["backward", "decode", "default_tile", "delta", "forward", "merge"]
+__all__ = ["backward", "decode", "default_tile", "delta", "forward", "merge", "tile_states"]

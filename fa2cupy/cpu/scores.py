@@ -7,15 +7,56 @@ Tiles have a row for each (position, head of the group) and a column for each ke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..functions.evaluation import Evaluation, add_elements, reduced
+from ..functions.tracing import Program
 from ..problem import philox
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import EMPTY, FULL
 from ..problem.features import feature_arrays
 from ..problem.sequences import Sequence
 
-__all__ = ["BiasGradient", "HeadTerms", "ScoreTerms"]
+__all__ = ["NO_SLOPES", "BiasGradient", "HeadTerms", "ScoreTerms", "Slopes"]
+
+
+class Slopes(NamedTuple):
+    """The derivatives of a tile's scores by the scaled products.
+
+    Attributes
+    ----------
+    cap : ndarray or None
+        That of the soft cap, by the scores that it gets; None if it is 1.
+    mod : Evaluation or None
+        The function of the caller's, by the products and by elements of its arrays.
+    shape : tuple of int
+        Positions, heads of the group and keys of the tile.
+    """
+
+    cap: np.ndarray | None = None
+    mod: Evaluation | None = None
+    shape: tuple[int, ...] = ()
+
+    def apply(self, ds: np.ndarray, p: np.ndarray, sums: Mapping[str, np.ndarray]) -> None:
+        """Makes of the gradient of the scores, in place, that of the products; adds that of arrays to their sums.
+
+        A function may have no finite derivative for keys that are hidden, for which P is 0: dS stays 0 there.
+        """
+        if self.cap is not None:
+            ds *= self.cap
+        if self.mod is None:
+            return
+        tile, is_visible = ds.reshape(self.shape), p.reshape(self.shape) != 0
+        for part in self.mod.gradient_parts() if sums else ():
+            product = np.multiply(tile, part.derivative, out=np.zeros_like(tile), where=is_visible)
+            total = sums[f"dscore_args[{part.argument}]"]
+            add_elements(total, part.indices, reduced(product, part.indices), np)
+        np.multiply(tile, self.mod.slope(), out=tile, where=is_visible)
+
+
+NO_SLOPES = Slopes()
 
 
 class ScoreTerms:
@@ -30,6 +71,10 @@ class ScoreTerms:
 
     def __init__(self, problem: AttentionProblem, keywords: Mapping[str, object]):
         shape = problem.score_shape
+        self.arguments: Mapping[str, Any] = {
+            name: keywords.get(name.replace("mod", "args"), ()) for name in ("score_mod", "mask_mod")
+        }
+        self.block_mask: Any = keywords.get("block_mask")
         batch, heads, _, seqlen_k = shape
         arrays = feature_arrays(keywords)
         self.settings = problem.settings
@@ -51,6 +96,9 @@ class HeadTerms:
         self.group = group
         self.size = group.stop - group.start
         self.sink = None if terms.sink is None else terms.sink[group]
+        self._arguments = terms.arguments
+        self._block_mask = terms.block_mask
+        self._states = None if terms.block_mask is None else terms.block_mask.part(sequence.number, group)
         self._slopes = None if terms.slopes is None else terms.slopes[sequence.number, group]
         self._bias = None if terms.bias is None else self._part(terms.bias)
         self._masks = [self._part(mask) for mask in terms.masks]
@@ -59,9 +107,13 @@ class HeadTerms:
         """The part of an array with the axes (position, head of the group, key)."""
         return over_scores[self.sequence.number, self.group].transpose(1, 0, 2)
 
-    def apply(self, s: np.ndarray, queries: slice, keys: slice) -> np.ndarray | None:
-        """Applies features to a tile of scaled scores, in place; returns the derivative, or None if it is 1."""
-        slope = None
+    def apply(self, s: np.ndarray, queries: slice, keys: slice) -> Slopes:
+        """Applies features to a tile of scaled products, in place; returns the derivatives by them."""
+        slope = mod = None
+        if self.settings.score_mod is not None:
+            products = s.reshape(-1, self.size, s.shape[1]).copy()  # s changes below
+            mod = self._evaluation(self.settings.score_mod.program, queries, keys, s.dtype, score=products)
+            s.reshape(products.shape)[...] = mod.result()
         if self.settings.softcap is not None:
             cap = np.asarray(self.settings.softcap, s.dtype)
             tanh = np.tanh(np.divide(s, cap, out=s), out=s)
@@ -77,7 +129,55 @@ class HeadTerms:
             tile += self._bias[positions, :, keys].astype(s.dtype, copy=False)
         for mask in self._masks:
             np.copyto(tile, -np.inf, where=~mask[positions, :, keys])
-        return slope
+        self._apply_function_and_map(tile, queries, keys)
+        return Slopes(slope, mod, tile.shape)
+
+    def _apply_function_and_map(self, tile: np.ndarray, queries: slice, keys: slice) -> None:
+        """Hides what `mask_mod` and `block_mask` hide. The function is not evaluated where all tiles are full."""
+        is_full = False
+        if self._block_mask is not None:
+            rows, columns = self._tile_numbers(queries, keys)
+            states = self._states_of(queries, keys)
+            is_full = self._block_mask.program is not None and states.min() == FULL
+            if states.min() == EMPTY:
+                hidden = (states == EMPTY)[:, rows - rows[0]][..., columns - columns[0]]
+                np.copyto(tile, -np.inf, where=hidden.transpose(1, 0, 2))
+        if self.settings.mask_mod is not None and not is_full:
+            visible = self._evaluation(self.settings.mask_mod.program, queries, keys, tile.dtype).result()
+            np.copyto(tile, -np.inf, where=~visible)
+
+    def has_visible_tiles(self, queries: slice, keys: slice) -> bool:
+        """False if all tiles of the map are empty there, for all heads of the group."""
+        return self._states is None or bool(self._states_of(queries, keys).any())
+
+    def _states_of(self, queries: slice, keys: slice) -> np.ndarray:
+        """The states of the map's tiles that a tile meets: (head of the group, row of tiles, column)."""
+        assert self._states is not None
+        rows, columns = self._tile_numbers(queries, keys)
+        return self._states[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+    def _tile_numbers(self, queries: slice, keys: slice) -> tuple[np.ndarray, np.ndarray]:
+        """The map's row of tiles of each position of a tile, and its column of each key."""
+        positions = self.positions(queries)
+        height, width = self._block_mask.tile
+        return np.arange(positions.start, positions.stop) // height, np.arange(keys.start, keys.stop) // width
+
+    def _evaluation(
+        self, program: Program, queries: slice, keys: slice, dtype: np.dtype, **inputs: np.ndarray
+    ) -> Evaluation:
+        """A function on a tile of the axes (position, head of the group, key)."""
+        positions = self.positions(queries)
+        return Evaluation(
+            program,
+            self._arguments[program.role],
+            dtype,
+            np,
+            b=self.sequence.number,
+            h=np.arange(self.group.start, self.group.stop)[:, None],
+            q=np.arange(positions.start, positions.stop)[:, None, None],
+            k=np.arange(keys.start, keys.stop),
+            **inputs,
+        )
 
     def keep(self, queries: slice, keys: slice, dtype: np.dtype) -> np.ndarray | None:
         """Factors of dropout for a tile of P: 0 or the inverse of the probability of being kept. None: no dropout."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..problem.attention import AttentionProblem
 from ..problem.features import NO_SETTINGS
 from ..problem.sequences import Sequence, sequences_of
-from .scores import HeadTerms, ScoreTerms
+from .scores import NO_SLOPES, HeadTerms, ScoreTerms, Slopes
 
 __all__ = ["Head", "heads_of", "rows", "store"]
 
@@ -64,7 +64,9 @@ class Head:
         if keys and left is not None:
             end = min(end, keys.stop - self.sequence.diagonal + left)
         for start in range(first * group, end * group, max(1, b_r * group)):
-            yield slice(start, min(start + b_r * group, end * group))
+            tile = slice(start, min(start + b_r * group, end * group))
+            if keys is None or self._has_visible_tiles(tile, keys):
+                yield tile
 
     def key_tiles(self, b_c: int, queries: slice | None = None) -> Iterator[slice]:
         """Tiles of b_c keys: all, or those from the first to the last key that the tile `queries` sees."""
@@ -76,16 +78,19 @@ class Head:
         if queries and left is not None:
             first = max(0, queries.start // group + self.sequence.diagonal - left)
         for start in range(first // b_c * b_c, end, b_c):
-            yield slice(start, min(start + b_c, end))
+            tile = slice(start, min(start + b_c, end))
+            if queries is None or self._has_visible_tiles(queries, tile):
+                yield tile
 
-    def scores(
-        self, scaled_q: np.ndarray, k: np.ndarray, queries: slice, keys: slice
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Scores of a pair of tiles, and their derivative by the scaled scores, or None if it is 1."""
+    def _has_visible_tiles(self, queries: slice, keys: slice) -> bool:
+        return self.terms is None or self.terms.has_visible_tiles(queries, keys)
+
+    def scores(self, scaled_q: np.ndarray, k: np.ndarray, queries: slice, keys: slice) -> tuple[np.ndarray, Slopes]:
+        """Scores of a pair of tiles, and their derivatives by the scaled products."""
         s = scaled_q[queries] @ k[keys].T
-        slope = self.terms.apply(s, queries, keys) if self.terms else None
+        slopes = self.terms.apply(s, queries, keys) if self.terms else NO_SLOPES
         self._hide(s, queries, keys)
-        return s, slope
+        return s, slopes
 
     def _hide(self, s: np.ndarray, queries: slice, keys: slice) -> None:
         # Only pairs of tiles that an edge of the band crosses need a mask.

@@ -209,6 +209,9 @@ def choose(
         for method in methods:
             tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
             reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
+            if reason is None and options.config is None:
+                reasons_of_map = (family.why_not_map(operation, problem, device) for operation in tiled)
+                reason = next(filter(None, reasons_of_map), None)
             is_chosen = options.family is not None or options.precision == "split"
             if reason is None and not is_chosen and not family.is_accurate(problem):
                 reason = "is not known to be as accurate as float32 arithmetic for this problem"
@@ -276,16 +279,23 @@ def choose_tile(
     UnsupportedProblemError
         No default tile fits the device.
     """
-    requested = requested_tile(operation, config)
+    requested, layout = requested_tile(operation, config), problem.settings.block_mask
     if requested is not None:
         reason = family.why_illegal(operation, problem.dtype, problem.head_dim, requested, device)
         if reason:
             raise ValueError(
                 f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}"
             )
+        if layout is not None and not layout.takes(requested.b_r, requested.b_c):
+            raise ValueError(
+                f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
+                f"{operation}, got {requested} in config"
+            )
         return requested
     tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
-    return tuned or family.default_tile(operation, problem, device)
+    if tuned is not None and (layout is None or layout.divides(tuned.b_r, tuned.b_c)):
+        return tuned
+    return family.default_tile(operation, problem, device)
 
 
 def _fallback(call: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> Choice | None:
@@ -339,7 +349,7 @@ def _methods(family: Family, options: CallOptions, extras: Sequence[str]) -> tup
     """The methods that come into question."""
     requested = requested_method(options.method, options.deterministic)
     methods = (requested,) if requested else family.default_methods
-    if "dbias" in extras:
+    if not {"dbias", "dscore_args"}.isdisjoint(extras):
         methods = tuple(dict.fromkeys(map(family.method_with_dbias, methods)))
     return methods
 

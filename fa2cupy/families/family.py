@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import MapLayout
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
@@ -86,6 +87,8 @@ class Family(ABC):
     default_methods : tuple of str
         Methods of the backward, of which the one with the shortest estimated time is the default; without costs, the
         first that takes the call.
+    clears_unlisted_keys : bool
+        True if, under a sparse map, its kernels write no dk and dv of key tiles without a query: plans clear them.
     split_operations : tuple of str
         Operations whose work on a tile several blocks can share.
     costs : Costs or None
@@ -109,6 +112,7 @@ class Family(ABC):
     backward_owns: str
     tiles: Mapping[str, tuple[TileRow, ...]]
     default_methods: tuple[str, ...]
+    clears_unlisted_keys: bool = False
     split_operations: tuple[str, ...] = ()
     costs: Costs | None = None
     query_rows: tuple[int, ...] = (8, 16, 32, 64, 96, 128, 192, 256)
@@ -176,7 +180,7 @@ class Family(ABC):
         return tuple(name for name in FEATURES if name in used and name in concerned)
 
     def method_with_dbias(self, method: str) -> str:
-        """The method of a backward that returns dbias, which only kernels that own queries write."""
+        """The method of a backward that returns dbias or dscore_args, which only kernels that own queries write."""
         return method if self.backward_owns == "queries" else "two_pass"
 
     # Resources of a tile.
@@ -228,15 +232,22 @@ class Family(ABC):
             No row applies.
         """
         kernel = (operation, problem.dtype, problem.head_dim)
-        for row in self.tiles[operation]:
-            if (
-                self.padded_head_dim(problem.head_dim) <= row.head_dim
-                and (row.dtypes is None or problem.dtype in row.dtypes)
-                and (not row.features or not set(row.features).isdisjoint(problem.features))
-                and self.why_illegal(*kernel, row.tile, device) is None
-                and self.fits_blocks(*kernel, row.tile, device)
-            ):
-                return row.tile
+        used = set(problem.features)
+        if problem.settings.block_mask is not None:
+            used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
+        applying = [
+            row.tile
+            for row in self.tiles[operation]
+            if self.padded_head_dim(problem.head_dim) <= row.head_dim
+            and (row.dtypes is None or problem.dtype in row.dtypes)
+            and (not row.features or not used.isdisjoint(row.features))
+            and self.why_illegal(*kernel, row.tile, device) is None
+            and self.fits_blocks(*kernel, row.tile, device)
+        ]
+        if problem.settings.block_mask is not None:
+            applying = self._tiles_for_map(problem.settings.block_mask, applying, kernel, device)
+        if applying:
+            return applying[0]
         raise UnsupportedProblemError(
             f"no default tile of {operation} ({self.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
             f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= "
@@ -261,12 +272,53 @@ class Family(ABC):
             tile = replace(tile, b_r=tile.b_r // 2)
         return tile
 
+    def why_not_map(self, operation: str, problem: AttentionProblem, device: DeviceInfo) -> str | None:
+        """The reason why no tile of a kernel suits the map of a problem, as the end of a sentence; None if one does."""
+        layout = problem.settings.block_mask
+        if layout is None or layout.program is not None:
+            return None
+        legal = self._legal_sizes((operation, problem.dtype, problem.head_dim), device)
+        if any(layout.takes(*sizes) for sizes in legal):
+            return None
+        least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
+        multiples = ", ".join(map(str, least))
+        return (
+            f"has no tile of {operation} within the {layout.tile} of block_mask: without a function, a map has tiles "
+            f"of multiples of {multiples}"
+        )
+
+    def _tiles_for_map(
+        self, layout: MapLayout, applying: Sequence[TileConfig], kernel: tuple[str, str, int], device: DeviceInfo
+    ) -> list[TileConfig]:
+        """The tiles for a map, best first: those within the map's tiles are visited as exactly as the map says.
+
+        Where no default tile will do, it is the largest of all.
+        """
+        taken = [tile for tile in applying if layout.takes(tile.b_r, tile.b_c)]
+        if taken:
+            return sorted(taken, key=lambda tile: not layout.divides(tile.b_r, tile.b_c))
+        legal = [tile for tile in self._legal_tiles(kernel, device) if layout.takes(tile.b_r, tile.b_c)]
+        return sorted(legal, key=lambda tile: -tile.b_r * tile.b_c)
+
+    def _legal_tiles(self, kernel: tuple[str, str, int], device: DeviceInfo) -> Iterator[TileConfig]:
+        for tile in self.candidate_tiles():
+            if self.why_illegal(*kernel, tile, device) is None and self.fits_blocks(*kernel, tile, device):
+                yield tile
+
+    def _legal_sizes(self, kernel: tuple[str, str, int], device: DeviceInfo) -> set[tuple[int, int]]:
+        return {(tile.b_r, tile.b_c) for tile in self._legal_tiles(kernel, device)}
+
     def candidate_tiles(self) -> Iterator[TileConfig]:
         """The tiles that a sweep tries, legal or not."""
         stages = blocks_per_sm = (1, 2, 3, 4)
         return itertools.starmap(
             TileConfig, itertools.product(self.query_rows, self.key_rows, self.warps, stages, blocks_per_sm)
         )
+
+
+def _divides(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """True if tiles of the size `other` consist of tiles of the size `one`."""
+    return other[0] % one[0] == 0 and other[1] % one[1] == 0
 
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:

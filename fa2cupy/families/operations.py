@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..problem.block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS
 from .records import PARTS, SHARES, Record
 
 __all__ = ["METHODS", "OPERATIONS", "TILED", "Operation", "operation_named"]
@@ -48,6 +49,7 @@ class Operation:
 
 #: The features that change scores, hide them, or change the sequences that they belong to.
 _OF_SCORES = (
+    "score_mod",
     "window",
     "softcap",
     "alibi_slopes",
@@ -55,12 +57,20 @@ _OF_SCORES = (
     "wide_bias",
     "mask",
     "key_padding_mask",
+    "mask_mod",
+    "block_mask",
     "dropout_p",
     "cu_seqlens",
 )
 
-#: Those of kernels that write the gradient of the bias.
-_OF_DBIAS = ("dbias", "full_dbias")
+#: Those of kernels that write the gradients of the bias and of the arrays of `score_mod`.
+_OF_DBIAS = ("dbias", "full_dbias", "dscore_args")
+#: Integer members of the kernels that write tile lists.
+_OF_LISTS = (
+    "num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "band_left", "band_right", "num_lists", "list_heads",
+    "list_tiles", *LIST_STRIDES, "map_batches", "map_heads", "map_rows", "map_columns", "map_b_r", "map_b_c",
+    "has_other_function",
+)  # fmt: skip
 #: Integer members of the kernels that sum shares.
 _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles", "num_copies")
 
@@ -114,6 +124,31 @@ OPERATIONS = {
                 ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
+        ),
+        # The states of the tiles of a mask function.
+        Operation(
+            "tile_states",
+            ("mask_mod",),
+            num_warps=4,
+            is_common=True,
+            record=Record(
+                "states:output_bytes", (), (), ("num_heads", "seqlen_q", "seqlen_k", "map_rows", "map_columns")
+            ),
+        ),
+        # Under a sparse map, the key tiles that blocks with query tiles visit, and the other way round.
+        Operation(
+            "list_keys",
+            ("cu_seqlens",),
+            num_warps=4,
+            is_common=True,
+            record=Record(f"block_mask:input_bytes {KEY_LISTS}:output_int", (), (), _OF_LISTS),
+        ),
+        Operation(
+            "list_queries",
+            ("cu_seqlens",),
+            num_warps=4,
+            is_common=True,
+            record=Record(f"block_mask:input_bytes {QUERY_LISTS}:output_int", (), (), _OF_LISTS),
         ),
         # The gradient of the sink.
         Operation(

@@ -21,10 +21,12 @@ _H100, _H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H100 80GB HBM3
 #: Features that need registers in the inner loop, so that the backward with more queries at a time would spill. (With a
 #: window it would not spill, but compute more scores outside the window.)
 _IN_REGISTERS, _IN_MANY_REGISTERS = features_in_registers(1), features_in_registers(2)
+#: Functions of the caller's, of which the compiler evaluates several elements side by side.
+_FUNCTIONS = ("score_mod", "mask_mod")
 
 #: The features of kernels that copy a bias, or a mask, to shared memory, where that has room for it.
-_BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "sink", "cu_seqlens"))
-_BESIDES_HELD_MASK = frozenset(("mask", "sink", "cu_seqlens"))
+_BESIDES_HELD_BIAS = frozenset(("bias", "dbias", "full_dbias", "block_mask", "sink", "cu_seqlens"))
+_BESIDES_HELD_MASK = frozenset(("mask", "block_mask", "sink", "cu_seqlens"))
 
 _SHARED_BYTES = 227 * 1024  # the most that a block can have
 _WIDE = 128  # for a larger head_dim, a warp group's registers hold only one of dK and dV
@@ -90,6 +92,7 @@ class Sm90(Family):
     row_alignment = 16
     head_dim_step = 8
     arch_suffix = "a"
+    clears_unlisted_keys = True
     needs_positive_scale = True
     backward_owns = "keys"
     default_methods = ("single_pass", "two_pass")
@@ -101,13 +104,14 @@ class Sm90(Family):
     tiles = {
         "forward": (
             TileRow(32, TileConfig(192, 96, 16, 2)),
+            TileRow(64, TileConfig(192, 96, 16, 3), features=_FUNCTIONS),
             TileRow(64, TileConfig(192, 128, 16, 3), _H100),
             TileRow(128, TileConfig(128, 128, 12, 2), _H100),
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
         ),
         "backward": (
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
-            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window")),
+            TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=(*_IN_REGISTERS, "window", "block_mask")),
             TileRow(96, TileConfig(96, 128, 12, 2), _H100),
             TileRow(128, TileConfig(80, 128, 12, 2), _H100),
             TileRow(256, TileConfig(64, 64, 12, 2), _H100),
@@ -123,6 +127,7 @@ class Sm90(Family):
             TileRow(256, TileConfig(128, 64, 12, 2), _H100),
         ),
         "backward_dkdv": (
+            TileRow(64, TileConfig(96, 128, 12, 2), features=_FUNCTIONS),
             TileRow(64, TileConfig(128, 128, 12, 2), _H100),
             TileRow(128, TileConfig(64, 128, 12, 2), _H100_LATER, features=_IN_REGISTERS),
             TileRow(112, TileConfig(96, 128, 12, 2), _H100),

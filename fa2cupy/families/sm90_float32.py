@@ -52,6 +52,7 @@ class Sm90Float32(Float32Parts):
         ),
         "backward": (TileRow(64, TileConfig(64, 128, 12, 2)), TileRow(128, TileConfig(64, 128, 12, 1))),
         "backward_dq": (
+            TileRow(64, TileConfig(128, 64, 12, 2), features=("score_mod", "mask_mod")),
             TileRow(64, TileConfig(128, 128, 12, 2)),
             TileRow(128, TileConfig(128, 64, 12, 2)),
             TileRow(192, TileConfig(64, 64, 12, 4)),

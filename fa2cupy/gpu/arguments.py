@@ -10,10 +10,7 @@ from ..problem.arguments import array_backend, output_name
 if TYPE_CHECKING:
     import cupy
 
-__all__ = ["KERNEL_NAMES", "Arguments", "arguments_of"]
-
-#: Names of arrays that differ in the kernels: ``do`` is a C++ keyword.
-KERNEL_NAMES = {"do": "dout"}
+__all__ = ["Arguments", "arguments_of", "kernel_name"]
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
@@ -27,6 +24,11 @@ _ARRAYS = {
     ),
     "merge": (("o_parts", "lse_parts"), (), ("o", "lse")),
 }
+
+
+def kernel_name(name: str) -> str:
+    """The kernels' name of an array: ``do`` is a C++ keyword, and ``score_args[0]`` no name."""
+    return "dout" if name == "do" else name.replace("[", "").replace("]", "")
 
 
 class Arguments:

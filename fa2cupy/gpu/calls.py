@@ -8,14 +8,17 @@ from collections.abc import Mapping
 import cupy
 
 from ..problem.arguments import unpack_out
+from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
+from ..problem.function_checks import function_arrays, program_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
 from .signatures import run
+from .tile_states import tile_states
 
-__all__ = ["backward", "decode", "delta", "forward", "merge"]
+__all__ = ["backward", "decode", "delta", "forward", "merge", "tile_states"]
 
 _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
@@ -87,17 +90,22 @@ def backward(
     keywords: Mapping[str, object],
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.backward` on CuPy arrays."""
-    if not keywords and dlse is None and options.return_dbias is False and options.return_dsink is False:
+    if not keywords and dlse is None and not _has_extra(options):
         results = (None, None, None) if out is None else unpack_out(out, _BACKWARD.results)
         return run(_BACKWARD, (q, k, v, o, lse, do, given_delta, *results), options)
     if given_delta is not None and dlse is not None and _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             given_delta, dlse = given_delta - dlse, None
-    gradients = tuple(extra_gradients(keywords, options.return_dbias, options.return_dsink))
+    gradients = tuple(extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args))
     names, arrays, scalars, seed = _split({**keywords, "dlse": dlse})
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
     return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, scalars, seed)
+
+
+def _has_extra(options: CallOptions) -> bool:
+    """True if a call has options for further gradients, legal or not."""
+    return not (options.return_dbias is options.return_dsink is options.return_dscore_args is False)
 
 
 def _split(
@@ -107,8 +115,12 @@ def _split(
 
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
-    arrays = {name: x for name, x in keywords.items() if x is not None and name in (*ARRAY_KEYWORDS, "dlse")}
-    scalars = {name: x for name, x in keywords.items() if name not in (*ARRAY_KEYWORDS, "dlse")}
+    keywords = _with_programs(keywords)
+    arrays = {name: x for name, x in keywords.items() if x is not None and _is_array(name)}
+    scalars = {name: x for name, x in keywords.items() if not _is_array(name)}
+    sparse = scalars.get("block_mask")
+    if isinstance(sparse, BlockMask):
+        arrays["block_mask"], scalars["block_mask"] = sparse.states, sparse.layout
     window = scalars.get("window")
     if isinstance(window, list):  # a list cannot be hashed
         scalars["window"] = tuple(window)
@@ -118,6 +130,31 @@ def _split(
         return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # the checks will report it
     scalars["seed"] = 0
     return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
+
+
+def _is_array(name: str) -> bool:
+    return name in (*ARRAY_KEYWORDS, "dlse") or name.endswith("]")
+
+
+def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
+    """The keywords, with traced functions for those of the caller's, and each of their arrays under its own name.
+
+    A call is then prepared once for functions that compute the same, and prepared calls keep no function alive.
+    """
+    if not keywords.keys() & {"score_mod", "mask_mod", "score_args", "mask_args"}:
+        return keywords
+    found = {name: x for name, x in keywords.items() if name not in ("score_args", "mask_args")}
+    arrays = function_arrays(keywords)
+    for name, array in arrays.items():
+        if getattr(array, "size", 1) == 0:
+            raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
+    for role in ("score_mod", "mask_mod"):
+        given = keywords.get(role.replace("mod", "args"), ())
+        if keywords.get(role) is not None:
+            found[role] = program_of(role, keywords[role], given)
+        elif given:
+            raise ValueError(f"{role.replace('mod', 'args')}: there is no {role}")
+    return found | arrays
 
 
 def _alike(given_delta: cupy.ndarray, dlse: cupy.ndarray) -> bool:

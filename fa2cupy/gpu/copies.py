@@ -8,7 +8,7 @@ import cupy
 
 from ..problem.attention import ROWS_OF
 from ..problem.checks import Result
-from .arguments import KERNEL_NAMES, Arguments
+from .arguments import Arguments, kernel_name
 from .device_memory import is_capturing, temporaries
 from .prepared import KernelCall
 
@@ -77,8 +77,8 @@ class CopyingCall:
         return tuple([self._deliver(*parts) for parts in zip(self.results, found, given, strict=True)])
 
     def _copy(self, name: str, array: cupy.ndarray) -> cupy.ndarray:
-        if ROWS_OF.get(KERNEL_NAMES.get(name, name)) not in ("queries", "keys"):
-            return array.copy(order="C")
+        if ROWS_OF.get(kernel_name(name)) not in ("queries", "keys"):
+            return cupy.ascontiguousarray(array)
         if self.head_dim == array.shape[-1]:
             return array.copy(order="C")
         padded = cupy.zeros((*array.shape[:-1], self.head_dim), array.dtype)

@@ -20,14 +20,22 @@ from ..problem.attention import ROWS_OF, AttentionProblem
 from ..problem.checks import Request, Result, check_backward, check_delta, check_forward
 from ..problem.features import OFFSETS, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full, score_strides
-from .arguments import KERNEL_NAMES, Arguments
+from ..problem.strides import (
+    AnyStrides,
+    argument_layouts,
+    contiguous_score_strides,
+    feature_strides,
+    is_full,
+    score_strides,
+)
+from .arguments import Arguments, kernel_name
 from .copies import CopyingCall
 from .placement import device_of, takes_rows
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
+_OF_FUNCTIONS = ("score_args", "mask_args")
 _CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
 
 
@@ -57,7 +65,8 @@ def prepare(
     arguments.check_backend(arrays)
     named = arguments.named(arrays)
     features = feature_arrays(named)
-    problem, results = _check(arguments.call, named, options, dict(scalars) | features)
+    keywords = dict(scalars) | features | _function_arguments(named)
+    problem, results = _check(arguments.call, named, options, keywords)
     ordinal, device = device_of(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
     extras = tuple(
@@ -66,6 +75,11 @@ def prepare(
     sums_dbias = "dbias" in extras and not is_full(features["bias"].shape, problem.score_shape)
     if sums_dbias and options.deterministic:
         _check_deterministic_dbias(problem, features["bias"])
+    sums_arguments = any(name.startswith("dscore_args") for name in arguments.results)
+    if sums_arguments:
+        extras += ("dscore_args",)
+        if options.deterministic:
+            raise UnsupportedProblemError("return_dscore_args: they are summed atomically; not with deterministic")
     if "dbias" in extras and not sums_dbias:
         extras += ("full_dbias",)
     used = used_features(problem, extras)
@@ -73,7 +87,7 @@ def prepare(
     kernels = _Kernels(arguments, named, options, device, extras)
     check_overlap = overlap_check(arguments, arrays)
     copied = [name for name in arguments.names if _must_be_copied(name, named[name], problem, family)]
-    if not copied and not sums_dbias:
+    if not (copied or sums_dbias or sums_arguments):
         given = [name for name in arguments.results if named[name] is not None]
         plan = kernels.plan(problem, in_place=named)
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
@@ -98,6 +112,7 @@ class _Kernels:
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
+        self._arguments = _function_arguments(named)
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -114,15 +129,23 @@ class _Kernels:
 
     def _strides(self, problem: AttentionProblem, in_place: Mapping[str, cupy.ndarray | None]) -> dict[str, AnyStrides]:
         strides: dict[str, AnyStrides] = dict(feature_strides(self._features))
+        strides |= argument_layouts(self._arguments)
         for name in self._tensors:
-            kernel_name, array = KERNEL_NAMES.get(name, name), in_place.get(name)
-            layout = (problem.shape_of(kernel_name),) if array is None else (array.shape, array.strides)
-            strides[kernel_name] = problem.kernel_strides(*layout)
+            in_kernel, array = kernel_name(name), in_place.get(name)
+            layout = (problem.shape_of(in_kernel),) if array is None else (array.shape, array.strides)
+            strides[in_kernel] = problem.kernel_strides(*layout)
         if "dbias" in self._extras:
             given = in_place.get("dbias")
             shape = self._features["bias"].shape
             strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
         return strides
+
+
+def _function_arguments(named: Mapping[str, cupy.ndarray | None]) -> dict[str, tuple[cupy.ndarray | None, ...]]:
+    """The arrays of the caller's functions, which are numbered, as the keywords that they come from."""
+    return {
+        keyword: tuple(array for name, array in named.items() if name.startswith(keyword)) for keyword in _OF_FUNCTIONS
+    }
 
 
 def _check(
@@ -143,7 +166,7 @@ def _check_deterministic_dbias(problem: AttentionProblem, bias: cupy.ndarray) ->
 
 def _is_tensor(name: str) -> bool:
     """True if the array has head_dim columns."""
-    return ROWS_OF.get(KERNEL_NAMES.get(name, name)) in ("queries", "keys")
+    return ROWS_OF.get(kernel_name(name)) in ("queries", "keys")
 
 
 def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionProblem, family: Family) -> bool:
@@ -165,12 +188,12 @@ def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
 
 
 def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_dbias: bool) -> tuple[Result, ...]:
-    """The results that kernels of the padded problem write: a sum of dbias is rounded afterwards."""
+    """The results that kernels of the padded problem write: sums of dbias and dscore_args are rounded afterwards."""
 
     def of(result: Result) -> Result:
         if _is_tensor(result.name):
-            return result._replace(shape=padded.shape_of(KERNEL_NAMES.get(result.name, result.name)))
-        if result.name == "dbias" and sums_dbias:
+            return result._replace(shape=padded.shape_of(kernel_name(result.name)))
+        if result.name.startswith("dscore_args") or (result.name == "dbias" and sums_dbias):
             return result._replace(dtype=np.dtype(padded.accumulator_dtype))
         return result
 

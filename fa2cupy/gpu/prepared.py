@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 from ..plan.stages import Plan
 from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
-from .arguments import KERNEL_NAMES, Arguments
+from .arguments import Arguments, kernel_name
 from .device_memory import allocator_of
 from .launch import bind_plan
 
@@ -67,7 +67,7 @@ class KernelCall:
             for position, result in enumerate(results, start=self.first_result)
             if result.name not in given
         ]
-        positions = {KERNEL_NAMES.get(name, name): position for position, name in enumerate(arguments.names)}
+        positions = {kernel_name(name): position for position, name in enumerate(arguments.names)}
         # Workspaces are parts of one allocation. Those that are cleared come last, so that one memset clears them.
         workspaces = sorted(plan.workspaces, key=lambda workspace: workspace.name in plan.cleared)
         self.cleared = [positions[name] for name in plan.cleared if name in positions]

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from ..families.choice import family_named
 from ..families.operations import operation_named
 from ..families.records import ARRIVALS, EXCEPTIONS, split_record
+from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 
-__all__ = ["COUNTERS", "TILE_COUNTER", "Field", "ParamLayout", "param_layout"]
+__all__ = [
+    "COUNTERS",
+    "ITEMS",
+    "TILE_COUNTER",
+    "Field",
+    "ParamLayout",
+    "argument_arrays",
+    "gradient_arrays",
+    "param_layout",
+]
 
 #: The pointer to a persistent kernel's tile counter. It is the last pointer, and not a buffer of the call.
 TILE_COUNTER = "tile_counter"
@@ -35,6 +45,8 @@ _KINDS = {
     "input_parts": ("const float16* {name}", "Q"),
     "output_parts": ("float16* {name}", "Q"),
     "input_bool": ("const bool* {name}", "Q"),
+    "input_bytes": ("const uint8* {name}", "Q"),
+    "output_bytes": ("uint8* {name}", "Q"),
     "per_call": ("uint64 {name}", "Q"),
     "output_accum": ("Accum* {name}", "Q"),
     "strides": ("Strides {name}", "qqq"),
@@ -44,10 +56,20 @@ _KINDS = {
     "int": ("int32 {name}", "i"),
     "word": ("uint32 {name}", "I"),
 }
+#: C++ types of the elements of arrays that functions of the caller's read, by dtype.
+ITEMS = {
+    "float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", "bool": "bool",
+    "int8": "signed char", "int16": "short", "int32": "int32", "int64": "int64",
+    "uint8": "unsigned char", "uint16": "uint16", "uint32": "uint32", "uint64": "uint64",
+}  # fmt: skip
+_ITEM_KINDS = {f"items_{dtype}": (f"const {item}* {{name}}", "Q") for dtype, item in ITEMS.items()}
+#: Strides and lengths of these arrays, by the number of their axes.
+_LAYOUT_KINDS = {f"array{rank}": (f"ArrayLayout<{rank}> {{name}}", "qq" * rank) for rank in range(1, 33)}
+_KINDS |= _ITEM_KINDS | _LAYOUT_KINDS
 _MAPS = ("input_map", "output_map")
 _FRONT = (
     *_MAPS, "counter", "input", "output", "in_place", "input_accum", "output_accum", "input_int", "output_int",
-    "input_bool", "input_parts", "output_parts", "per_call",
+    "input_bool", "input_bytes", "output_bytes", "input_parts", "output_parts", "per_call", *_ITEM_KINDS,
 )  # fmt: skip
 
 
@@ -107,6 +129,22 @@ class ParamLayout:
         return self._packer.pack(*flat) + self._padding
 
 
+def argument_arrays(function: BoundFunction) -> list[tuple[str, str, int]]:
+    """The members of a record for a function's arrays, such as ``"score_args0"``: name, dtype and number of axes."""
+    program = function.program
+    kinds = zip(function.dtypes, program.arguments, strict=True)
+    return [
+        (f"{program.arguments_name}{number}", dtype, argument.rank) for number, (dtype, argument) in enumerate(kinds)
+    ]
+
+
+def gradient_arrays(function: BoundFunction) -> list[tuple[str, int]]:
+    """The members for the gradients of a score function's arrays, such as ``"dscore_args0"``: name and axes."""
+    program = function.program
+    floats = program.floats if program.role == "score_mod" else ()
+    return [(f"d{program.arguments_name}{number}", program.arguments[number].rank) for number in floats]
+
+
 @functools.lru_cache(maxsize=None)
 def param_layout(
     operation: str,
@@ -115,6 +153,7 @@ def param_layout(
     features: tuple[str, ...] = (),
     is_split: bool = False,
     is_fallback: bool = False,
+    functions: tuple[BoundFunction, ...] = (),
 ) -> ParamLayout:
     """The record of kernels of this operation, family and dtype. Features add members to each of its parts."""
     record = operation_named(operation).record or family_named(family, dtype).record(operation)
@@ -131,12 +170,19 @@ def param_layout(
     elif "full_dbias" in features:
         kinds["dbias"] = "output"
     fields += [Field(name, kind) for name, kind in kinds.items()]
+    arguments = [array for function in functions for array in argument_arrays(function)]
+    gradients = [array for function in functions for array in gradient_arrays(function)]
+    gradients = gradients if "dscore_args" in features else []
+    fields += [Field(name, f"items_{dtype}") for name, dtype, _ in arguments]
+    fields += [Field(name, "output_accum") for name, _ in gradients]
     if is_fallback:
         fields.append(Field(EXCEPTIONS, "input_int"))
     fields += [Field(name, "per_call") for row in rows for name in row.per_call]
     fields += counters
     fields += [Field(f"{name}_strides", "strides") for name in strides]
     fields += [Field(f"{name}_strides", "score_strides") for name, array in arrays.items() if array.is_over_scores]
+    layouts = [*((name, rank) for name, _, rank in arguments), *gradients]
+    fields += [Field(f"{name}_strides", f"array{rank}") for name, rank in layouts if rank]
     fields += [Field(name, "size") for name in sizes]
     fields += [Field(name, "real") for name in reals]
     fields += [field for field in values if field.kind == "real"]

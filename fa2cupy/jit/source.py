@@ -10,7 +10,9 @@ from pathlib import Path
 
 import jinja2
 
+from ..functions.tracing import Program, trace
 from ..problem.attention import ROWS_OF
+from .params import ITEMS, argument_arrays, gradient_arrays
 from .spec import CPP_NAMES, KernelSpec
 
 __all__ = ["KernelSource", "kernel_directory", "render_kernel"]
@@ -84,6 +86,7 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "params_bytes": layout.nbytes,
         # TMA reads tensor maps from the parameter itself, so the compiler must not copy the record.
         "grid_constant": "__grid_constant__ " if layout.maps else "",
+        "functions": [_function_values(role, spec) for role in ("score_mod", "mask_mod")],
         "scheduled": any(f.name == "heads_per_section" for f in layout.fields),
     }
     if "cu_seqlens" in spec.features and values["scheduled"]:
@@ -96,6 +99,38 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
     lines: list[str] = []
     _append_file(f"{spec.operation}.cu", values, lines, set())
     return KernelSource(spec, "\n".join(lines) + "\n")
+
+
+def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
+    """What ``common/functions.cuh.j2`` has of a role: the caller's function, or one that changes nothing."""
+    function = next((one for one in spec.functions if one.program.role == role), None)
+    arrays: list[dict[str, object]] = []
+    gradients: list[dict[str, object]] = []
+    if function is not None:
+        for (name, dtype, rank), length in zip(argument_arrays(function), function.lengths, strict=True):
+            arrays.append({**_member(name, f"const {ITEMS[dtype]}", rank), "length": length})
+        if "dscore_args" in spec.features:
+            gradients = [_member(name, "Accum", rank) for name, rank in gradient_arrays(function)]
+    program = _neutral(role) if function is None else function.program
+    return {
+        "name": program.arguments_name,
+        "arrays": arrays,
+        "gradients": dict(zip(program.floats, gradients, strict=False)),
+        "text": program.text,
+    }
+
+
+def _member(name: str, item: str, rank: int) -> dict[str, object]:
+    """A ``TracedArray`` of a member of the record."""
+    members = [f"params.{name}", *([f"params.{name}_strides"] if rank else [])]
+    return {"item": item, "rank": rank, "members": ", ".join(members)}
+
+
+@functools.lru_cache(maxsize=None)
+def _neutral(role: str) -> Program:
+    if role == "score_mod":
+        return trace(role, lambda score, b, h, q, k: score, ())
+    return trace(role, lambda b, h, q, k: True, ())
 
 
 def _append_file(name: str, values: dict[str, object], lines: list[str], seen: set[str]) -> None:

@@ -8,6 +8,7 @@ from ..families.choice import family_named
 from ..families.family import Family
 from ..families.operations import operation_named
 from ..families.tile import TileConfig
+from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
 from .params import ParamLayout, param_layout
 
@@ -48,6 +49,8 @@ class KernelSpec:
         True if several blocks share the work on each tile.
     is_fallback : bool
         True if it computes only the heads that kernels of another family left to it.
+    functions : tuple of BoundFunction
+        The caller's functions that it evaluates.
     """
 
     operation: str
@@ -60,6 +63,7 @@ class KernelSpec:
     features: tuple[str, ...] = ()
     is_split: bool = False
     is_fallback: bool = False
+    functions: tuple[BoundFunction, ...] = ()
 
     def __post_init__(self) -> None:
         if not operation_named(self.operation).is_common:
@@ -103,7 +107,8 @@ class KernelSpec:
     @property
     def params(self) -> ParamLayout:
         """The parameter record of the kernel."""
-        return param_layout(self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
+        names = (self.operation, self.family, self.dtype, self.features, self.is_split, self.is_fallback)
+        return param_layout(*names, self.functions)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -122,7 +127,8 @@ class KernelSpec:
     @property
     def _variants(self) -> tuple[str, ...]:
         """What distinguishes the kernel from the plain one of its tile."""
-        return (*(["causal"] if self.causal else []), *self.features, *self._roles)
+        digests = (function.program.digest for function in self.functions)
+        return (*(["causal"] if self.causal else []), *self.features, *digests, *self._roles)
 
     @property
     def _roles(self) -> tuple[str, ...]:

@@ -6,15 +6,18 @@ The order in which features change scores is at the top of ``problem/features.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..functions.evaluation import Evaluation, add_elements, reduced
+from ..functions.tracing import Program
 from ..problem import philox
 from ..problem.array_types import Array
 from ..problem.attention import AttentionProblem
+from ..problem.block_mask import EMPTY
 from ..problem.features import feature_arrays
 from ..problem.sequences import Sequence, sequences_of
 from .arrays import array_module, matmul
@@ -29,6 +32,17 @@ class _Head(NamedTuple):
     head: int
     own: tuple[int, int, slice]
     shared: tuple[int, int, slice]
+
+
+class _Slopes(NamedTuple):
+    """The derivatives of scores by the scaled products: that of the soft cap, and the function of the caller's."""
+
+    cap: Array | float
+    mod: Evaluation | None
+
+    def total(self, xp: Any, p: Array) -> Array | float:
+        """The derivative by the products. A function may have no finite one for hidden keys, for which P is 0."""
+        return self.cap if self.mod is None else self.cap * xp.where(p != 0, self.mod.slope(), 0)
 
 
 class Formulas:
@@ -57,6 +71,10 @@ class Formulas:
     ):
         self.problem = problem
         self.arrays = feature_arrays(keywords)
+        self.arguments: dict[str, Any] = {
+            name: keywords.get(name.replace("mod", "args"), ()) for name in ("score_mod", "mask_mod")
+        }
+        self.block_mask: Any = keywords.get("block_mask")
         self.xp = array_module(like)
         self.work = work
         self.rounded = rounded
@@ -88,7 +106,7 @@ class Formulas:
         dlse: Array | None = None,
         extra: Mapping[str, Array] | None = None,
     ) -> tuple[Array, ...]:
-        """dq, dk and dv, then dbias and dsink if `extra` has arrays of their shapes and dtypes under these names."""
+        """dq, dk and dv, then the gradients of which `extra` has arrays of their shapes and dtypes by name."""
         dq, dk, dv = (self.xp.zeros(shape, self.work) for shape in (q.shape, k.shape, v.shape))
         extra = extra or {}
         sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
@@ -99,7 +117,7 @@ class Formulas:
             if dlse is not None:
                 delta_head = delta_head - self._statistics(dlse)[part.own].astype(self.work)
             row_lse = self._statistics(lse)[part.own]
-            s, slope = self._scores(q_head, k_head, part)
+            s, slopes = self._scores(q_head, k_head, part)
             p = self._probabilities(s, row_lse)
             dp = self._dropped(self._product(do_head, self._head(v, part.shared).T), part)
             ds = p * (dp - delta_head[:, None])
@@ -107,7 +125,8 @@ class Formulas:
                 self._add_reduced(sums["dbias"], ds, part)
             if "dsink" in sums:
                 sums["dsink"][part.head] -= (self._sink_share(row_lse, part) * delta_head).sum()
-            ds = self._round(ds * slope)
+            self._add_arguments(sums, ds * slopes.cap, slopes.mod, p)
+            ds = self._round(ds * slopes.total(self.xp, p))
             self._heads_first(dq)[part.own] = scale * self._product(ds, k_head)
             self._heads_first(dk)[part.shared] += scale * self._product(ds.T, q_head)
             self._heads_first(dv)[part.shared] += self._product(self._round(self._dropped(p, part)).T, do_head)
@@ -126,7 +145,7 @@ class Formulas:
         dlse: Array | None = None,
         extra: Mapping[str, Array] | None = None,
     ) -> dict[str, float]:
-        """Rounding errors of dq, dk, dbias and dsink where terms cancel: see `reference.gradient_noise`."""
+        """Rounding errors of gradients where terms cancel: see `reference.gradient_noise`."""
         largest = {"dq": 0.0, "dk": 0.0}
         # The rounding error of o, which has the dtype of do, over that of sums.
         o_rounding = float(ml_dtypes.finfo(do.dtype).eps / np.finfo(self.problem.accumulator_dtype).eps)
@@ -135,7 +154,7 @@ class Formulas:
         for part in self._heads():
             q_head, k_head = self._head(q, part.own), self._head(k, part.shared)
             row_lse = self._statistics(lse)[part.own]
-            s, slope = self._scores(q_head, k_head, part)
+            s, slopes = self._scores(q_head, k_head, part)
             do_head = abs(self._head(do, part.own))
             in_dp = self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
             p = self._probabilities(s, row_lse)
@@ -155,7 +174,9 @@ class Formulas:
                 self._add_reduced(squares["dbias"], from_delta**2, part)
             if "dsink" in squares:
                 squares["dsink"][part.head] += ((self._sink_share(row_lse, part)[:, None] * in_o) ** 2).sum()
-            ds = ds * slope
+            cap = abs(slopes.cap)
+            self._add_argument_squares(squares, cap * p * in_dp, cap * p * (in_delta + in_o), slopes.mod, p)
+            ds = ds * slopes.total(self.xp, p)
             largest["dq"] = max(largest["dq"], _largest((ds * ds).sum(axis=1)) ** 0.5 * _largest(abs(k_head)))
             largest["dk"] = max(largest["dk"], _largest((ds * ds).sum(axis=0)) ** 0.5 * _largest(abs(q_head)))
         scale = abs(self.problem.softmax_scale)
@@ -165,12 +186,16 @@ class Formulas:
             **{name: _largest(total) ** 0.5 for name, total in squares.items()},
         }
 
-    def _scores(self, q_head: Array, k_head: Array, part: _Head) -> tuple[Array, Array | float]:
-        """Scores with all features, and their derivative by the scaled scores."""
+    def _scores(self, q_head: Array, k_head: Array, part: _Head) -> tuple[Array, _Slopes]:
+        """Scores with all features, and their derivatives by the scaled products."""
         s = self._product(q_head, k_head.T) * self.problem.softmax_scale
         settings, arrays = self.problem.settings, self.arrays
         slope: Array | float = 1.0
         query, key = self.xp.arange(s.shape[0])[:, None], self.xp.arange(s.shape[1])
+        mod = None
+        if settings.score_mod is not None:
+            mod = self._evaluation(settings.score_mod.program, query, key, part, score=s)
+            s = self.xp.broadcast_to(mod.result(), s.shape)
         if settings.softcap is not None:
             tanh = self.xp.tanh(s / settings.softcap)
             s, slope = settings.softcap * tanh, 1 - tanh * tanh
@@ -181,7 +206,34 @@ class Formulas:
         if "bias" in arrays:
             s = s + self._of_head(arrays["bias"], part).astype(self.work)
         visible = self._visible(query, key, part)
-        return s if visible is None else self.xp.where(visible, s, -np.inf), slope
+        return s if visible is None else self.xp.where(visible, s, -np.inf), _Slopes(slope, mod)
+
+    def _evaluation(self, program: Program, query: Array, key: Array, part: _Head, **inputs: Array) -> Evaluation:
+        places = {"b": part.sequence.number, "h": part.head, "q": query, "k": key}
+        return Evaluation(program, self.arguments[program.role], self.work, self.xp, **places, **inputs)
+
+    def _add_arguments(self, sums: Mapping[str, Array], gradient: Array, mod: Evaluation | None, p: Array) -> None:
+        """Adds the gradients of a function's arrays, given that of the scores that it returns."""
+        if mod is None or not any(name.startswith("dscore_args") for name in sums):
+            return
+        for argument, indices, derivative in mod.gradient_parts():
+            tile = self.xp.where(p != 0, gradient * derivative, 0)
+            add_elements(sums[f"dscore_args[{argument}]"], indices, reduced(tile, indices), self.xp)
+
+    def _add_argument_squares(
+        self, squares: Mapping[str, Array], of_dp: Array, of_delta: Array, mod: Evaluation | None, p: Array
+    ) -> None:
+        """Adds the squares of errors: those of dP are independent, and that of delta is the same for a row's keys."""
+        if mod is None or not any(name.startswith("dscore_args") for name in squares):
+            return
+        for argument, indices, derivative in mod.gradient_parts():
+            slope = self.xp.where(p != 0, abs(derivative), 0)
+            of_row = slope * of_delta
+            if all(index.ndim == 0 or index.shape[-1] == 1 for index in indices):
+                of_row = of_row.sum(axis=-1, keepdims=True)
+            for errors in (slope * of_dp, of_row):
+                tile = reduced(errors**2, indices)
+                add_elements(squares[f"dscore_args[{argument}]"], indices, tile, self.xp)
 
     def _visible(self, query: Array, key: Array, part: _Head) -> Array | None:
         arrays = self.arrays
@@ -191,6 +243,12 @@ class Formulas:
         conditions += [aligned - left <= key] if left is not None else []
         conditions += [key <= aligned + right] if right is not None else []
         conditions += [self._of_head(arrays["mask"], part)] if "mask" in arrays else []
+        if self.problem.settings.mask_mod is not None:
+            conditions.append(self._evaluation(self.problem.settings.mask_mod.program, query, key, part).result())
+        if self.block_mask is not None:
+            height, width = self.block_mask.tile
+            states = self.block_mask.part(part.sequence.number, slice(part.head, part.head + 1))[0]
+            conditions.append((states != EMPTY)[query // height, key // width])
         if "key_padding_mask" in arrays:
             padding = arrays["key_padding_mask"]
             own = padding if padding.ndim == 1 else padding[part.sequence.number]

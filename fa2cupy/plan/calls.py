@@ -9,6 +9,7 @@ from ..families.device import DeviceInfo
 from ..families.operations import OPERATIONS
 from ..families.records import EXCEPTIONS, SHARES
 from ..families.tile import TileConfig
+from ..jit.params import gradient_arrays
 from ..problem.attention import AttentionProblem
 from ..problem.dtypes import itemsize
 from ..problem.strides import AnyStrides
@@ -31,13 +32,14 @@ def plan_forward(
         return plan_few_queries(problem, device, strides, choice)
     layout = StageLayout(problem, device, choice.family, strides)
     tile, num_splits = choice.tiles["forward"], choice.num_splits.get("forward", 1)
-    stages = [*_clear_unused(layout, "clear_forward"), layout.tiled("forward", tile, num_splits)]
+    lists, of_lists = layout.lists(choice.tiles)
+    stages = [*_clear_unused(layout, "clear_forward"), *lists, layout.tiled("forward", tile, num_splits)]
     if choice.family.multiplies_parts:
         return _plan(*_with_parts(layout, stages, choice), [EXCEPTIONS])
     if num_splits == 1:
-        return _plan(stages)
+        return _plan(stages, of_lists)
     stage, workspace = _merge_forward(layout, tile, num_splits)
-    return _plan([*stages, stage], [workspace])
+    return _plan([*stages, stage], [*of_lists, workspace])
 
 
 def plan_delta(
@@ -80,7 +82,8 @@ def plan_backward(
         Strides of q, k, v, o, dout, dq, dk, dv and the features' arrays, and of dbias for ``"dbias"``.
     extras : tuple of str, optional
         The subset of ``"dlse"``, an input, and ``"dbias"`` and ``"dsink"``, results, that the call has; and
-        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`).
+        ``"full_dbias"`` if dbias has an element for each score (`fa2cupy.problem.strides.is_full`); and
+        ``"dscore_args"``, the gradients of the arrays of `score_mod`, to which kernels add.
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
@@ -88,8 +91,12 @@ def plan_backward(
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
-    # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's.
-    cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or problem.is_packed) else []
+    # A full dbias is stored by the blocks that own its rows; rows and keys beyond a packed sequence are nobody's, nor
+    # are tiles that a sparse map leaves out.
+    is_partial = problem.is_packed or problem.settings.block_mask is not None
+    cleared = ["dbias"] if "dbias" in extras and ("full_dbias" not in extras or is_partial) else []
+    if "dscore_args" in extras:
+        cleared += [name for function in problem.settings.functions for name, _ in gradient_arrays(function)]
     for operation, tile in choice.tiles.items():
         num_splits = choice.num_splits.get(operation, 1)
         tiled.append(layout.tiled(operation, tile, num_splits))
@@ -100,6 +107,8 @@ def plan_backward(
             tiled.append(sums.stage())
             workspaces += sums.workspaces
             added += sums.added
+    if problem.settings.block_mask is not None and choice.family.clears_unlisted_keys:
+        cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
         tiled, of_parts = _with_parts(layout, tiled, choice, extras)
         workspaces += of_parts
@@ -116,7 +125,8 @@ def plan_backward(
     if "dsink" in extras:
         stages.append(layout.stage("dsink", _tile_of("dsink"), problem.num_heads))
     stages += _clear_unused(layout, "clear_backward")
-    return _plan([*stages, *tiled], workspaces, cleared)
+    lists, of_lists = layout.lists(choice.tiles)
+    return _plan([*stages, *lists, *tiled], [*workspaces, *of_lists], cleared)
 
 
 def _with_parts(

@@ -21,8 +21,9 @@ from .schedule import (
     groups_per_section,
     shares_per_section,
 )
-from .stages import Stage
+from .stages import Stage, Workspace
 from .tensor_maps import TensorLayout, packed_layout, tensor_layout
+from .tile_lists import LIST_OPERATIONS, LIST_WARPS, ListLayout, list_layout, list_values, list_workspaces
 
 __all__ = ["PART_ROWS", "StageLayout"]
 
@@ -114,7 +115,24 @@ class StageLayout:
         values = {"num_tiles": num_tiles, "scheduled_heads": heads, "heads_per_section": max(1, section)}
         if is_split:
             values["num_splits"] = num_splits
+        if "block_mask" in self.used_features:
+            values |= list_layout(problem, side, tile).strides
         return self.stage(operation, tile, blocks, maps, is_split=is_split, **values)
+
+    def lists(self, tiles: Mapping[str, TileConfig]) -> tuple[list[Stage], list[Workspace]]:
+        """The kernels that write the lists of a call's tiled kernels, given by their tiles, and the workspaces."""
+        if "block_mask" not in self.used_features:
+            return [], []
+        stages: list[Stage] = []
+        layouts: dict[str, ListLayout] = {}
+        for tiled, tile in tiles.items():
+            side = self.family.owns(tiled) or "queries"
+            operation, _ = LIST_OPERATIONS[side]
+            lists = layouts[side] = list_layout(self.problem, side, tile)
+            own = TileConfig(tile.b_r, tile.b_c, LIST_WARPS)
+            values = list_values(self.problem, lists)
+            stages.append(self.stage(operation, own, -(-lists.num_lists // LIST_WARPS), (), is_split=False, **values))
+        return stages, list_workspaces(layouts)
 
     def stage(
         self,
@@ -134,8 +152,19 @@ class StageLayout:
         family, suffix = ("common", "") if row.is_common else (self.family.name, self.family.arch_suffix)
         arch = self.device.arch + suffix
         is_fallback = self.is_fallback and row.is_tiled
+        functions = tuple(one for one in problem.settings.functions if one.program.role in features)
         spec = KernelSpec(
-            operation, family, arch, problem.dtype, problem.head_dim, causal, tile, features, is_split, is_fallback
+            operation,
+            family,
+            arch,
+            problem.dtype,
+            problem.head_dim,
+            causal,
+            tile,
+            features,
+            is_split,
+            is_fallback,
+            functions,
         )
         available: dict[str, float | AnyStrides] = {
             **{f"{name}_strides": strides for name, strides in self.strides.items()},

@@ -17,7 +17,7 @@ from ..problem.decoding import check_decode
 from ..problem.dtypes import accumulator_dtype
 from ..problem.features import FeatureKeywords, feature_arrays
 from ..problem.options import CallOptions
-from ..problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
+from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, is_full
 from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
 
@@ -25,7 +25,10 @@ __all__ = ["decode_specs", "default_specs", "merge_spec"]
 
 _ROWS = 128
 #: Features of the backward only, and their names in `plan_backward`.
-_EXTRAS = {"dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink"}
+_EXTRAS = {
+    "dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink", "return_dscore_args": "dscore_args"
+}  # fmt: skip
+_NO_FUNCTIONS: FeatureKeywords = {}
 
 
 def default_specs(
@@ -39,6 +42,7 @@ def default_specs(
     features: Sequence[str] = (),
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     num_splits: int = 1,
+    functions: FeatureKeywords = _NO_FUNCTIONS,
 ) -> list[KernelSpec]:
     """The kernels of a forward, or those of a backward by one method.
 
@@ -48,8 +52,12 @@ def default_specs(
         Properties of the calls; all other options have their defaults. The kernels are the forward's if `method` is
         None.
     features : sequence of str, optional
-        Features of the calls, all combined: names of `fa2cupy.problem.choices.CALL_KEYWORDS`. With a bias, the kernels
-        are those for both of the dtypes that it may have, and with its gradient those for a full and a broadcast one.
+        Features of the calls, all combined: names of `fa2cupy.problem.choices.CALL_KEYWORDS`, and
+        ``"return_dscore_args"``. With a bias, the kernels are those for both of the dtypes that it may have, and with
+        its gradient those for a full and a broadcast one.
+    functions : mapping, optional
+        Functions of the calls, and arrays like those that they will have: `score_mod`, `score_args`, `mask_mod`,
+        `mask_args`.
     """
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
@@ -57,12 +65,12 @@ def default_specs(
     options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
     extras = tuple(name for feature, name in _EXTRAS.items() if feature in features and method is not None)
     specs: dict[KernelSpec, None] = {}
-    for keywords in _examples(features, dtype):
+    for keywords in _examples(features, dtype, functions):
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
         problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
         rows = problem.kernel_strides(problem.q_shape)
         strides: dict[str, AnyStrides] = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
-        strides |= feature_strides(keywords)
+        strides |= feature_strides(keywords) | argument_layouts(functions)
         present = extras
         if "dbias" in extras:
             shape = feature_arrays(keywords)["bias"].shape
@@ -86,7 +94,7 @@ def decode_specs(
     """
     specs: dict[KernelSpec, None] = {}
     for rows in (1, 8, 16, 32):
-        (keywords,) = _examples(features, dtype)
+        (keywords,) = _examples(features, dtype, {})
         q, cache = _array((1, rows, 1, head_dim), dtype), _array((1, _ROWS, 1, head_dim), dtype)
         arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(1, "int32")}
         absent = dict.fromkeys(("k", "v", "block_table"))
@@ -109,7 +117,7 @@ def merge_spec(device: DeviceInfo, dtype: str, head_dim: int) -> KernelSpec:
     return plan_merge(problem, device, strides, choice, 1, head_dim).stages[0].spec
 
 
-def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
+def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -> Iterator[FeatureKeywords]:
     """Keywords of calls with these features, for each kind of bias. Kernels do not depend on their values."""
     wide = "float64" if dtype == "float64" else "float32"
     offsets = np.array([0, _ROWS], "int32")
@@ -123,7 +131,7 @@ def _examples(features: Sequence[str], dtype: str) -> Iterator[FeatureKeywords]:
         "dropout_p": {"dropout_p": 0.5, "seed": 0},
         "cu_seqlens": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
     }
-    keywords: FeatureKeywords = {}
+    keywords: FeatureKeywords = {**functions}
     for feature in features:
         keywords.update(values.get(feature, {}))
     if "bias" not in features:

@@ -11,9 +11,11 @@ from ..errors import UnsupportedProblemError
 from .arguments import array_backend, check_array, check_bool
 from .array_types import Array
 from .attention import MAX_HEAD_DIM, MAX_SEQLEN, SOURCE_AXES, AttentionProblem, array_shape
+from .block_mask import BlockMask, check_map
 from .dtypes import DTYPES
 from .feature_checks import extra_gradients, finite_number
 from .features import FEATURES, FeatureSettings, feature_arrays
+from .function_checks import function_arrays
 from .keywords import check_keywords
 from .options import CallOptions, check_num_splits, check_precision
 
@@ -75,7 +77,7 @@ def check_backward(arrays: Mapping[str, Any], options: CallOptions, keywords: Ma
             check_array(name, arrays[name], problem.lse_shape, problem.accumulator_dtype, "q")
     dtype = arrays["q"].dtype
     gradients = (("dq", problem.q_shape), ("dk", problem.k_shape), ("dv", problem.v_shape))
-    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink)
+    extra = extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
     return Request(
         problem,
         (
@@ -150,7 +152,9 @@ def check_heads(name: str, num_heads: int, num_heads_kv: int) -> None:
 def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, Any]) -> AttentionProblem:
     """The problem with the settings of the keywords of features."""
     arrays = feature_arrays(keywords)
-    array_backend({"q": q}, arrays)
+    given = keywords.get("block_mask")
+    states = {"block_mask": given.states} if isinstance(given, BlockMask) else {}
+    array_backend({"q": q, **function_arrays(keywords), **states}, arrays)
     settings: dict[str, Any] = {"arrays": tuple(arrays)}
     for feature in FEATURES.values():
         settings |= feature.check(keywords, problem)
@@ -160,6 +164,9 @@ def with_features(problem: AttentionProblem, q: Array, keywords: Mapping[str, An
         rule = rules[name]
         if rule is not None:
             rule(name, array, problem)
+    if problem.settings.block_mask is not None:
+        function = problem.settings.mask_mod
+        check_map(problem.settings.block_mask, problem.score_shape, None if function is None else function.program)
     return problem
 
 

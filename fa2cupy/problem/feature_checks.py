@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from .arguments import check_bool
 from .array_types import Array
+from .function_checks import floating_arguments
 
 __all__ = [
     "OFFSETS",
@@ -66,7 +67,9 @@ class Problem(Protocol):
         """True if sequences are packed."""
 
 
-def extra_gradients(keywords: Mapping[str, Any], return_dbias: bool, return_dsink: bool) -> dict[str, Array]:
+def extra_gradients(
+    keywords: Mapping[str, Any], return_dbias: bool, return_dsink: bool, return_dscore_args: bool
+) -> dict[str, Array]:
     """The gradients that `backward` returns after dq, dk and dv: for each name the array of its shape and dtype."""
     like = {}
     for name, source, wanted in (("dbias", "bias", return_dbias), ("dsink", "sink", return_dsink)):
@@ -75,6 +78,14 @@ def extra_gradients(keywords: Mapping[str, Any], return_dbias: bool, return_dsin
             raise ValueError(f"return_{name}: there is no {source}")
         if wanted:
             like[name] = keywords[source]
+    check_bool("return_dscore_args", return_dscore_args)
+    if return_dscore_args:
+        if keywords.get("score_mod") is None:
+            raise ValueError("return_dscore_args: there is no score_mod")
+        arrays = floating_arguments(keywords)
+        if not arrays:
+            raise ValueError("return_dscore_args: score_args has no floating-point array")
+        like |= {f"d{name}": array for name, array in arrays.items()}
     return like
 
 

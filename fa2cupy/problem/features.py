@@ -3,17 +3,21 @@
 The order of the arithmetic is the same everywhere:
 
     S = softmax_scale * Q K^T
+    S = score_mod(S, b, h, i, j, *score_args)                          score_mod
     S = softcap * tanh(S / softcap)                                    softcap
     S = S - slope * |i + seqlen_k - seqlen_q - j|                      alibi_slopes
     S = S + bias                                                       bias
-    S = -inf where hidden                                              causal, window, mask, key_padding_mask, lengths
+    S = -inf where hidden                                              causal, window, mask, key_padding_mask, mask_mod,
+                                                                       block_mask, lengths
     lse = log(sum_j exp(S_j) + exp(sink))                              sink
     O = (keep * exp(S - lse)) V                                        dropout; keep is 0 or 1 / (1 - dropout_p)
 
 and in the backward, with delta = rowsum(dO * O) - dlse:
 
     dV = (keep * P)^T dO          dS = P * (keep * dO V^T - delta)     dsink = -sum_i exp(sink - lse_i) delta_i
-    dbias = dS, summed to the bias's shape          dQ, dK from dS * (1 - tanh^2(S / softcap))
+    dbias = dS, summed to the bias's shape          dS = dS * (1 - tanh^2(S / softcap))
+    dscore_args = dS * (derivatives of score_mod by the elements that it reads), summed to the arrays' shapes
+    dQ, dK from dS * (derivative of score_mod by the score)
 
 How a feature is added
 ----------------------
@@ -30,11 +34,6 @@ How a feature is added
    kernels without the flag must not change. To ensure this, only templates on the record name the members of a feature:
    they cannot be instantiated for a record without them.
 
-A user-defined score function could be such a row, whose flag carries the text of two device functions, the score and
-its derivative; its place would be that of softcap, and `HeadTerms.apply` would return its derivative like that of
-softcap. A block-sparse map could be a row with two arrays, the offsets and the indices of the tiles of each row of
-tiles; it would change only `Head.key_tiles` and `Head.query_tiles` of ``cpu/tiles.py`` and ``tile_range.cuh``.
-
 Terms: `features` are names of rows, `keywords` the caller's arguments for them, and `settings` the checked values of
 the keywords that are no arrays.
 """
@@ -42,11 +41,13 @@ the keywords that are no arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
+from ..functions.tracing import BoundFunction
 from .array_types import Array
+from .block_mask import KEY_LISTS, LIST_STRIDES, QUERY_LISTS, BlockMask, MapLayout, check_block_mask
 from .feature_checks import (
     OFFSETS,
     Problem,
@@ -60,6 +61,7 @@ from .feature_checks import (
     check_wide_bias,
     check_window,
 )
+from .function_checks import check_mask_mod, check_score_mod
 from .philox import dropout_scale, dropout_threshold
 from .softcap import softcap_values
 
@@ -94,6 +96,11 @@ class FeatureKeywords(TypedDict, total=False):
     cu_seqlens_k: Array | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    score_mod: Callable[..., Any] | None
+    score_args: Sequence[Array]
+    mask_mod: Callable[..., Any] | None
+    mask_args: Sequence[Array]
+    block_mask: BlockMask | None
 
 
 class Sizes(NamedTuple):
@@ -119,6 +126,10 @@ class FeatureSettings:
 
     Attributes
     ----------
+    score_mod, mask_mod : BoundFunction or None
+        The traced functions.
+    block_mask : MapLayout or None
+        The layout of the sparse map.
     window : tuple of (int or None)
         Number of visible keys left and right of the diagonal; None is no limit.
     softcap : float or None
@@ -135,6 +146,9 @@ class FeatureSettings:
         True if the bias has the dtype of lse and q has another one.
     """
 
+    score_mod: BoundFunction | None = None
+    mask_mod: BoundFunction | None = None
+    block_mask: MapLayout | None = None
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     dropout_p: float = 0.0
@@ -149,6 +163,11 @@ class FeatureSettings:
     def features(self) -> tuple[str, ...]:
         """The rows of `FEATURES` that a kernel must have. Features at their neutral values are left out."""
         return tuple(name for name, feature in FEATURES.items() if feature.is_used(self))
+
+    @property
+    def functions(self) -> tuple[BoundFunction, ...]:
+        """The functions of the call."""
+        return tuple(one for one in (self.score_mod, self.mask_mod) if one is not None)
 
     def record(self, sizes: Sizes) -> dict[str, int | float]:
         """The numbers of the features in a kernel's record."""
@@ -237,7 +256,9 @@ def _window_limits(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | f
 
 
 def _cap_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
-    return {} if settings.softcap is None else softcap_values(settings.softcap, sizes.softmax_scale)
+    # The scores of a function of the caller's are scaled already.
+    scale = sizes.softmax_scale if settings.score_mod is None else 1.0
+    return {} if settings.softcap is None else softcap_values(settings.softcap, scale)
 
 
 def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
@@ -267,6 +288,9 @@ def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | 
 
 #: All features by name, in the order of their members in a record.
 FEATURES = {
+    "score_mod": Feature(
+        "kScoreMod", lambda settings: settings.score_mod is not None, check=check_score_mod, registers=2
+    ),
     "window": Feature(
         "kWindow",
         lambda settings: settings.window != (None, None),
@@ -297,11 +321,22 @@ FEATURES = {
     # dbias belongs to one score, and is stored in the bias's dtype instead of added up in the accumulators'.
     "dbias": Feature("kDbias", _never, arrays={"dbias": FeatureArray("output_accum")}),
     "full_dbias": Feature("kFullDbias", _never),
+    # The gradients of the arrays of `score_mod`, which `return_dscore_args` requests.
+    "dscore_args": Feature("kDscoreArgs", _never),
     "mask": Feature("kMask", _has("mask"), arrays={"mask": FeatureArray("input_bool", check_broadcast)}, registers=2),
     "key_padding_mask": Feature(
         "kKeyPadding",
         _has("key_padding_mask"),
         arrays={"key_padding_mask": FeatureArray("input_bool", check_key_padding)},
+    ),
+    "mask_mod": Feature("kMaskMod", lambda settings: settings.mask_mod is not None, check=check_mask_mod, registers=2),
+    # Plans make the lists for the tiles of each kernel; their strides depend on these.
+    "block_mask": Feature(
+        "kBlockMask",
+        lambda settings: settings.block_mask is not None,
+        check=check_block_mask,
+        arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", is_over_scores=False)),
+        values=dict.fromkeys(LIST_STRIDES, "int"),
     ),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
@@ -324,6 +359,7 @@ FEATURES = {
         numbers=_packed_numbers,
     ),
 }
+
 
 #: The keywords that are arrays.
 ARRAY_KEYWORDS = tuple(

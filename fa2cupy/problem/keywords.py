@@ -57,10 +57,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("output", "outs", "outputs", "result"), "out, a tuple of an array or None for each result"),
     **dict.fromkeys(("tensor_layout", "input_layout", "qkv_layout", "qkv_format"), "layout, 'bshd' or 'bhsd'"),
     **dict.fromkeys(
-        ("score_mod", "mask_mod", "block_mask"),
-        "window, softcap, alibi_slopes, mask or bias: functions of the caller's cannot be compiled in",
-    ),
-    **dict.fromkeys(
         ("block_table", "page_table", "cache_seqlens", "k_cache", "v_cache"),
         "something else: fa2cupy.decode takes a cache of keys and values",
     ),

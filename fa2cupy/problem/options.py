@@ -60,3 +60,4 @@ class CallOptions(NamedTuple):
     return_dsink: bool = False
     num_splits: int | None = None
     precision: str | None = None
+    return_dscore_args: bool = False

@@ -15,8 +15,12 @@ from .features import FEATURES, feature_arrays
 
 __all__ = [
     "AnyStrides",
+    "ArrayLayout",
     "ScoreStrides",
     "Strides",
+    "argument_layouts",
+    "array_layout",
+    "contiguous_layout",
     "contiguous_score_strides",
     "feature_strides",
     "is_full",
@@ -29,7 +33,10 @@ Strides = tuple[int, int, int]
 #: Element strides along the batch, head, query and key axes of the scores.
 ScoreStrides = tuple[int, int, int, int]
 
-AnyStrides = Strides | ScoreStrides
+#: Strides and lengths of the axes of an array that a function of the caller's reads.
+ArrayLayout = tuple[int, ...]
+
+AnyStrides = Strides | ScoreStrides | ArrayLayout
 
 #: Score axes of the arrays whose axes are not the last axes of the scores, by name and number of axes.
 _AXES: dict[str, dict[int, tuple[int, ...]]] = {
@@ -69,6 +76,26 @@ def contiguous_score_strides(shape: tuple[int, ...]) -> ScoreStrides:
         elements(queries, keys),
         elements(keys),
     )
+
+
+def array_layout(array: Array) -> ArrayLayout:
+    """Element strides of an array, then the lengths of its axes."""
+    return (*(stride // array.itemsize for stride in array.strides), *array.shape)
+
+
+def contiguous_layout(shape: tuple[int, ...]) -> ArrayLayout:
+    """The same of an array in C order."""
+    return (*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), *shape)
+
+
+def argument_layouts(keywords: Mapping[str, Any]) -> dict[str, AnyStrides]:
+    """Layouts of the arrays of functions, and of their gradients in C order, by their names in kernels."""
+    found: dict[str, AnyStrides] = {}
+    for keyword in ("score_args", "mask_args"):
+        for number, array in enumerate(keywords.get(keyword, ())):
+            found[f"{keyword}{number}"] = array_layout(array)
+            found[f"d{keyword}{number}"] = contiguous_layout(array.shape)
+    return found
 
 
 def feature_strides(keywords: Mapping[str, Any]) -> dict[str, ScoreStrides]:

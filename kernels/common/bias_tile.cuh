@@ -19,8 +19,9 @@ namespace fa2::common {
 // True if a kernel copies the bias to shared memory where that has room for it. With other features that change or hide
 // scores, registers do not suffice for both ways to read a bias, and more of them would spill.
 template <class Spec>
-inline constexpr bool kMayHoldBias = Spec::kBias && !Spec::kWideBias && !Spec::kWindow && !Spec::kSoftcap &&
-                                     !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding && !Spec::kDropout;
+inline constexpr bool kMayHoldBias =
+    Spec::kBias && !Spec::kWideBias && !Spec::kWindow && !Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
+    !Spec::kKeyPadding && !Spec::kDropout && !Spec::kScoreMod && !Spec::kMaskMod;
 
 template <int kQueries, int kKeys>
 struct BiasTile {

@@ -3,9 +3,10 @@
 // that owns a query tile also stores zeros for the key tiles that it skips. Along axes on which the bias is broadcast,
 // many scores share one element; a warp then sums its own scores first and adds the sum with one atomic.
 //
-// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap the two differ by the cap's
-// derivative. The weights (weights.cuh) leave that factor out if there is a dbias; `take_derivative` multiplies by it
-// once dbias has been added.
+// dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the
+// two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
+// `take_derivative` multiplies by them once dbias has been added. In between is the gradient of what the function
+// returns, from which follow those of its arrays (kDscoreArgs).
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
@@ -13,22 +14,26 @@
 
 namespace fa2::common {
 
-// A copy of the products Q K^T, made before `take_weights` overwrites them. Empty unless the cap's derivative is still
-// to be taken.
-template <class Spec, class Fragment, bool kSaved = Spec::kDbias && Spec::kSoftcap>
+// A copy of the products Q K^T, made before `take_weights` overwrites them. Empty unless derivatives are still to be
+// taken: 1 if that of the cap is, 2 if that of the caller's function is, too.
+template <class Spec, class Fragment,
+          int kSaved = !kDerivesLater<Spec> ? 0
+                       : Spec::kScoreMod    ? 2
+                       : Spec::kSoftcap     ? 1
+                                            : 0>
 class SavedScores {
   public:
     __device__ __forceinline__ void save(const Fragment&) {}
     template <class Record>
-    __device__ __forceinline__ void take_derivative(Fragment&, const Record&) {}
+    __device__ __forceinline__ void take_derivative(Fragment&, const Record&, const ScoreTile&) {}
 };
 template <class Spec, class Fragment>
-class SavedScores<Spec, Fragment, true> {
+class SavedScores<Spec, Fragment, 1> {
   public:
     __device__ __forceinline__ void save(const Fragment& products) { scores_ = products; }
     // Multiplies `ds` by the cap's derivative. The saved products are capped in place.
     template <class Record>
-    __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params) {
+    __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params, const ScoreTile&) {
         const Softcap<Spec, Record> mod(params);
         mod.cap(scores_);
 #pragma unroll
@@ -39,6 +44,37 @@ class SavedScores<Spec, Fragment, true> {
 
   private:
     Fragment scores_;
+};
+
+template <class Spec, class Fragment>
+class SavedScores<Spec, Fragment, 2> {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+
+  public:
+    __device__ __forceinline__ void save(const Fragment& products) { products_ = products; }
+    // Where P is 0, and with it dS, the function may have no finite derivative.
+    template <class Record>
+    __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params, const ScoreTile& tile) {
+        const auto [first_query, first_key, lane] = tile.position;
+        const auto mod = score_mod<Spec>(params, tile);
+#pragma unroll
+        for (int i = 0; i < Fragment::kRows; ++i)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j) {
+                if (ds(i, j) == 0) continue;
+                const auto at = mod.position(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane));
+                Real slope;
+                const Real called = mod.called(products_(i, j), at, slope);
+                const Real gradient = ds(i, j) * mod.derivative(mod.capped(called));
+                if constexpr (Spec::kDscoreArgs)
+                    add_argument_gradients<Real>(score_args_of(params), products_(i, j) * natural_scale<Spec>(params),
+                                                 tile.batch, tile.head, at.query, at.key, gradient);
+                ds(i, j) = gradient * slope;
+            }
+    }
+
+  private:
+    Fragment products_;
 };
 
 // Stores an element, rounded to the type of the array.
@@ -145,9 +181,11 @@ __device__ __forceinline__ void clear_keys(T* row, int64 stride, int32 begin, in
 }
 
 // Stores zeros to a full dbias where a warp's rows skip key tiles: before key `begin` and from key `end` on. Nobody else
-// writes them, except for packed sequences, whose dbias also has elements outside all blocks and is cleared beforehand.
+// writes them, except for packed sequences, whose dbias also has elements outside all blocks, and under a sparse map: it
+// is then cleared beforehand.
 template <class Spec>
-inline constexpr bool kClearsSkippedDbias = Spec::kFullDbias && kRightLimit<Spec> && !Spec::kVarlen;
+inline constexpr bool kClearsSkippedDbias =
+    Spec::kFullDbias && kRightLimit<Spec> && !Spec::kVarlen && !Spec::kBlockMask;
 template <class Spec, class Record>
 __device__ __forceinline__ void clear_skipped_dbias(const Record& params, const ScoreTile& first, int32 rows,
                                                     int32 begin, int32 end) {

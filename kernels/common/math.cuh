@@ -98,6 +98,16 @@ __device__ __forceinline__ double with_sign_of(double sign, double x) { return c
 __device__ __forceinline__ bool sign_bit(float x) { return __float_as_int(x) < 0; }
 __device__ __forceinline__ bool sign_bit(double x) { return __double2hiint(x) < 0; }
 
+// x with its lowest bit set or cleared, and this bit.
+__device__ __forceinline__ float with_lowest_bit(float x, bool bit) {
+    return __int_as_float((__float_as_int(x) & ~1) | bit);
+}
+__device__ __forceinline__ double with_lowest_bit(double x, bool bit) {
+    return __longlong_as_double((__double_as_longlong(x) & ~1ll) | bit);
+}
+__device__ __forceinline__ bool lowest_bit(float x) { return __float_as_int(x) & 1; }
+__device__ __forceinline__ bool lowest_bit(double x) { return __double_as_longlong(x) & 1; }
+
 // A NaN operand is ignored, as by fmax. A NaN score still makes P NaN, because exp2 is taken of the score itself.
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }

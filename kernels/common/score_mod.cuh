@@ -1,28 +1,36 @@
 // Score modification: what features do to scores and to P between the two matrix products, in the order of
 // fa2cupy/problem/features.py. Calls without features use nothing here, and their main loops contain no trace of it.
 //
-//   product x -> scale x -> cap tanh(. / cap)                          `Softcap::cap`, and its `derivative`
+//   product x -> scale x -> function of the caller's                   `ScoreMod::call`, and its slope
+//   -> cap tanh(. / cap)                                               `Softcap::cap`, and its `derivative`
 //   -> - slope |distance| -> + bias -> -inf where a mask hides         `ScoreMod::score`
-//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivative of the cap
-//
-// A user-defined score function would take the place of the cap.
+//   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivatives of cap and
+//                                                                         function
 #pragma once
 #include "common/dropout.cuh"
-#include "common/mask.cuh"
+#include "common/functions.cuh.j2"
+#include "common/mask_function.cuh"
 #include "common/score_arrays.cuh"
 #include "common/softcap.cuh"
 #include "common/spec.cuh.j2"
 
 namespace fa2::common {
 
+// True if the caller's mask function is evaluated for every score.
+template <class Spec>
+inline constexpr bool kHidesByFunction = Spec::kMaskMod && !Spec::kBlockMask;
 // True if a score is more than product times scale. `score` then also scales it, unless kScalesInExponent.
 template <class Spec>
-inline constexpr bool kModifiesScores =
-    Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask || Spec::kKeyPadding;
+inline constexpr bool kModifiesScores = Spec::kSoftcap || Spec::kAlibi || Spec::kBias || Spec::kMask ||
+                                        Spec::kKeyPadding || Spec::kScoreMod || kHidesByFunction<Spec>;
 // True if the features need many registers: for addresses and loaded values, or for the generator of dropout.
 template <class Spec>
 inline constexpr bool kNeedsRegisters =
     Spec::kBias || Spec::kMask || Spec::kKeyPadding || Spec::kDropout || (Spec::kSoftcap && Spec::kAlibi);
+// True if weights leave out the derivatives of cap and function, because the gradient of the scores is needed itself
+// (dbias.cuh).
+template <class Spec>
+inline constexpr bool kDerivesLater = Spec::kDbias || Spec::kDscoreArgs;
 // True if the backward computes P by `take_weights` (weights.cuh).
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
@@ -30,7 +38,7 @@ inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
 // base 2 and subtracts at once. Row maxima, and the -inf that `score` writes, are right in unscaled scores only if the
 // scale is positive; that of capped products always is.
 template <class Spec>
-inline constexpr bool kScalesInExponent = sizeof(typename Spec::Element) == 2 && !Spec::kBias &&
+inline constexpr bool kScalesInExponent = sizeof(typename Spec::Element) == 2 && !Spec::kBias && !Spec::kScoreMod &&
                                           (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
 
 // True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
@@ -47,17 +55,19 @@ inline constexpr bool kProductsFromDelta = !Spec::kDropout;
 // If the cap came first, behind its branch between polynomial and tanh, no exponential could start before all elements
 // are capped.
 template <class Spec>
-inline constexpr bool kCapsLate =
-    kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask && !Spec::kKeyPadding;
+inline constexpr bool kCapsLate = kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
+                                  !Spec::kKeyPadding && !kHidesByFunction<Spec>;
 
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>
 inline constexpr double kScoreUnit = kNaturalScores<Spec> ? 1.0 : kLog2e;
 
-// The factor from products to scores in these units.
+// The factor from products to scores in these units. A function of the caller's returns natural scores.
 template <class Spec, class Record>
 __device__ __forceinline__ auto product_scale(const Record& params) {
-    if constexpr (kNaturalScores<Spec>)
+    if constexpr (Spec::kScoreMod)
+        return typename ElementTraits<typename Spec::Element>::Accum(kScoreUnit<Spec>);
+    else if constexpr (kNaturalScores<Spec>)
         return params.softmax_scale;
     else
         return params.scale_log2;
@@ -72,6 +82,15 @@ __device__ __forceinline__ auto capped_scale(const Record& params) {
         return params.capped_log2;
     else
         return params.softcap_log2 * decltype(params.softcap_log2)(kLn2);
+}
+
+// The factor from products to natural scores, which the caller's function gets.
+template <class Spec, class Record>
+__device__ __forceinline__ auto natural_scale(const Record& params) {
+    if constexpr (kNaturalScores<Spec>)
+        return params.softmax_scale;
+    else
+        return params.scale_log2 * static_cast<float>(kLn2);
 }
 
 // The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
@@ -142,6 +161,29 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         return {query, key, distance};
     }
 
+    // Calls the caller's function on products, in place: they become natural scores, ahead of the cap.
+    template <class Fragment>
+    __device__ __forceinline__ void call(Fragment& x, const Position& first) const {
+        if constexpr (Spec::kScoreMod)
+#pragma unroll
+            for (int j = 0; j < Fragment::kCols; ++j)
+#pragma unroll
+                for (int i = 0; i < Fragment::kRows; ++i)
+                    x(i, j) =
+                        score_value<Real>(score_args_of(params_), x(i, j) * natural_scale<Spec>(params_), batch_, head_,
+                                          first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0));
+    }
+    // The same for one product, with the derivative by the scaled product, `slope`.
+    __device__ __forceinline__ Real called(Real product, const Position& at, Real& slope) const {
+        if constexpr (Spec::kScoreMod) {
+            return score_value_and_slope<Real>(score_args_of(params_), product * natural_scale<Spec>(params_), batch_,
+                                               head_, at.query, at.key, slope);
+        } else {
+            slope = 1;
+            return product;
+        }
+    }
+
     // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: unscaled if
     // kScalesInExponent, otherwise in the kernel's units. `term` holds the element's bias and visibility from the
     // arrays. kRounded: every kernel computes the same bits, wherever the compiler would make an FMA.
@@ -168,7 +210,13 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         if constexpr (Spec::kBias) x += kUnit * term.bias;
         if constexpr (Spec::kMask || Spec::kKeyPadding)
             if (!term.visible) x = -infinity<Real>();
+        if constexpr (kHidesByFunction<Spec>)
+            if (hides(first.query + queries, first.key + keys)) x = -infinity<Real>();
         return x;
+    }
+    // True if the caller's mask function hides the key.
+    __device__ __forceinline__ bool hides(int32 query, int32 key) const {
+        return !is_visible<Real>(mask_args_of(params_), batch_, head_, query, key);
     }
 
     __device__ __forceinline__ Dropout dropout() const {

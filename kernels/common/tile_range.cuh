@@ -23,18 +23,28 @@ __device__ __forceinline__ WindowLimits<Spec::kWindow> window_of(const Record& p
         return {};
 }
 
-// True if a query's position may hide the last (kRightLimit) or the first (kLeftLimit) keys of its sequence.
+// True if the tiles that a block visits are those of a list (tile_lists.cuh).
 template <class Spec>
-inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow;
+inline constexpr bool kListsTiles = Spec::kBlockMask;
+
+// True if more than the last tile of a range may need the mask, at its end (kRightLimit) or at its begin (kLeftLimit):
+// if a query's position may hide the last or the first keys of its sequence. In lists (tile_lists.cuh), masked tiles are
+// at the end.
 template <class Spec>
-inline constexpr bool kLeftLimit = Spec::kWindow;
+inline constexpr bool kRightLimit = Spec::kCausal || Spec::kWindow || Spec::kBlockMask;
+template <class Spec>
+inline constexpr bool kLeftLimit = Spec::kWindow && !Spec::kBlockMask;
 
 // The key tiles [begin, end) that a query tile sees. Tiles before full_begin (only under a left limit) and from
-// full_end on contain pairs that are not visible, and need the mask.
+// full_end on contain pairs that are not visible, and need the mask. Main loops count positions and ask for the tile at
+// one: it is the position itself, unless the tiles are those of a list (tile_lists.cuh).
 template <bool kWindow>
 struct KeyTileRange {
-    static constexpr bool kLeftLimit = kWindow;
+    static constexpr bool kListed = false, kLeftLimit = kWindow;
     int32 begin, full_begin, full_end, end;
+
+    __device__ __forceinline__ int32 at(int32 position) const { return position; }
+    __device__ __forceinline__ int32 next(int32 position) const { return position + 1; }
 };
 
 template <bool kCausal, int kBr, int kBc, bool kWindow>
@@ -56,16 +66,23 @@ __device__ __forceinline__ KeyTileRange<kWindow> key_tiles_of(int32 query_tile, 
     return {begin, full_begin, seen_by_all / kBc, ceil_div(seen_by_any, kBc)};
 }
 
+// A step of a block that owns keys: a query head of the group, and the position of one of its query tiles.
+struct QueryStep {
+    int32 head, tile;
+};
+
 // The query tiles [begin, end) that see a key tile. Tiles before full_begin and from full_end on (only under a left
 // limit) need the mask. A partial key tile, which reaches past seqlen_k, needs it for all query tiles.
 template <bool kWindow>
 struct QueryTileRange {
     static constexpr bool kLeftLimit = kWindow;
     int32 begin, full_begin, full_end, end;
-};
 
-template <class Spec>
-using QueryTiles = QueryTileRange<Spec::kWindow>;
+    // The head and the query tile of a step.
+    __device__ __forceinline__ QueryStep at(const QueryStep& step) const { return step; }
+    // How many heads of a group have positions of their own.
+    __device__ __forceinline__ static int32 num_heads(int32 heads_per_group) { return heads_per_group; }
+};
 
 // On which side of the full tiles a tile lies: on either, it needs the mask.
 struct OutsideFull {

@@ -6,6 +6,7 @@ namespace fa2 {
 
 using int32 = int;
 using int64 = long long;
+using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
@@ -34,6 +35,12 @@ struct ScoreStrides {
     __device__ int64 offset(int32 batch_index, int32 head_index, int32 row_index, int32 column_index) const {
         return batch_index * batch + head_index * head + row_index * row + column_index * column;
     }
+};
+
+// Element strides and lengths of the axes of an array that a function of the caller's reads.
+template <int kRank>
+struct ArrayLayout {
+    int64 strides[kRank], lengths[kRank];
 };
 
 // A TMA descriptor (CUtensorMap): 128 opaque bytes, which fa2cupy/gpu/tensor_maps.py has the driver encode.

@@ -14,12 +14,23 @@ __device__ __forceinline__ float exponential(float score, float scale, float lse
         return exp2_approx(fma(score, scale, -lse));
 }
 
-// Computes P and weights from capped products, for `take_weights`.
-template <bool kTransposed, bool kRegular, class Spec, int kN8, class P, class Mod, class Mask, class Lse, class Held>
+// A weight with a mark where dropout drops its element: the sign bit. A function of the caller's may have a negative
+// derivative; the mark is then the lowest bit, and a weight of zero, which dropout does not change, has none.
+template <class Spec, class Real>
+__device__ __forceinline__ Real marked(Real weight, bool keep) {
+    if constexpr (Spec::kScoreMod && Spec::kDropout)
+        return weight == 0 ? weight : with_lowest_bit(weight, !keep);
+    else
+        return keep ? weight : -weight;
+}
+
+// Computes P and weights from capped products, for `take_weights`. kByFunction: the caller's mask function hides keys.
+template <bool kTransposed, bool kRegular, bool kByFunction, class Spec, int kN8, class P, class Mod, class Mask,
+          class Lse, class Held>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
                                       const typename Mod::Position& first, float scale, Lse lse, const Held& held) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
-    constexpr bool kWeightIsP = Spec::kDropout && (Spec::kDbias || !Spec::kSoftcap);
+    constexpr bool kWeightIsP = Spec::kDropout && !Spec::kScoreMod && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
     for (int s = 0; s < kN8 / 2; ++s) {
         typename Mod::Term terms[2][2][2];
@@ -45,12 +56,20 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 auto term = terms[a][b][e];
                 if constexpr (kTransposed) term = mod.at(first.query + queries + 8 * a, first.key + 8 * b);
                 held.set(term, part, n8 % 2 * 2 + i, e);
+                float slope = 1;
+                if constexpr (Spec::kScoreMod)
+                    x(i, j) = mod.capped(mod.called(
+                        x(i, j), mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
-                const bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
+                if constexpr (kByFunction)
+                    hidden = hidden || mod.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
-                const float weight = Spec::kDbias ? probability : probability * mod.derivative(x(i, j));
-                x(i, j) = keep ? weight : -weight;
+                float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(x(i, j));
+                if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>)
+                    weight = probability == 0 ? 0.0f : weight * slope;
+                x(i, j) = marked<Spec>(weight, keep);
                 const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
                 if (e == 0)
                     even[a][b] = own;
@@ -79,11 +98,13 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
-    mod.cap(x);
-    if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+    if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
+    if (kMasksByFunction<Spec> && masked)
+        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held);
+    else if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
+        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
     else
-        weigh<kTransposed, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
@@ -105,14 +126,19 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 row = Fragment::row(i, lane), column = Fragment::col(j, lane);
             const int32 query = first_query + (kTransposed ? column : row);
             const int32 key = first_key + (kTransposed ? row : column);
-            const Real capped = mod.capped(x(i, j));
-            const Real score = mod.template score<true>(capped, mod.position(query, key), 0, 0, mod.at(query, key));
-            const bool hidden = masked && mask.hides(query, key);
+            const auto position = mod.position(query, key);
+            Real slope;
+            const Real capped = mod.capped(mod.called(x(i, j), position, slope));
+            const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
+            bool hidden = masked && mask.hides(query, key);
+            if constexpr (kMasksByFunction<Spec>) hidden = hidden || (masked && mod.hides(query, key));
             const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
-            const Real weight = Spec::kDbias ? probability : probability * mod.derivative(capped);
-            x(i, j) = keep ? weight : -weight;
+            Real weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
+            // A function may have no finite derivative for keys that are hidden.
+            if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>) weight = probability == 0 ? Real(0) : weight * slope;
+            x(i, j) = marked<Spec>(weight, keep);
             p(i, j) = keep ? probability : Real(0);
         }
 }
@@ -125,21 +151,65 @@ struct Unused {
     __device__ void set_positive(int, int, Real, Real) {}
 };
 
+// The gradient of a product from an unmarked weight, with dropout.
+template <class Real, class Record>
+__device__ __forceinline__ Real weighted(Real weight, bool dropped, Real dp, Real minus_delta, const Record& params) {
+    const Real kept = fma(params.dropout_scale, dp, minus_delta);
+    return weight * (dropped ? minus_delta : kept);
+}
+
 // The gradient of a product from its weight, dP and -delta. Without dropout, the accumulators of dP started from
 // -delta, so that `dp` is dP - delta; with dropout, they started from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted(Real weight, Real dp, Real minus_delta, const Record& params) {
-    if constexpr (Spec::kDropout) {
-        const Real kept = fma(params.dropout_scale, dp, minus_delta);
-        return magnitude(weight) * (sign_bit(weight) ? minus_delta : kept);
-    } else {
+    if constexpr (!Spec::kDropout)
         return weight * dp;
-    }
+    else if constexpr (Spec::kScoreMod)
+        return weighted(weight, lowest_bit(weight), dp, minus_delta, params);
+    else
+        return weighted(magnitude(weight), sign_bit(weight), dp, minus_delta, params);
 }
 // The same for accumulators of dP that always start from zero.
 template <class Spec, class Real, class Record>
 __device__ __forceinline__ Real weighted_from_zero(Real weight, Real dp, Real delta, const Record& params) {
     return weighted<Spec>(weight, kProductsFromDelta<Spec> ? dp - delta : dp, -delta, params);
+}
+
+// Turns dP^T into dS^T in accumulators 2 s and 2 s + 1, by weights that another warp has rounded to float16. A mark in
+// the lowest bit (`marked`) does not survive the rounding: dropout is then drawn once more. minus_delta(n8, x) reads
+// -delta of the two columns of accumulator n8.
+template <class Spec, int kN8, class Record, class MinusDelta>
+__device__ __forceinline__ void weigh_k16(QuadFragment<kN8>& x, int s, const OperandA& weights, const Record& params,
+                                          const ScoreTile& tile, const MinusDelta& minus_delta) {
+    if constexpr (!Spec::kDropout) {
+        multiply_k16<float16>(x, s, weights);
+    } else {
+        using Fragment = QuadFragment<kN8>;
+        Words draws;
+        const Dropout dropout = score_mod<Spec>(params, tile).dropout();
+        const auto [first_query, first_key, lane] = tile.position;
+        if constexpr (Spec::kScoreMod)
+            draws = dropout.template draws<true>(first_query + Fragment::col(0, lane),
+                                                 first_key + Fragment::row(0, lane), s);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float minus[2];
+            minus_delta(2 * s + h, minus);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int word = 2 * h + i;
+                    float& y = x.value[2 * s + h][2 * i + e];
+                    const float weight =
+                        e == 0 ? unpack_lo<float16>(weights.reg[word]) : unpack_hi<float16>(weights.reg[word]);
+                    if constexpr (Spec::kScoreMod)
+                        y = weighted(weight, !dropout.keeps(draws.item[word], e), y, minus[e], params);
+                    else
+                        y = weighted<Spec>(weight, y, minus[e], params);
+                }
+        }
+    }
 }
 
 // P = exp(S - lse) and dS = P o (dP - delta), one element at a time. `p` holds the products Q K^T and is replaced by P;
@@ -165,12 +235,7 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
                 p(i, j) = exp_accurate(rounded_product(p(i, j), params.softmax_scale) - lse(i, j));
-        if (outside.behind | outside.before) {
-            if constexpr (kTransposed)
-                mask_transposed(p, mask, tile.position, Real(0));
-            else
-                mask_scores(p, mask, tile.position, Real(0));
-        }
+        if (outside.behind | outside.before) hide_scores<kTransposed, Spec>(p, mask, params, tile, Real(0));
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll

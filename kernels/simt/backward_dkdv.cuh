@@ -25,7 +25,7 @@
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "simt/microtile.cuh"
 
@@ -81,23 +81,24 @@ struct BackwardDkdv {
         dk.clear();
         dv.clear();
 
-        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                           common::window_of<Spec>(params));
+        const auto tiles = common::query_tiles<Spec>(params, where);
         int32 head = where.head * params.heads_per_group, tile = tiles.begin;
         if (tiles.begin < tiles.end) {
             const Real* k = head_of(params.k, params.k_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(k_rows, k, params.k_strides.row, where.tile * kBc, params.seqlen_k);
             const Real* v = head_of(params.v, params.v_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBc>(v_rows, v, params.v_strides.row, where.tile * kBc, params.seqlen_k);
-            copy_dout(head, tile);
+            const auto step = tiles.at({head, tile});
+            copy_dout(step.head, step.tile);
         }
         // The query tiles of one head of the group, then those of the next.
-        for (int32 steps = params.heads_per_group * (tiles.end - tiles.begin); steps > 0; --steps) {
+        for (int32 steps = tiles.num_heads(params.heads_per_group) * (tiles.end - tiles.begin); steps > 0; --steps) {
+            const auto step = tiles.at({head, tile});
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
-            copy_q(head, tile);
+            copy_q(step.head, step.tile);
 
-            const common::ScoreTile score_tile{where.batch, head, tile * kBr, first_key, lane};
+            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
             Warp::dot(ds, v_rows + own, do_tile, lane);
             wait_for_copies();
@@ -117,7 +118,10 @@ struct BackwardDkdv {
                 ++head;
             }
             __syncthreads();  // dO, lse, delta and what was posted are free
-            if (steps > 1) copy_dout(head, tile);
+            if (steps > 1) {
+                const auto next = tiles.at({head, tile});
+                copy_dout(next.head, next.tile);
+            }
             Warp::post(ds, posted, lane);
             __syncwarp();
             Warp::accumulate(dk, posted, q_tile, lane);

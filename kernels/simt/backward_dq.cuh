@@ -30,7 +30,7 @@
 #include "common/params.cuh.j2"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "simt/microtile.cuh"
 
@@ -83,8 +83,7 @@ struct BackwardDq {
         typename Warp::Sums dq;
         dq.clear();
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                         common::window_of<Spec>(params));
+        const auto tiles = common::key_tiles<Spec>(params, where);
         common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row, 0, lane}, Warp::kOwn,
                                           tiles.begin * kBc, tiles.end * kBc);
         if (tiles.begin < tiles.end) {
@@ -93,9 +92,10 @@ struct BackwardDq {
             const Real* dout = head_of(params.dout, params.dout_strides, where.batch, where.head);
             Rows::template copy<kThreads, kBr>(do_rows, dout, params.dout_strides.row, where.tile * kBr,
                                                params.seqlen_q);
-            copy_keys(v_tile, v, params.v_strides, tiles.begin);
+            copy_keys(v_tile, v, params.v_strides, tiles.at(tiles.begin));
         }
-        for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
+        for (int32 position = tiles.begin; position < tiles.end; ++position) {
+            const int32 tile = tiles.at(position);
             wait_for_copies();
             __syncthreads();  // Q, dO and V are there, K and what was posted is free
             copy_keys(k_tile, k, params.k_strides, tile);
@@ -105,17 +105,18 @@ struct BackwardDq {
             Warp::dot(ds, do_rows + own, v_tile, lane);
             wait_for_copies();
             __syncthreads();  // K is there, V is free
-            if (tile + 1 < tiles.end) copy_keys(v_tile, v, params.v_strides, tile + 1);
+            if (position + 1 < tiles.end) copy_keys(v_tile, v, params.v_strides, tiles.next(position));
 
             Warp::dot(p, q_rows + own, k_tile, lane);
             common::SavedScores<Spec, Scores> saved;
             saved.save(p);
-            const common::OutsideFull outside{tile >= tiles.full_end, tiles.kLeftLimit && tile < tiles.full_begin};
+            const common::OutsideFull outside{position >= tiles.full_end,
+                                              tiles.kLeftLimit && position < tiles.full_begin};
             common::differentiate_softmax<false, Spec>(
                 p, ds, mask, outside, params, score_tile, [&](int i, int) { return lse[i]; },
                 [&](int i, int) { return delta[i]; });
             common::write_dbias<Spec>(ds, params, score_tile);
-            saved.take_derivative(ds, params);
+            saved.take_derivative(ds, params, score_tile);
 
             if constexpr (kWithDkdv) {
                 Warp::post(p, posted, lane);

@@ -30,7 +30,7 @@
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "simt/microtile.cuh"
 
 namespace fa2::simt {
@@ -72,13 +72,13 @@ struct Forward {
         common::OnlineSoftmax<Real, kRows, Scores::kLanesPerRow, common::exp_accurate, true, Scores::kLaneStep> softmax;
         softmax.reset();
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                         common::window_of<Spec>(params));
+        const auto tiles = common::key_tiles<Spec>(params, where);
         if (tiles.begin < tiles.end) {
             Rows::template copy<kThreads, kBr>(q_rows, q, params.q_strides.row, where.tile * kBr, params.seqlen_q);
-            copy_keys(k_tile, k, params.k_strides, tiles.begin);
+            copy_keys(k_tile, k, params.k_strides, tiles.at(tiles.begin));
         }
-        for (int32 tile = tiles.begin; tile < tiles.end; ++tile) {
+        for (int32 position = tiles.begin; position < tiles.end; ++position) {
+            const int32 tile = tiles.at(position);
             wait_for_copies();
             __syncthreads();  // Q and K are there, V is free
             copy_keys(v_tile, v, params.v_strides, tile);
@@ -88,11 +88,11 @@ struct Forward {
             Warp::dot(scores, own_q, k_tile, lane);
             wait_for_copies();
             __syncthreads();  // V is there, K is free
-            if (tile + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tile + 1);
+            if (position + 1 < tiles.end) copy_keys(k_tile, k, params.k_strides, tiles.next(position));
 
             common::natural_scores<Spec>(scores, params, score_tile);
-            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
-            if (masked) common::mask_scores(scores, mask, score_tile.position, -common::infinity<Real>());
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
+            if (masked) common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<Real>());
             Real rescale[kRows];
             softmax.update(scores, rescale);  // S becomes P
             common::drop<Spec>(scores, params, score_tile);

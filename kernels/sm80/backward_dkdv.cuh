@@ -43,7 +43,7 @@
 #include "common/sequence.cuh"
 #include "common/shares.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "sm80/dq_workspace.cuh"
 #include "sm80/multiply.cuh"
@@ -90,10 +90,7 @@ struct BackwardDkdv {
     static constexpr int kDqN16 = ceil_div(kD / 16, kDqWarpsN);
     static_assert(kWarps % kDqWarpsM == 0);
 
-    // One iteration: a query head of the group and a query tile.
-    struct Step {
-        int32 head, tile;
-    };
+    using Step = common::QueryStep;
 
     const Params& params;
     uint32 smem;
@@ -104,8 +101,7 @@ struct BackwardDkdv {
     __device__ static void run(const Params& params, char* smem) {
         auto where = common::scheduled_tile<Spec, kByKeys>(params, blockIdx.x);
         common::take_share<Spec>(where, params);
-        const auto tiles = common::query_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                           common::window_of<Spec>(params));
+        const auto tiles = common::query_tiles<Spec>(params, where);
         const int32 thread = threadIdx.x, warp = __shfl_sync(common::kFullWarp, thread / 32, 0);
         const int32 pair = kInterleaved ? warp / 2 : warp % kPairs;
         BackwardDkdv block{params, shared_address(smem), where, tiles, thread, thread % 32, warp, pair};
@@ -127,6 +123,7 @@ struct BackwardDkdv {
 
     __device__ void load_query_tile(Step step, int32 slot) const {
         const int32 thread = computed_anew(this->thread), batch = computed_anew(where.batch);
+        step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
@@ -139,6 +136,7 @@ struct BackwardDkdv {
     // mask, in rows past the end and in rows without a visible key.
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
+        step = tiles.at(step);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
@@ -155,28 +153,6 @@ struct BackwardDkdv {
 
     __device__ uint32 exchange_address(int m, int s) const {
         return smem + kP + (((pair * kM16 + m) * (kBr / 16) + s) * 32 + lane) * 16;
-    }
-
-    // Turns dP^T in `x` into dS^T for k-step s, by means of P^T, or the weights, from the probability warp.
-    __device__ void weight_k16(Scores& x, int s, const OperandA& weights, uint32 row_stats) const {
-        if constexpr (!common::kProductsFromDelta<Spec>) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float minus_delta[2];
-                load_shared(row_stats + (2 * s + h) * 32, minus_delta);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint32 pair = weights.reg[2 * h + i];
-                    float (&y)[4] = x.value[2 * s + h];
-                    y[2 * i] =
-                        common::weighted<Spec>(common::unpack_lo<float16>(pair), y[2 * i], minus_delta[0], params);
-                    y[2 * i + 1] =
-                        common::weighted<Spec>(common::unpack_hi<float16>(pair), y[2 * i + 1], minus_delta[1], params);
-                }
-            }
-        } else {
-            common::multiply_k16<float16>(x, s, weights);
-        }
     }
 
     // One role's part of an iteration. `own`: the warp's rows of K or V. `right`: the query-side operand of the first
@@ -208,9 +184,10 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<false>(right.at(n, kk)); });
 
         PackedFragment<Element, kBr / 8> packed[kM16];
+        const Step own_step = tiles.at(step);
+        const common::ScoreTile score_tile{where.batch, own_step.head, own_step.tile * kBr,
+                                           where.tile * kBc + pair * kPairKeys, lane};
         if constexpr (kProbability) {
-            const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr,
-                                               where.tile * kBc + pair * kPairKeys, lane};
             if constexpr (common::kTakesWeights<Spec>) {
                 const bool masked = step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end);
 #pragma unroll
@@ -234,7 +211,7 @@ struct BackwardDkdv {
                     const auto mask = common::mask_of<Spec>(params);
 #pragma unroll
                     for (int m = 0; m < kM16; ++m)
-                        common::mask_transposed(x[m], mask, score_tile.shifted(0, 16 * m).position, 0.0f);
+                        common::hide_scores<true, Spec>(x[m], mask, params, score_tile.shifted(0, 16 * m), 0.0f);
                 }
             }
 #pragma unroll
@@ -251,7 +228,9 @@ struct BackwardDkdv {
             for (int m = 0; m < kM16; ++m)
 #pragma unroll
                 for (int s = 0; s < kBr / 16; ++s)
-                    weight_k16(x[m], s, load_shared_operand(exchange_address(m, s)), row_stats);
+                    common::weigh_k16<Spec>(
+                        x[m], s, load_shared_operand(exchange_address(m, s)), params, score_tile.shifted(0, 16 * m),
+                        [&](int n, float (&minus_delta)[2]) { load_shared(row_stats + n * 32, minus_delta); });
         }
 
         if constexpr (!kProbability || !common::kTakesWeights<Spec>)
@@ -290,6 +269,7 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
 
         using Workspace = DqWorkspace<kBr, kD>;
+        step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
         float* workspace = params.dq_accum + tile * Workspace::kTileElements;
 #pragma unroll
@@ -307,7 +287,7 @@ struct BackwardDkdv {
         for (int m = 0; m < kM16; ++m) gradient[m].fill(0.0f);
 
         const int32 tiles_per_head = tiles.end - tiles.begin;
-        int32 first_step = 0, steps = tiles_per_head * params.heads_per_group;
+        int32 first_step = 0, steps = tiles_per_head * tiles.num_heads(params.heads_per_group);
         if constexpr (Spec::kSplit) {
             const auto range = steps_of_block(steps);
             first_step = range.begin, steps = range.end - range.begin;
@@ -315,7 +295,7 @@ struct BackwardDkdv {
         const int32 first_head = where.head * params.heads_per_group;
         // Without a mask all blocks visit the same query tiles. Each starts at a different tile, so that their atomic
         // additions do not meet in the same rows of dQ.
-        constexpr bool kApart = kWithDq && !Spec::kCausal;
+        constexpr bool kApart = kWithDq && !Spec::kCausal && !common::kListsTiles<Spec>;
         const int32 start = tiles.begin + (kApart && steps > 0 ? where.tile % tiles_per_head : 0);
         Step step{first_head, start};
         if (Spec::kSplit && steps > 0) {

@@ -23,7 +23,7 @@
 #include "common/schedule.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "common/weights.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -46,7 +46,7 @@ struct BackwardDq {
     static constexpr int kQ = 0;
     static constexpr int kDo = QueryTile::kBytes;
     static constexpr int kKeys = 2 * QueryTile::kBytes;
-    using Ring = KeyRing<Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
     static constexpr int kSharedBytes = kKeys + Ring::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
@@ -64,8 +64,7 @@ struct BackwardDq {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        const auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                         common::window_of<Spec>(params));
+        const auto tiles = common::key_tiles<Spec>(params, where);
         const auto mask = common::mask_of<Spec>(params);
 
         const Ring ring{smem + kKeys,  // the slots
@@ -76,7 +75,8 @@ struct BackwardDq {
                         params.seqlen_k,
                         tiles.begin,
                         tiles.end,
-                        thread};
+                        thread,
+                        tiles};
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
                                                        thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
@@ -107,8 +107,10 @@ struct BackwardDq {
 #pragma unroll
         for (int m = 0; m < kM16; ++m) dq[m].fill(0.0f);
 
-        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            const uint32 slot = ring.acquire(tile);
+        for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
+            const uint32 slot = ring.acquire(position);
+            int32 tile = position;
+            if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
@@ -133,7 +135,7 @@ struct BackwardDq {
                                                    lane};
                 saved[m].save(p[m]);
                 if constexpr (common::kTakesWeights<Spec>) {
-                    const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+                    const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
                     common::Unused unused;
                     common::take_weights<false, Spec>(p[m], unused, masked, params, score_tile,
                                                       [&](int i, int) { return lse[m][i]; });
@@ -144,8 +146,8 @@ struct BackwardDq {
                         for (int e = 0; e < 4; ++e)
                             p[m].value[n][e] =
                                 common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
-                    if (tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin))
-                        common::mask_scores(p[m], mask, score_tile.position, 0.0f);
+                    if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
+                        common::hide_scores<false, Spec>(p[m], mask, params, score_tile, 0.0f);
                 }
             }
             multiply<Element, kD / 16>(
@@ -161,9 +163,10 @@ struct BackwardDq {
                     for (int e = 0; e < 4; ++e)
                         ds[m].value[n][e] =
                             common::weighted<Spec>(p[m].value[n][e], ds[m].value[n][e], minus_delta[m][e / 2], params);
-                common::write_dbias<Spec>(ds[m], params,
-                                          {where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc, lane});
-                saved[m].take_derivative(ds[m], params);
+                const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
+                                                   lane};
+                common::write_dbias<Spec>(ds[m], params, score_tile);
+                saved[m].take_derivative(ds[m], params, score_tile);
                 packed[m].set(ds[m]);
             }
             multiply<Element, kBc / 16>(

@@ -25,7 +25,7 @@
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm80/forward_output.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -45,7 +45,7 @@ struct ForwardRows {
 
     using QTile = SmemTile<kBr, kD>;
     using KeyTile = SmemTile<kBc, kD>;
-    using Ring = KeyRing<Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
     static constexpr int kSharedBytes = QTile::kBytes + Ring::kBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
@@ -64,8 +64,7 @@ struct ForwardRows {
         const Element* k = params.k + params.k_strides.offset(where.batch, 0, head_kv);
         const Element* v = params.v + params.v_strides.offset(where.batch, 0, head_kv);
 
-        auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                   common::window_of<Spec>(params));
+        auto tiles = common::key_tiles<Spec>(params, where);
         common::limit_to_share<Spec>(tiles, params, share);
         const auto mask = common::mask_of<Spec>(params);
         const int32 warp_row = warp * kWarpRows;
@@ -78,7 +77,8 @@ struct ForwardRows {
                         params.seqlen_k,
                         tiles.begin,
                         tiles.end,
-                        thread};
+                        thread,
+                        tiles};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, q, params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
         ring.start();
@@ -92,8 +92,10 @@ struct ForwardRows {
             output[m].fill(0.0f);
         }
 
-        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            const uint32 slot = ring.acquire(tile);
+        for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
+            const uint32 slot = ring.acquire(position);
+            int32 tile = position;
+            if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> v_address(slot + KeyTile::kBytes, 0, lane);
 
@@ -105,9 +107,9 @@ struct ForwardRows {
                 [&](int n, int kk) { return ldmatrix_x4<false>(k_address.at(n, kk)); });
 
             PackedFragment<Element, kBc / 8> p[kM16];
-            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
             // The first tile has no row shift to try yet. Masked tiles are rare, so they take the general path.
-            const bool try_row_shift = !masked && tile != tiles.end - 1;
+            const bool try_row_shift = !masked && position != tiles.end - 1;
 #pragma unroll
             for (int m = 0; m < kM16; ++m) {
                 const common::ScoreTile score_tile{where.batch, where.head, first_row + warp_row + 16 * m, tile * kBc,
@@ -120,7 +122,8 @@ struct ForwardRows {
                     for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
-                if (masked) common::mask_scores(scores[m], mask, score_tile.position, -common::infinity<float>());
+                if (masked)
+                    common::hide_scores<false, Spec>(scores[m], mask, params, score_tile, -common::infinity<float>());
                 float rescale[2];
                 softmax[m].update(scores[m], rescale);
 #pragma unroll

@@ -29,7 +29,7 @@
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm80/forward_output.cuh"
 #include "sm80/key_ring.cuh"
 #include "sm80/multiply.cuh"
@@ -52,7 +52,7 @@ struct ForwardSplit {
 
     using QTile = SmemTile<kBr, kD>;
     using KeyTile = SmemTile<kBc, kD>;
-    using Ring = KeyRing<Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
+    using Ring = KeyRing<common::KeyTiles<Spec>, Element, KeyTile, Spec::kStages, kThreads, kHeadDim>;
     static constexpr int kKeys = QTile::kBytes;
     static constexpr int kP = kKeys + Ring::kBytes;
     static constexpr int kStats = kP + kBr * kBc * 2;
@@ -122,8 +122,7 @@ struct ForwardSplit {
         const int32 share = common::take_share<Spec>(where, params);
         const int32 first_row = where.tile * kBr, pair_row = pair * kPairRows;
         const int32 head_kv = where.head / params.heads_per_group;
-        auto tiles = common::key_tiles_of<Spec::kCausal, kBr, kBc>(where.tile, params.seqlen_q, params.seqlen_k,
-                                                                   common::window_of<Spec>(params));
+        auto tiles = common::key_tiles<Spec>(params, where);
         common::limit_to_share<Spec>(tiles, params, share);
         const auto mask = common::mask_of<Spec>(params);
 
@@ -135,7 +134,8 @@ struct ForwardSplit {
                         params.seqlen_k,
                         tiles.begin,
                         tiles.end,
-                        thread};
+                        thread,
+                        tiles};
         load_tile_async<QTile, kThreads, kHeadDim>(smem, params.q + params.q_strides.offset(where.batch, 0, where.head),
                                                    params.q_strides.row, first_row, params.seqlen_q, thread);
         cp_async_commit();
@@ -150,8 +150,10 @@ struct ForwardSplit {
             output[m].fill(0.0f);
         }
 
-        for (int32 tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            const uint32 slot = ring.acquire(tile);
+        for (int32 position = tiles.end - 1; position >= tiles.begin; --position) {
+            const uint32 slot = ring.acquire(position);
+            int32 tile = position;
+            if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_address(slot, half * kHalfKeys, lane);
 
             Scores scores[kM16];
@@ -167,10 +169,10 @@ struct ForwardSplit {
             for (int m = 0; m < kM16; ++m)
                 common::modify_scores<Spec>(scores[m], params, score_tile.shifted(16 * m, 0));
             Packed p[kM16];
-            const bool masked = tile >= tiles.full_end || (tiles.kLeftLimit && tile < tiles.full_begin);
+            const bool masked = position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin);
             bool kept = false;
             // The attempt fails in the first tile; shares make it nevertheless, so that no register holds `end`.
-            if (!masked && (Spec::kSplit || tile != tiles.end - 1)) {
+            if (!masked && (Spec::kSplit || position != tiles.end - 1)) {
                 float share[kM16][2];
                 bool fits = true;
 #pragma unroll
@@ -193,8 +195,8 @@ struct ForwardSplit {
 #pragma unroll
                             for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
                     if (masked)
-                        common::mask_scores(scores[m], mask, score_tile.shifted(16 * m, 0).position,
-                                            -common::infinity<float>());
+                        common::hide_scores<false, Spec>(scores[m], mask, params, score_tile.shifted(16 * m, 0),
+                                                         -common::infinity<float>());
                     softmax[m].maximum_of(scores[m], highest[m]);
                 }
                 exchange(highest, [](float a, float b) { return common::maximum(a, b); });

@@ -22,7 +22,7 @@
 #include "common/exceptions.cuh"
 #include "common/mask.cuh"
 #include "common/statistics.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "float32_parts/softmax_gradient.cuh"
 #include "sm80_float32/multiply.cuh"
 

@@ -129,7 +129,7 @@ struct BackwardDq {
                 scores, dp, dp_unit, params, [&](int i, int c) { return Comparand(delta[i], dp_unit[c]).rest; },
                 [&](int i) { return delta[i]; });
             common::write_dbias<Spec>(scores, params, position);
-            saved.take_derivative(scores, params);
+            saved.take_derivative(scores, params, position);
             float scale[2], inverse[2];
             row_scales(scores, scale, inverse);
             FragmentParts<kBc / 8> ds;

@@ -49,7 +49,8 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
           key_columns_(matrix_descriptor(memory.key() + kDqPanel * Shape::kKeyPanelBytes, Shape::kKeyPanelBytes)),
           ds_operand_(matrix_descriptor(memory.ds(0), 0)) {}
 
-    __device__ void run() {
+    // Inlined, however large the kernel is: its members are registers only then.
+    __device__ __forceinline__ void run() {
         gradient_.fill(0.0f);
         if constexpr (kWithDq) Base::start_adding(params_, warp_, kDqColumn8);
         if constexpr (kProbability) Base::load_first_array(own_.first_key);
@@ -120,7 +121,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
                 Base::template exponentiate<kMasked>(scores, step, own_.first_key);
                 give_p(scores);
             } else {
-                take_p(scores, memory_.delta(stage));
+                take_p(scores, step, memory_.delta(stage));
             }
             rounded.set(scores);
         }
@@ -165,32 +166,19 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         exchanged_.advance();
     }
 
-    __device__ __forceinline__ void take_p(Scores& derivatives, uint32 statistic) {
+    __device__ __forceinline__ void take_p(Scores& derivatives, const QueryStep& step, uint32 delta) {
         mbarrier_wait(memory_.full_p(exchanged_.slot()), exchanged_.parity());
 #pragma unroll
-        for (int s = 0; s < kBr / 16; ++s) {
-            const OperandA weights = load_shared_operand(lane_of_p(s));
-            if constexpr (!Base::kFromDelta)
-                weight_k16(derivatives, s, weights, statistic);
-            else
-                common::multiply_k16<float16>(derivatives, s, weights);
-        }
+        for (int s = 0; s < kBr / 16; ++s)
+            common::weigh_k16<Spec>(derivatives, s, load_shared_operand(lane_of_p(s)), params_,
+                                    Base::score_tile(step, own_.first_key), [&](int n, float (&minus_delta)[2]) {
+#pragma unroll
+                                        for (int e = 0; e < 2; ++e)
+                                            minus_delta[e] = Base::statistic_of(delta, 2 * n + e);
+                                    });
         __syncwarp();
         arrive(memory_.empty_p(exchanged_.slot()));
         exchanged_.advance();
-    }
-
-    __device__ __forceinline__ void weight_k16(Scores& derivatives, int s, const OperandA& weights,
-                                               uint32 statistic) const {
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& x = derivatives.value[2 * s + r / 2][r % 2 * 2 + e];
-                const float weight =
-                    e == 0 ? common::unpack_lo<float16>(weights.reg[r]) : common::unpack_hi<float16>(weights.reg[r]);
-                x = common::weighted<Spec>(weight, x, Base::statistic_of(statistic, 4 * s + r / 2 * 2 + e), params_);
-            }
     }
 
     const uint64 own_operand_, scores_operand_, gradient_operand_, key_columns_, ds_operand_;

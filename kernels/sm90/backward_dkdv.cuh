@@ -74,7 +74,7 @@ struct BackwardDkdv {
         }
     }
 
-    // True if the block's share is empty; the workspace then has zeros for it.
+    // True if the block's share is empty, for which the workspace then has zeros, or its list: plans clear dK and dV.
     template <class Record>
     __device__ static bool has_no_step(const Record& params) {
         if constexpr (Spec::kSplit) {
@@ -84,6 +84,7 @@ struct BackwardDkdv {
             Shares::put_zeros(Shares::of_block(params));
             return true;
         }
+        if constexpr (common::kListsTiles<Spec>) return key_tile<Spec>(params).tiles.end == 0;
         return false;
     }
 };

@@ -58,7 +58,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
     using Element = typename Spec::Element;
     friend Base;
-    static constexpr int kMaxSkipped = ceil_div(kBr - kGroupRows, kBc);
+    static constexpr int kMaxSkipped = common::kListsTiles<Spec> ? 0 : ceil_div(kBr - kGroupRows, kBc);
     // Three groups under a right limit would deadlock: the middle one may skip key tiles and then need a stage that the
     // first one, which waits for it, has not released.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
@@ -73,7 +73,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ BackwardDqConsumer(const Params& params, const Memory& memory)
         : Base(params, memory, __shfl_sync(common::kFullWarp, threadIdx.x / kGroupThreads, 0) - 1) {}
 
-    __device__ void run() {
+    // Inlined, however large the kernel is: its members are registers only then.
+    __device__ __forceinline__ void run() {
         if (kStagger && group_ + 1 < Shape::kGroups) barrier_sync(kStartBarrier + group_, 2 * kGroupThreads);
         TileInSlot tile = next_tile(memory_, tiles_);
         if (Spec::kVarlen && tile.key_tiles() == 0) {  // all indices of this block are unused
@@ -185,13 +186,15 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         release_value();
         if (Shape::kOwnOutput && block == (kLeftLimit ? keys.begin : 0) && lane_ == 0)
             mbarrier_arrive(memory_.empty_dout(queries_.slot()));
-        if constexpr (common::kWritesDbias<Spec>) {
+        if constexpr (common::kDerivesLater<Spec>) {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::kCols; ++j) scores_(i, j) = derivative(j / 2, i, j % 2);
-            common::write_dbias<Spec>(scores_, record_of<Spec>(params_, tile), score_tile(tile, block));
-            this->take_derivative(scores_, params_);
+            const common::ScoreTile where = score_tile(tile, block);
+            const auto& own = record_of<Spec>(params_, tile);
+            common::write_dbias<Spec>(scores_, own, where);
+            this->take_derivative(scores_, own, where);
             ds_.set(scores_);
             return;
         }

@@ -8,7 +8,7 @@
 // For dQ every group reads all of dS, which passes through shared memory as [query][key] with the 128-byte swizzle:
 // stmatrix transposes dS^T when it is stored.
 #pragma once
-#include "common/mask.cuh"
+#include "common/mask_function.cuh"
 #include "common/weights.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/wgmma_backward.cuh.j2"
@@ -125,8 +125,8 @@ class BackwardGroup {
     template <bool kMasked>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
         if (needs_mask<kMasked>(step)) {
-            common::mask_transposed(x, common::mask_of<Spec>(params_), {step.tile * kBr, first_key + 16 * warp_, lane_},
-                                    -common::infinity<float>());
+            common::hide_scores<true, Spec>(x, common::mask_of<Spec>(params_), params_, score_tile(step, first_key),
+                                            -common::infinity<float>());
         }
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
@@ -135,7 +135,7 @@ class BackwardGroup {
     }
 
     __device__ __forceinline__ common::HeadTerms<Spec> head_terms(const QueryStep& step) const {
-        return common::head_terms<Spec>(params_, own_.batch, step.head);
+        return common::head_terms<Spec>(params_, own_.batch, own_.at(step).head);
     }
 
     // Replaces S^T by the factor of dP^T - delta, and writes P^T for dV, rounded, to `p` (common/weights.cuh).
@@ -186,7 +186,8 @@ class BackwardGroup {
     }
 
     __device__ __forceinline__ common::ScoreTile score_tile(const QueryStep& step, int32 first_key) const {
-        return {own_.batch, step.head, {step.tile * kBr, first_key + 16 * warp_, lane_}};
+        const QueryStep own = own_.at(step);
+        return {own_.batch, own.head, {own.tile * kBr, first_key + 16 * warp_, lane_}};
     }
 
     // Writes this warp's 16 keys of dS to the panel of its group's 64 keys, transposed.
@@ -241,8 +242,13 @@ class BackwardGroup {
                 if (column8 + n < Workspace::kColumns / 8)
                     add_global(workspace_ + Workspace::offset(0, n, 0), dq.value[n]);
         }
-        // At a head change, skip the query tiles outside this key tile's range.
-        tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
+        if constexpr (common::kListsTiles<Spec>) {
+            tiles_to_walk_ = -added_tile_;
+            tiles_to_walk_ += added_tile_ = tile_of_group(next);
+        } else {
+            // At a head change, skip the query tiles outside this key tile's range.
+            tiles_to_walk_ = next.tile == own_.tiles.begin ? query_tiles() - own_.tiles.end + own_.tiles.begin + 1 : 1;
+        }
     }
 
     // Lane 0 arrives for its warp; the warp must have converged.
@@ -260,7 +266,8 @@ class BackwardGroup {
     // record has a workspace only in kernels that compute dQ.
     template <class Record>
     __device__ __forceinline__ void start_adding(const Record& params, int32 row16, int32 column8) {
-        const QueryStep step = own_.first_step();
+        const QueryStep step = own_.at(own_.first_step());
+        if constexpr (common::kListsTiles<Spec>) added_tile_ = tile_of_group(own_.first_step());
         const int64 first = Spec::kVarlen
                                 ? common::first_workspace_tile<Spec>(params, own_.batch, step.head)
                                 : (static_cast<int64>(own_.batch) * params.num_heads + step.head) * query_tiles();
@@ -271,7 +278,13 @@ class BackwardGroup {
     // Query tiles of a head in the workspace, including those outside this key tile's range.
     __device__ __forceinline__ int32 query_tiles() const {
         if constexpr (Spec::kVarlen) return common::workspace_tiles<Spec>(params_);
-        return common::kLeftLimit<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
+        return common::kLeftLimit<Spec> || common::kListsTiles<Spec> ? ceil_div(params_.seqlen_q, kBr) : own_.tiles.end;
+    }
+
+    // The number of a step's query tile among those of the group in the workspace.
+    __device__ __forceinline__ int32 tile_of_group(const QueryStep& step) const {
+        const QueryStep own = own_.at(step);
+        return (own.head - own_.first_query_head) * query_tiles() + own.tile;
     }
 
     // Leaves this warp's 16 rows of a gradient in the workspace of shares: of dK, or of dV (`index` 1).
@@ -315,6 +328,7 @@ class BackwardGroup {
     RingPosition<2> written_, read_;  // in the ring of dS buffers
     float* workspace_ = nullptr;      // this lane's part of the tile of the last added dQ
     int32 tiles_to_walk_ = 0;
+    int32 added_tile_ = 0;  // under a sparse map, the number of that tile in the group
 };
 
 }  // namespace fa2::sm90

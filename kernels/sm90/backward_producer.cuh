@@ -73,11 +73,12 @@ class BackwardProducer {
     }
 
     __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& step) const {
+        const QueryStep own = own_.at(step);
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            own_.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, step.tile * kBr,
-                              step.head, own_.batch);
+            own_.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, own.tile * kBr,
+                              own.head, own_.batch);
     }
 
     // A fence waits for all outstanding memory operations of its thread. Consumer threads have atomic additions to dQ
@@ -130,11 +131,12 @@ class BackwardProducer {
 
     template <bool kLse>
     __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
+        const QueryStep own = own_.at(step);
         const float* rows =
-            (kLse ? params_.lse : params_.delta) + common::first_statistic<Spec>(params_, own_.batch, step.head);
+            (kLse ? params_.lse : params_.delta) + common::first_statistic<Spec>(params_, own_.batch, own.head);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int32 query = query_of<kLse>(lane, i), row = step.tile * kBr + query;
+            const int32 query = query_of<kLse>(lane, i), row = own.tile * kBr + query;
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
             if (query < kBr && row < params_.seqlen_q) x[i] = rows[row];
         }

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/held_array.cuh"
 #include "common/shares.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
@@ -50,10 +50,7 @@ struct BackwardShape {
     static_assert(registers_suffice(registers_at_entry(Spec::kWarps), kGroups, kProducerRegisters, kConsumerRegisters));
 };
 
-// A query tile of one of the heads that share the block's keys.
-struct QueryStep {
-    int32 head, tile;
-};
+using common::QueryStep;
 
 // The first step of a share, and the one after its last.
 template <bool kSplit>
@@ -79,11 +76,13 @@ struct KeyTile {
         else
             return {first_query_head, tiles.begin};
     }
+    // The head and the query tile of a step.
+    __device__ __forceinline__ QueryStep at(const QueryStep& step) const { return tiles.at(step); }
     __device__ __forceinline__ bool has(const QueryStep& step, const Params& params) const {
         if constexpr (Spec::kSplit)
             return step.head < limits.end.head || (step.head == limits.end.head && step.tile < limits.end.tile);
         else
-            return step.head < first_query_head + params.heads_per_group;
+            return step.head < first_query_head + tiles.num_heads(params.heads_per_group);
     }
 
     // The heads of the steps end here, and the query tiles of a head begin and end there.
@@ -91,7 +90,7 @@ struct KeyTile {
         if constexpr (Spec::kSplit)
             return limits.end.head + (limits.end.tile > tiles.begin);
         else
-            return first_query_head + params.heads_per_group;
+            return first_query_head + tiles.num_heads(params.heads_per_group);
     }
     __device__ __forceinline__ int32 begin_of(int32 head) const {
         return Spec::kSplit && head == first_step().head ? first_step().tile : tiles.begin;
@@ -108,7 +107,8 @@ template <class Spec, class Record>
 __device__ __forceinline__ void limit_steps(KeyTile<Spec>& tile, const Record& params, int32 share) {
     if constexpr (Spec::kSplit) {
         const int32 of_head = tile.tiles.end - tile.tiles.begin;
-        const auto steps = common::steps_of_share(of_head * params.heads_per_group, params.num_splits, share);
+        const auto steps =
+            common::steps_of_share(of_head * tile.tiles.num_heads(params.heads_per_group), params.num_splits, share);
         const auto step = [&](int32 index) {
             const int32 heads = of_head > 0 ? index / of_head : 0;
             return QueryStep{tile.first_query_head + heads, tile.tiles.begin + index - heads * of_head};
@@ -125,8 +125,7 @@ __device__ __forceinline__ KeyTile<Spec> key_tile(const Params& params) {
                           where.head,
                           where.batch,
                           where.head * params.heads_per_group,
-                          common::query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(
-                              where.tile, params.seqlen_q, params.seqlen_k, common::window_of<Spec>(params)),
+                          common::query_tiles<Spec>(params, where),
                           query_tma_rows<Spec>(params, where.batch),
                           key_tma_rows<Spec>(params, where.batch)};
     if constexpr (common::kLeftLimit<Spec>) tile.tiles.end = max_of(tile.tiles.end, 1);

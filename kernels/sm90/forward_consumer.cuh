@@ -44,7 +44,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     static constexpr bool kTwoP = Shape::kTwoP, kTakeTurns = !kTwoP && Shape::kGroups > 1, kPinExponentials = true;
     // Skipping more could deadlock: this group would wait for a K whose stage other groups still hold, while they wait
     // for its turn or for a V whose stage it has not released.
-    static constexpr int kMaxSkipped = min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
+    static constexpr int kMaxSkipped =
+        common::kListsTiles<Spec> ? 0 : min_of(ceil_div(kBr - kGroupRows, kBc), kTakeTurns ? 1 : 2);
     static constexpr int kTurnBarrier = Base::kOwnBarrier;
 
     using Scores = QuadFragment<kBc / 8>;
@@ -59,7 +60,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
           key_operand_(matrix_descriptor(memory.key(0), 0)),
           value_operand_(matrix_descriptor(memory.value(0), Shape::kKeyPanelBytes)) {}
 
-    __device__ void run() {
+    // Inlined, however large the kernel is: its members are registers only then.
+    __device__ __forceinline__ void run() {
         if (kTakeTurns && group_ == Shape::kGroups - 1) barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
         Probabilities p, other_p;
         TileInSlot tile = next_tile(memory_, tiles_);

@@ -2,7 +2,7 @@
 // blocks, and the key tiles that a warp group sees.
 #pragma once
 #include "common/output_shares.cuh"
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm90/layout.cuh"
 #include "sm90/tma_rows.cuh"
 
@@ -12,7 +12,7 @@ inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory. Consumers read each field when they need it, so
 // that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
-// unless kHasBegin); those from `full_key_tiles` on need the mask. A query tile that sees no key still gets one key tile,
+// unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A query tile that sees no key still gets one key tile,
 // fully masked, so that its row sums become zero, and so does an empty share: the key tile after the last that is seen.
 // key_tiles = 0 marks the end of the work.
 struct alignas(32) QueryTile {
@@ -31,10 +31,14 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
     return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
-// A query tile with the TMA coordinates that the producer needs to load it.
-template <class Spec>
+// A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
+template <class Spec, bool kListed = common::kListsTiles<Spec>>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
+};
+template <class Spec>
+struct LoadedTile<Spec, true> : LoadedTile<Spec, false> {
+    const int32* entries;
 };
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
@@ -48,13 +52,19 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
             index = next_index(params, index);
             continue;
         }
-        auto keys = common::key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, own.seqlen_q, own.seqlen_k,
-                                                                              common::window_of<Spec>(params));
+        auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
-        return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr, where.head,
-                 where.batch, keys.begin, share},
-                query_tma_rows<Spec>(params, where.batch),
-                key_tma_rows<Spec>(params, where.batch)};
+        if constexpr (common::kListsTiles<Spec>)
+            return {{{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
+                      where.head, where.batch, keys.begin, share},
+                     query_tma_rows<Spec>(params, where.batch),
+                     key_tma_rows<Spec>(params, where.batch)},
+                    keys.entries};
+        else
+            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
+                     where.head, where.batch, keys.begin, share},
+                    query_tma_rows<Spec>(params, where.batch),
+                    key_tma_rows<Spec>(params, where.batch)};
     }
     return {};
 }
@@ -71,6 +81,12 @@ struct TileInSlot {
     __device__ int32 first_key_tile() const { return load_shared<int32>(address + 20); }
     __device__ int32 share() const { return load_shared<int32>(address + 24); }
 };
+
+// The key tiles of a query tile in a slot.
+template <class Spec>
+__device__ __forceinline__ common::KeyTiles<Spec> listed_keys(const Params& params, const TileInSlot& tile) {
+    return common::key_tiles<Spec>(params, {tile.first_row() / Spec::kBr, tile.head(), tile.batch()});
+}
 
 // Waits until the producer has written the next slot of the ring, and returns its tile.
 template <class Memory>
@@ -121,7 +137,7 @@ __device__ __forceinline__ GroupKeys keys_of_group(const Params& params, const T
                                                    int32 most_skipped) {
     const int32 first = Spec::kSplit ? tile.first_key_tile() : 0;
     const auto from_first = [&](int32 key_tile) { return Spec::kSplit ? max_of(key_tile - first, 0) : key_tile; };
-    if constexpr (!common::kRightLimit<Spec>)
+    if constexpr (!common::kRightLimit<Spec> || common::kListsTiles<Spec>)
         return {0, tile.key_tiles() - first, from_first(tile.full_key_tiles()), 0, 0};
     const int32 group_tile = tile.first_row() / kGroupRows + group;
     const auto& record = record_of<Spec>(params, tile);

@@ -1,7 +1,7 @@
 // Base of the consumers of the kernels whose blocks own query tiles: positions in the rings, the release of stages to
 // the producer, the product that sums over keys, and the box in shared memory from which TMA stores a result.
 #pragma once
-#include "common/mask.cuh"
+#include "common/mask_function.cuh"
 #include "sm90/query_tile_shape.cuh"
 #include "sm90/wgmma.cuh.j2"
 
@@ -26,6 +26,7 @@ class QueryTileConsumer {
     // This warp's scores of key tile `block` of GroupKeys.
     __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
         if constexpr (Spec::kSplit) block += tile.first_key_tile();
+        if constexpr (common::kListsTiles<Spec>) block = listed_keys<Spec>(params_, tile).at(block);
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
@@ -60,9 +61,9 @@ class QueryTileConsumer {
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
-        if constexpr (Spec::kSplit) block += tile.first_key_tile();
-        common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
-                            {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
+        const auto& own = record_of<Spec>(params_, tile);
+        common::hide_scores<false, Spec>(scores, common::mask_of<Spec>(own), own, score_tile(tile, block),
+                                         -common::infinity<float>());
     }
 
     __device__ __forceinline__ void release_key() {

@@ -20,9 +20,15 @@ class QueryTileProducer {
     __device__ Tile published() const {
         const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
         const int32 batch = slot.batch();
-        return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
-                query_tma_rows<Spec>(params_, batch),
-                key_tma_rows<Spec>(params_, batch)};
+        if constexpr (common::kListsTiles<Spec>)
+            return {{{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                     query_tma_rows<Spec>(params_, batch),
+                     key_tma_rows<Spec>(params_, batch)},
+                    listed_keys<Spec>(params_, slot).entries};
+        else
+            return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
+                    query_tma_rows<Spec>(params_, batch),
+                    key_tma_rows<Spec>(params_, batch)};
     }
 
     // Loads the query tile's rows of Q or dO.
@@ -57,11 +63,13 @@ class QueryTileProducer {
 
   private:
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
+        int32 key_tile = block;
+        if constexpr (common::kListsTiles<Spec>) key_tile = tile.entries[block];
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns, block * Shape::kBc,
-                           tile.head / params_.heads_per_group, tile.batch);
+            tile.keys.load(smem + panel * Shape::kKeyPanelBytes, map, full, panel * kPanelColumns,
+                           key_tile * Shape::kBc, tile.head / params_.heads_per_group, tile.batch);
     }
 };
 

@@ -3,7 +3,7 @@
 // Where Q and dO pass through shared memory in pieces, a stage holds one piece, and statistics have stages and barriers of
 // their own. Two warp groups then have the same 64 keys, one for dK and one for dV.
 #pragma once
-#include "common/tile_range.cuh"
+#include "common/tile_lists.cuh"
 #include "sm90/dq_workspace.cuh"
 #include "sm90_float32/load_rows.cuh"
 

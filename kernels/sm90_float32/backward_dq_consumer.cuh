@@ -95,7 +95,7 @@ class BackwardDqConsumer : QueryTileProducts<Spec, PartsShape<Spec, 2>> {
             scores, dp, dp_unit, params_, [&](int i, int c) { return Compared(delta_[i], dp_unit[c]).rest; },
             [&](int i) { return delta_[i]; });
         common::write_dbias<Spec>(scores, own, position);
-        saved.take_derivative(scores, params_);
+        saved.take_derivative(scores, own, position);
 
         float scale[2], inverse[2];
         row_scales(scores, scale, inverse);

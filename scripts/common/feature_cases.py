@@ -17,7 +17,13 @@ from fa2cupy.plan.calls import plan_backward, plan_forward
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.options import CallOptions
-from fa2cupy.problem.strides import AnyStrides, contiguous_score_strides, feature_strides, is_full
+from fa2cupy.problem.strides import (
+    AnyStrides,
+    argument_layouts,
+    contiguous_score_strides,
+    feature_strides,
+    is_full,
+)
 from fa2cupy.testing import make_inputs
 
 __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
@@ -236,7 +242,8 @@ class Case:
         small = self.shrunk()
         options = small.options(np, 0)
         attention = problem_from_arrays(*small.inputs(np)[:3], **options)
-        strides, large = _strides(attention) | feature_strides(options), self._as_large(attention)
+        strides = _strides(attention) | feature_strides(options) | argument_layouts(options)
+        large = self._as_large(attention)
         extras = () if operation == "forward" else tuple(self.gradients)
         if "dbias" in extras:
             shape = options["bias"].shape

@@ -6,10 +6,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from common.feature_cases import Case
+from common.function_cases import (
+    CAP,
+    DILATION,
+    FUNCTIONS,
+    IMAGE_WIDTH,
+    RADIUS,
+    WINDOW,
+    distance_buckets,
+)
 from common.measure import Candidate, Gpu, Tensors, taking_turns
 from common.peers import TorchPeer
 
-__all__ = ["FlexAttention"]
+__all__ = ["FlexAttention", "FlexFunctions"]
 
 
 class FlexAttention(TorchPeer):
@@ -61,15 +70,38 @@ class FlexAttention(TorchPeer):
         """A function of q, k and v."""
         torch, seqlen = self.torch, case.problem.seqlen
         torch._dynamo.reset()  # the number of variants of a function that it compiles is limited
-        visible = _causal if case.window is None else _windowed(case.window)
-        block_mask = self._module.create_block_mask(visible, None, None, seqlen, seqlen, device="cuda")
-        score_mod = None
-        if case.feature == "softcap":
-            score_mod = _softcap(torch, options["softcap"])
-        elif case.feature == "alibi":
-            score_mod = _alibi(torch.from_dlpack(options["alibi_slopes"]))
+        score_mod, visible, batch = self._functions(case, options)
+        block_mask = self._module.create_block_mask(visible, batch, None, seqlen, seqlen, device="cuda")
         compiled = torch.compile(self._module.flex_attention, dynamic=False, fullgraph=True)
         return lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask)
+
+    def _functions(self, case: Case, options: Mapping[str, object]) -> tuple[Callable | None, Callable, int | None]:
+        """What changes a score, what says which keys are visible, and the sequences if this depends on them."""
+        score_mod = None
+        if case.feature == "softcap":
+            score_mod = _softcap(self.torch, options["softcap"])
+        elif case.feature == "alibi":
+            score_mod = _alibi(self.torch.from_dlpack(options["alibi_slopes"]))
+        return score_mod, _causal if case.window is None else _windowed(case.window), None
+
+
+class FlexFunctions(FlexAttention):
+    """The same with the functions of `common.function_cases`, written for PyTorch."""
+
+    features = tuple(FUNCTIONS)
+
+    def _functions(self, case: Case, options: Mapping[str, object]) -> tuple[Callable | None, Callable, int | None]:
+        """As in the base class."""
+        torch, name = self.torch, case.feature
+        if FUNCTIONS[name].role == "score_mod":
+            arrays = [torch.from_dlpack(array) for array in options["score_args"]]
+            if name == "t5_relative":
+                longest = case.problem.seqlen
+                return _relative(*arrays, torch.from_numpy(distance_buckets(longest)).cuda(), longest), _causal, None
+            return _softcap(torch, CAP) if name == "softcap" else _alibi(*arrays), _causal, None
+        visible = {"causal": lambda: _causal, "sliding_window": lambda: _windowed(WINDOW), **_MASKS}[name]
+        arrays = [torch.from_dlpack(array) for array in options["mask_args"]]
+        return None, visible(*arrays), case.problem.batch if arrays else None
 
 
 def _causal(b, h, i, j):
@@ -95,3 +127,45 @@ def _alibi(slopes) -> Callable:
         return score + slopes[h] * (j - i)  # where a key is visible, the distance is i - j
 
     return score_mod
+
+
+def _relative(table, buckets, longest: int) -> Callable:
+    def score_mod(score, b, h, i, j):
+        return score + table[buckets[j - i + longest], h]
+
+    return score_mod
+
+
+def _dilated() -> Callable:
+    def visible(b, h, i, j):
+        return (i >= j) & (i - j <= DILATION * WINDOW) & ((i - j) % DILATION == 0)
+
+    return visible
+
+
+def _neighborhood() -> Callable:
+    def visible(b, h, i, j):
+        rows, columns = i // IMAGE_WIDTH - j // IMAGE_WIDTH, i % IMAGE_WIDTH - j % IMAGE_WIDTH
+        return (rows.abs() <= RADIUS) & (columns.abs() <= RADIUS)
+
+    return visible
+
+
+def _prefix(lengths) -> Callable:
+    def visible(b, h, i, j):
+        return (i >= j) | (j < lengths[b])
+
+    return visible
+
+
+def _document(ids) -> Callable:
+    def visible(b, h, i, j):
+        return ids[b, i] == ids[b, j]
+
+    return visible
+
+
+#: From a function's arrays to a mask.
+_MASKS = {
+    "dilated_window": _dilated, "neighborhood_2d": _neighborhood, "prefix_lm": _prefix, "document": _document,
+}  # fmt: skip

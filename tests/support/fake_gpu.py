@@ -10,12 +10,14 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 
-from support.fake_cupy import FakeCupy, current_ordinal
+from support.fake_cupy import FakeArray, FakeCupy, current_ordinal
 from support.kernel_formulas import run_formulas
 from support.launch_record import Launch
 
+from fa2cupy import sparse
+from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.families.device import DeviceInfo
-from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, signatures
+from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, signatures, tile_states
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import CallOptions, hashable_config
 
@@ -95,6 +97,7 @@ def backward(
     return_dsink=False,
     num_splits=None,
     precision=None,
+    return_dscore_args=False,
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
@@ -110,6 +113,7 @@ def backward(
         return_dsink,
         num_splits,
         precision,
+        return_dscore_args,
     )
     return calls.backward(q, k, v, o, lse, do, delta, dlse, out, options, features)
 
@@ -140,7 +144,7 @@ def fake_gpu(
         return tuple(map(bound, plan.stages))
 
     cupy = FakeCupy()
-    for module in (calls, copies, device_memory, placement, prepare, prepared):
+    for module in (calls, copies, device_memory, placement, prepare, prepared, tile_states):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(device_memory, "runtime", types.SimpleNamespace(streamIsCapturing=cupy.is_capturing))
     monkeypatch.setattr(
@@ -149,4 +153,5 @@ def fake_gpu(
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: infos[current_ordinal()]))
     monkeypatch.setattr(signatures, "_prepared", {})
+    monkeypatch.setattr(sparse, "backend_of", lambda name, array: calls if isinstance(array, FakeArray) else cpu_calls)
     yield launched

@@ -7,6 +7,8 @@ import numpy as np
 
 import fa2cupy
 from fa2cupy import TileConfig
+from fa2cupy.problem.feature_checks import extra_gradients
+from fa2cupy.problem.function_checks import floating_arguments
 from fa2cupy.testing import Expectation, make_inputs
 
 METHODS = ("single_pass", "two_pass")
@@ -67,7 +69,16 @@ def keyword(name: str) -> str:
 
 def extras(options: dict) -> dict:
     """The switches of every gradient that there is besides dq, dk and dv."""
-    return {f"return_d{name}": True for name in ("bias", "sink") if options.get(name) is not None}
+    found = {f"return_d{name}": True for name in ("bias", "sink") if options.get(name) is not None}
+    if options.get("score_mod") is not None and floating_arguments(options):
+        found["return_dscore_args"] = True
+    return found
+
+
+def gradient_names(options: dict, switches: dict | None = None) -> tuple[str, ...]:
+    """The names of all results of `backward`; `switches`: those of `extras` that are on, by default all."""
+    off = {f"return_d{name}": False for name in ("bias", "sink", "score_args")}
+    return ("dq", "dk", "dv", *extra_gradients(options, **off | (extras(options) if switches is None else switches)))
 
 
 def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConfig | None = None, **options) -> dict:
@@ -75,7 +86,7 @@ def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConf
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = extras(options)
-    names = ("dq", "dk", "dv", *(name.removeprefix("return_") for name in more))
+    names = gradient_names(options)
     o, lse = fa2cupy.forward(q, k, v, **options, config=config, out=expected.unwritten("o", "lse"))
     gradients = fa2cupy.backward(
         q, k, v, o, lse, do, **options, **more, dlse=dlse, method=method, config=config, out=expected.unwritten(*names)

@@ -15,6 +15,7 @@ from fa2cupy.gpu.tensor_maps import encode_arguments
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.plan.tensor_maps import TensorLayout
+from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS
 from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
@@ -22,7 +23,7 @@ PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in (
 ADDED = ("dq_accum", SHARES)  # of float32, as tiles: workspaces to which kernels add
 CACHES = ("k_cache", "v_cache")  # of decoding, whose rows are read and written
 _OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
-WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS)
+WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS)
 
 
 class Launch:
@@ -92,20 +93,21 @@ class Launch:
             kind = self._kinds[name].partition("_")[2]
             dtype = np.dtype({"parts": "float16", "int": "int32"}.get(kind, "float32"))
             return memory_at(self.pointers[name], (self._workspaces[name] // dtype.itemsize,), None, dtype)
+        if name in ("block_mask", "states"):
+            return memory_at(self.pointers[name], self._map_shape(), None, np.dtype("uint8"))
         of_keys = name in ("k", "v", "dk", "dv")
         if name not in self.pointers and f"{name}_parts" in self.pointers:
             return self._joined(name, "k" if of_keys else "q")
         heads, rows = self.values["num_heads"], self._rows("k" if of_keys else "q")
         heads //= self.values["heads_per_group"] if of_keys else 1
+        if self._kinds[name].startswith("items_") or name.startswith("dscore_args"):
+            return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
-        if name == "dsink":
-            return memory_at(self.pointers[name], (heads,), None, self._wide)
-        if name == "lse_parts":
-            shape = (self.values["num_parts"], self.batch, heads, rows)
+        if name in ("lse", "delta", "dlse", "lse_parts", "dsink"):
+            parts = (self.values["num_parts"],) if name == "lse_parts" else ()
+            shape = (heads,) if name == "dsink" else (*parts, self.batch, heads, rows)
             return memory_at(self.pointers[name], shape, None, self._wide)
-        if name in ("lse", "delta", "dlse"):
-            return memory_at(self.pointers[name], (self.batch, heads, rows), None, self._wide)
         dtype = np.dtype(ml_dtypes.bfloat16 if self.spec.dtype == "bfloat16" else self.spec.dtype)
         if name in (*ARRAY_KEYWORDS, "dbias"):
             dtype = {"input": dtype, "output": dtype, "input_bool": np.dtype(bool)}.get(self._kinds[name], self._wide)
@@ -150,6 +152,23 @@ class Launch:
             for index, page in enumerate(own):
                 written[page, : max(0, length - index * size)] = True
         return written
+
+    def _map_shape(self) -> tuple[int, ...]:
+        """That of the states of a sparse map's tiles."""
+        tiles = self.values["map_rows"], self.values["map_columns"]
+        if "map_batches" in self.values:
+            return self.values["map_batches"], self.values["map_heads"], *tiles
+        heads = self.values["num_heads"]
+        return self.stage.blocks // (heads * np.prod(tiles)), heads, *tiles
+
+    def _argument(self, name: str) -> np.ndarray:
+        """An array of a function of the caller's, or its gradient. Where it has axes, the record has their layout."""
+        kind = self._kinds[name]
+        dtype = self._wide if kind == "output_accum" else kind.removeprefix("items_")
+        layout = self.values.get(f"{name}_strides", ())
+        strides, shape = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+        items = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        return memory_at(self.pointers[name], shape, tuple(stride * items.itemsize for stride in strides), items)
 
     def _joined(self, name: str, side: str) -> np.ndarray:
         """An input of which the record has parts. Sequences that are packed have theirs elsewhere."""
@@ -197,9 +216,10 @@ def _unpack(spec: KernelSpec, data: bytes) -> Iterator[tuple[str, object]]:
     offset = 0
     for field in spec.params.fields[len(spec.params.pointers) :]:
         code = {"strides": "=qqq", "score_strides": "=qqqq", "size": "=q", "real": real, "int": "=i", "word": "=I"}
-        values = struct.unpack_from(code[field.kind], data, offset)
-        offset += struct.calcsize(code[field.kind])
-        yield field.name, values if field.kind.endswith("strides") else values[0]
+        own = code[field.kind] if field.kind in code else "=" + "qq" * int(field.kind.removeprefix("array"))
+        values = struct.unpack_from(own, data, offset)
+        offset += struct.calcsize(own)
+        yield field.name, values if field.name.endswith("strides") else values[0]
 
 
 class _Memory:

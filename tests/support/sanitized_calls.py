@@ -18,6 +18,7 @@ import cupy
 import numpy as np
 from support.decode_cases import Case
 from support.feature_cases import extras, options_of
+from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
 from fa2cupy.testing import make_inputs
@@ -112,12 +113,35 @@ def with_settings() -> None:
         check_calls(q, k, v, do, dtype, options)
 
 
+def with_functions() -> None:
+    """A function of scores whose table has a gradient, and one that hides keys."""
+    cases = ready_made(2, 2, 150, 130)
+    for (dtype, head_dim), name in itertools.product(FEATURE_KINDS, ("t5_relative", "document")):
+        q, k, v, do = make_inputs(
+            dtype, batch=2, seqlen_q=150, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=head_dim, xp=cupy
+        )
+        check_calls(q, k, v, do, dtype, on_gpu(cases[name].options, cupy.asarray))
+
+
 def packed() -> None:
     """Packed sequences, one of them empty."""
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 230], np.int32)))
     for dtype, head_dim in FEATURE_KINDS:
         inputs = make_inputs(dtype, seqlen_q=240, seqlen_k=240, num_heads=2, head_dim=head_dim, xp=cupy)
         check_calls(*(x[0] for x in inputs), dtype, {**offsets, "causal": True})
+
+
+def sparse() -> None:
+    """Maps: the kernel that makes one, those that list its tiles, and all that visit them."""
+    sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 250, "seqlen_k": 230}
+    ids = cupy.asarray(np.repeat(np.arange(5, dtype="int32"), 50)[None].repeat(2, axis=0))
+    for dtype, head_dim in FEATURE_KINDS:
+        q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, head_dim=head_dim, xp=cupy)
+        made = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 2, 2, 250, 230, tile=(64, 64))
+        own = {"mask_mod": fa2cupy.mods.document, "mask_args": (ids,), "block_mask": made}
+        check_calls(q, k, v, do, dtype, own)
+        given = fa2cupy.BlockMask(cupy.asarray(np.eye(2, dtype=bool)), 250, 230)
+        check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
@@ -128,7 +152,10 @@ def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
         fa2cupy.backward(q, k, v, o, lse, do, **options, **extras(options), method=method)
 
 
-PARTS = {"plain": plain, "features": with_settings, "packed": packed, "float32": of_parts, "decode": decoding}
+PARTS = {
+    "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
+    "float32": of_parts, "decode": decoding,
+}  # fmt: skip
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PARTS:

@@ -1,0 +1,13 @@
+"""Functions of scores that the caller writes: traced with symbols, differentiated, evaluated and written as CUDA C++.
+
+    symbols.py      what the caller's function computes with: NumPy's functions and Python's operators make nodes
+    tracing.py      calls the function once, and gives a `Program`
+    expressions.py  nodes, kinds and simplification
+    operations.py   one row for each operation: its kinds, its NumPy function, its CUDA C++
+    derivatives.py  derivatives by the score and by elements of arguments
+    evaluation.py   values on NumPy and CuPy arrays
+    text.py         CUDA C++
+
+An expression has one of three kinds: bool, int (int32) and float (the dtype of lse: float32, or float64 for float64
+data). Kinds follow NumPy's rules: int and float give float, and ``/`` of two ints gives float.
+"""

@@ -1,0 +1,257 @@
+"""Expressions: nodes of a graph in which equal expressions are one node, simplified when they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .operations import OPERATIONS
+
+__all__ = ["BOOL", "FLOAT", "INT", "Graph", "Node", "RefusalError", "reachable"]
+
+BOOL, INT, FLOAT = "bool", "int", "float"
+
+_LARGEST_INT = 2**31 - 1
+#: The reciprocal of a constant replaces a division by it between these magnitudes, in which float32 is normal.
+_SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-120, 2.0**120
+#: The largest exponent of a power that is written as multiplications.
+_LARGEST_EXPONENT = 8
+#: bool operands have the logical function of a bitwise one.
+_OF_BOOLS = {
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "logical_xor",
+    "invert": "logical_not",
+}
+
+
+class RefusalError(TypeError):
+    """A function does what cannot be compiled; the text says what to write instead."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An expression. Nodes are compared by identity: a graph has each of them once.
+
+    Attributes
+    ----------
+    op : str
+        A key of `OPERATIONS`; ``"as_bool"``, ``"as_int"`` or ``"as_float"`` (an int of a float is cut off towards 0);
+        ``"constant"``; ``"input"``, the score or a position; ``"element"`` of an argument, whose operands are the
+        indices; ``"position"``, the index of a loop; or ``"sum"`` over a loop, whose operand is a term.
+    kind : str
+        `BOOL`, `INT` or `FLOAT`.
+    operands : tuple of Node
+    value : object
+        The number of a constant, the name of an input, the number of an element's argument, and the arguments over
+        whose last axes a sum runs.
+    number : int
+        Number in the order of creation. Operands have smaller numbers.
+    varies : bool
+        True if it depends on the index of a loop.
+    axes : tuple of int
+        The arguments over whose last axes it runs as a vector.
+    """
+
+    op: str
+    kind: str
+    operands: tuple[Node, ...] = field(repr=False)
+    value: object
+    number: int
+    varies: bool
+    axes: tuple[int, ...]
+
+    @property
+    def is_constant(self) -> bool:
+        """True for a number."""
+        return self.op == "constant"
+
+
+def reachable(roots: Iterable[Node], into_sums: bool = True) -> list[Node]:
+    """All nodes that expressions consist of, operands first; terms of sums only with `into_sums`."""
+    found: dict[int, Node] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node.number not in found:
+            found[node.number] = node
+            if into_sums or node.op != "sum":
+                waiting.extend(node.operands)
+    return [found[number] for number in sorted(found)]
+
+
+class Graph:
+    """Makes nodes, each once.
+
+    Attributes
+    ----------
+    places : dict of str by Node
+        Line of the caller's function, for elements of arguments.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[object, ...], Node] = {}
+        self.places: dict[Node, str] = {}
+
+    def constant(self, value: bool | int | float) -> Node:
+        """A number."""
+        if isinstance(value, bool):
+            return self._node("constant", BOOL, (), value)
+        if isinstance(value, int):
+            if not -_LARGEST_INT - 1 <= value <= _LARGEST_INT:
+                raise RefusalError(f"ints have 32 bits, and {value} has more; write a float")
+            return self._node("constant", INT, (), value)
+        return self._node("constant", FLOAT, (), float(value))
+
+    def input(self, name: str, kind: str) -> Node:
+        """The score or a position, by its name."""
+        return self._node("input", kind, (), name)
+
+    def element(self, argument: int, kind: str, indices: tuple[Node, ...], place: str) -> Node:
+        """An element of an argument. One index fewer than axes makes it a vector, with the loop's index as the last."""
+        node = self._node("element", kind, indices, argument)
+        self.places.setdefault(node, place)
+        return node
+
+    def position(self) -> Node:
+        """The index of a loop."""
+        return self._node("position", INT, (), None)
+
+    def total(self, term: Node, axes: tuple[int, ...]) -> Node:
+        """The sum of a term over the last axes of arguments, which have the same length."""
+        kind = INT if term.kind == BOOL else term.kind
+        return self._node("sum", kind, (self.cast(term, kind),), axes)
+
+    def cast(self, node: Node, kind: str) -> Node:
+        """The same value in another kind."""
+        if node.kind == kind:
+            return node
+        if node.is_constant:
+            number = node.value
+            assert isinstance(number, bool | int | float)
+            if kind == INT and not math.isfinite(number):
+                raise RefusalError(f"{number} is no int")
+            return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](number))
+        return self._node(f"as_{kind}", kind, (node,))
+
+    def apply(self, op: str, *operands: Node) -> Node:
+        """The result of an operation of `OPERATIONS`, simplified."""
+        if op == "power":
+            return self._power(*operands)
+        rule = OPERATIONS[op].rule
+        if rule == "bits" and all(x.kind == BOOL for x in operands):
+            return self.apply(_OF_BOOLS[op], *operands)
+        if rule in ("whole", "bits") and any(x.kind == FLOAT for x in operands):
+            instead = {"floor_divide": "; write np.floor(x / y)", "remainder": "; write x - y * np.floor(x / y)"}
+            raise RefusalError(f"{op} is for ints{instead.get(op, '')}")
+        widest = FLOAT if any(x.kind == FLOAT for x in operands[rule == "where" :]) else INT
+        if rule == "where" and all(x.kind == BOOL for x in operands):
+            widest = BOOL
+        wanted = {"real": FLOAT, "whole": INT, "bits": INT, "truth": BOOL}.get(rule, widest)
+        kinds = [BOOL if rule == "where" and i == 0 else wanted for i in range(len(operands))]
+        cast = tuple(self.cast(x, kind) for x, kind in zip(operands, kinds, strict=True))
+        return self._simplified(op, cast, BOOL if rule == "compare" else wanted)
+
+    def number(self, op: str, node: Node, number: float) -> Node:
+        """The result of an operation on an expression and a number of its kind."""
+        return self.apply(op, node, self.cast(self.constant(number), node.kind))
+
+    def _power(self, base: Node, exponent: Node) -> Node:
+        number = exponent.value if exponent.is_constant else None
+        if isinstance(number, int | float) and number == 0.5:
+            return self.apply("sqrt", base)
+        if isinstance(number, int | float) and number in range(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1):
+            kind = FLOAT if FLOAT in (base.kind, exponent.kind) else INT
+            if number < 0 and kind == INT:
+                raise RefusalError("an int has no negative power; write 1.0 / x ** n")
+            x = self.cast(base, kind)
+            result = self.cast(self.constant(1), kind)
+            for _ in range(abs(int(number))):
+                result = self.apply("multiply", result, x)
+            return self.apply("divide", self.constant(1.0), result) if number < 0 else result
+        if FLOAT not in (base.kind, exponent.kind):
+            raise RefusalError(
+                f"a power of ints needs a constant exponent up to {_LARGEST_EXPONENT}; write (1.0 * x) ** y"
+            )
+        return self._simplified("power", (self.cast(base, FLOAT), self.cast(exponent, FLOAT)), FLOAT)
+
+    def _simplified(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
+        if all(x.is_constant for x in operands):
+            return self._folded(op, operands, kind)
+        if op == "divide" and operands[1].is_constant:
+            divisor = operands[1].value
+            assert isinstance(divisor, float)
+            if _SMALLEST_FACTOR <= abs(divisor) <= _LARGEST_FACTOR:
+                return self.number("multiply", operands[0], 1 / divisor)
+        if OPERATIONS[op].commutes:
+            operands = tuple(sorted(operands, key=lambda x: x.number))
+        simpler = _SIMPLER[op](*operands) if op in _SIMPLER else None
+        return self._node(op, kind, operands) if simpler is None else simpler
+
+    def _folded(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
+        dtypes = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}
+        with np.errstate(all="ignore"):
+            values = [dtypes[x.kind](x.value) for x in operands]
+            result = getattr(np, OPERATIONS[op].function)(*values)
+        return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](result))
+
+    def _node(self, op: str, kind: str, operands: tuple[Node, ...], value: object = None) -> Node:
+        # repr separates -0.0 from 0.0, and makes NaN equal to itself.
+        key = (op, kind, repr(value), *(x.number for x in operands))
+        if key not in self._nodes:
+            axes = {axis for x in operands for axis in x.axes}
+            varies = op == "position" or any(x.varies for x in operands)
+            if op == "element" and operands and operands[-1].op == "position":
+                assert isinstance(value, int)
+                axes.add(value)
+            if op == "sum":
+                axes, varies = set(), False
+            self._nodes[key] = Node(op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)))
+        return self._nodes[key]
+
+
+def _is(node: Node, number: float) -> bool:
+    return node.is_constant and node.value == number
+
+
+def _without(number: float, x: Node, y: Node) -> Node | None:
+    """The other one of two operands if one is the neutral `number`."""
+    if _is(y, number):
+        return x
+    return y if _is(x, number) else None
+
+
+def _same(x: Node, y: Node) -> Node | None:
+    return x if x is y else None
+
+
+def _logical(neutral: bool, x: Node, y: Node) -> Node | None:
+    for one, other in ((x, y), (y, x)):
+        if one.is_constant:
+            return other if one.value is neutral else one
+    return _same(x, y)
+
+
+def _where(condition: Node, x: Node, y: Node) -> Node | None:
+    if condition.is_constant:
+        return x if condition.value else y
+    return _same(x, y)
+
+
+#: Simpler expressions of the same value, by operation. 0 * x is none: it is NaN where x is not finite.
+_SIMPLER: Mapping[str, Callable[..., Node | None]] = {
+    "add": lambda x, y: _without(0, x, y),
+    "subtract": lambda x, y: x if _is(y, 0) else None,
+    "multiply": lambda x, y: _without(1, x, y),
+    "floor_divide": lambda x, y: x if _is(y, 1) else None,
+    "negative": lambda x: x.operands[0] if x.op == "negative" else None,
+    "logical_not": lambda x: x.operands[0] if x.op == "logical_not" else None,
+    "logical_and": lambda x, y: _logical(True, x, y),
+    "logical_or": lambda x, y: _logical(False, x, y),
+    "minimum": _same,
+    "maximum": _same,
+    "where": _where,
+}

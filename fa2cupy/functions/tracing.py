@@ -1,0 +1,248 @@
+"""Calls a function of the caller's with symbols, and gives what it computes as a `Program`."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .derivatives import Scatter, derivative, scatters
+from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
+from .places import place_of_definition, place_of_error
+from .symbols import ArgumentSymbol, Symbol, is_array
+from .text import function_text
+
+__all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
+
+#: Inputs by role, after which the arguments follow.
+_INPUTS = {
+    "score_mod": {"score": FLOAT, "b": INT, "h": INT, "q": INT, "k": INT},
+    "mask_mod": {"b": INT, "h": INT, "q": INT, "k": INT},
+}
+_KINDS = {"b": BOOL, "i": INT, "u": INT}
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+#: The longest vector that np.dot and .sum() take.
+MAX_LOOP = 256
+
+
+class ArgumentKind(NamedTuple):
+    """All that a program depends on of an argument."""
+
+    rank: int
+    kind: str
+
+
+class Program:
+    """A traced function. Programs are equal if their texts are.
+
+    Attributes
+    ----------
+    role : {"score_mod", "mask_mod"}
+    arguments : tuple of ArgumentKind
+    graph : Graph
+    result : Node
+        The score, or the truth value.
+    slope : Node or None
+        The derivative of the score by the score that the function gets; None if it is 0.
+    scatters : list of Scatter
+        The derivatives of the score by the elements that it reads of floating-point arguments.
+    """
+
+    def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node):
+        self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
+        self.arguments_name = role.replace("mod", "args")
+        self.slope: Node | None = None
+        self.scatters: list[Scatter] = []
+        if role == "score_mod":
+            # Always in this order: that of nodes is the order of operands and statements in the text.
+            self.slope = derivative(graph, result, graph.input("score", FLOAT))
+            self.scatters = scatters(graph, result, self.floats)
+
+    @property
+    def floats(self) -> tuple[int, ...]:
+        """The floating-point arguments."""
+        return tuple(number for number, argument in enumerate(self.arguments) if argument.kind == FLOAT)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """CUDA C++: see ``text.py``. It depends on the function's expression and the kinds of its arguments alone."""
+        if self.role == "mask_mod":
+            return function_text(self.role, self.result)
+        return function_text(self.role, self.result, self.slope, self.scatters)
+
+    def depends_on(self, name: str) -> bool:
+        """True if the result depends on an input: the score, b, h, q or k."""
+        return any(node.op == "input" and node.value == name for node in reachable([self.result]))
+
+    @functools.cached_property
+    def loops(self) -> list[tuple[int, ...]]:
+        """The arguments over whose last axes each loop runs."""
+        return [node.value for node in reachable([self.result]) if node.op == "sum" and isinstance(node.value, tuple)]
+
+    def check_lengths(self, arrays: Sequence[Any]) -> None:
+        """Raises ValueError unless the vectors of each loop have the same length, of at most `MAX_LOOP`."""
+        for axes in self.loops:
+            lengths = {f"{self.arguments_name}[{axis}]": arrays[axis].shape[-1] for axis in axes}
+            first = next(iter(lengths.values()))
+            for name, length in lengths.items():
+                if length != first:
+                    raise ValueError(
+                        f"{name}: expected a last axis of {first} like {next(iter(lengths))}, got {length}"
+                    )
+                if length > MAX_LOOP:
+                    raise ValueError(f"{name}: vectors of up to {MAX_LOOP} elements are summed, got {length}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and (self.role, self.arguments, self.text) == (
+            other.role,
+            other.arguments,
+            other.text,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.role, self.text))
+
+    @property
+    def digest(self) -> str:
+        """A short name of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:8]
+
+    def __repr__(self) -> str:
+        return f"Program({self.role}, {self.digest})"
+
+
+class BoundFunction(NamedTuple):
+    """A program and all that a kernel must know of its arrays.
+
+    Attributes
+    ----------
+    program : Program
+    dtypes : tuple of str
+    lengths : tuple of int
+        Of each array the length of its last axis, if a loop runs over it; else 0.
+    """
+
+    program: Program
+    dtypes: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+def argument_kind(name: str, array: Any) -> ArgumentKind:
+    """The rank and the kind of an array. Raises TypeError for a dtype that functions do not take."""
+    kind = FLOAT if array.dtype.name in _FLOATS else _KINDS.get(array.dtype.kind)
+    if kind is None:
+        raise TypeError(f"{name}: expected bools, ints, or floats of dtype {', '.join(_FLOATS)}, got {array.dtype}")
+    return ArgumentKind(array.ndim, kind)
+
+
+#: Programs by function and kinds of arguments. A program refers to no function, so that functions can be freed.
+_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
+
+
+def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> Program:
+    """The program of a function, traced once for each combination of kinds of arguments.
+
+    Parameters
+    ----------
+    role : {"score_mod", "mask_mod"}
+    function : callable
+        Or a program, which is returned.
+    arguments : tuple of ArgumentKind
+
+    Raises
+    ------
+    TypeError
+        The function has the wrong number of parameters, does what cannot be compiled, or returns the wrong kind. The
+        text names the role, the line and what to write instead.
+    """
+    if isinstance(function, Program):
+        return function
+    if not callable(function):
+        raise TypeError(f"{role}: expected a function or None, got {type(function).__name__}")
+    try:
+        known = _programs.setdefault(function, {})
+    except TypeError:  # it cannot be hashed or referred to weakly
+        known = {}
+    key = (role, arguments)
+    if key not in known:
+        known[key] = _traced(role, function, arguments)
+    return known[key]
+
+
+def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKind, ...]) -> Program:
+    graph = Graph()
+    inputs = _INPUTS[role]
+    names = _parameters(role, function, len(inputs) + len(arguments))[len(inputs) :]
+    for name, value in _outside_values(function):
+        if is_array(value):
+            wanted = f"arrays are passed as arguments, {role.replace('mod', 'args')}, not through the closure"
+            raise TypeError(f"{role}: {name} is an array; {wanted} ({place_of_definition(function)})")
+    symbols: list[Symbol | ArgumentSymbol] = [Symbol(graph, graph.input(name, kind)) for name, kind in inputs.items()]
+    for number, (name, (rank, kind)) in enumerate(zip(names, arguments, strict=True)):
+        if rank:
+            symbols.append(ArgumentSymbol(graph, number, kind, rank, name))
+        else:
+            symbols.append(Symbol(graph, graph.element(number, kind, (), place_of_definition(function))))
+    try:
+        result = function(*symbols)
+    except (TypeError, AttributeError, IndexError) as error:
+        hint = "" if isinstance(error, RefusalError) else "; symbols take Python's operators and NumPy's functions"
+        raise TypeError(f"{role}: {error}{hint} ({place_of_error(error)})") from error
+    try:
+        return Program(role, arguments, graph, _result(role, graph, result))
+    except RefusalError as error:
+        raise TypeError(f"{role}: {error} ({place_of_definition(function)})") from error
+
+
+def _parameters(role: str, function: Callable[..., Any], number: int) -> list[str]:
+    """The names of a function's first parameters."""
+    expected = ", ".join((*_INPUTS[role], f"*{role.replace('mod', 'args')}"))
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*range(number))
+    except ValueError:  # no signature, as some built-in functions have none
+        return [f"argument {index}" for index in range(number)]
+    except TypeError as error:
+        wanted = f"a function of {number} parameters ({expected})"
+        raise TypeError(f"{role}: expected {wanted}, got {signature}: {place_of_definition(function)}") from error
+    names = [one.name for one in signature.parameters.values() if one.kind is not one.VAR_POSITIONAL]
+    return [*names, *(f"argument {index}" for index in range(len(names), number))][:number]
+
+
+def _outside_values(function: Callable[..., Any]) -> Iterator[tuple[str, object]]:
+    """The names that a function takes from its closure and from its module, and their values."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in function.__globals__:
+            yield instruction.argval, function.__globals__[instruction.argval]
+
+
+def _result(role: str, graph: Graph, result: object) -> Node:
+    """The node of what a function returned."""
+    if isinstance(result, Symbol):
+        node = result.node
+    elif isinstance(result, bool | int | float | np.generic):
+        node = graph.constant(result.item() if isinstance(result, np.generic) else result)
+    else:
+        what = "the array itself" if isinstance(result, ArgumentSymbol) else type(result).__name__
+        raise RefusalError(f"expected a {'score' if role == 'score_mod' else 'truth value'} to be returned, got {what}")
+    if node.varies:
+        raise RefusalError("a vector is returned; write .sum() or np.dot of it")
+    if role == "mask_mod" and node.kind != BOOL:
+        raise RefusalError(f"expected a truth value to be returned, got {node.kind}; write x != 0")
+    if role == "score_mod" and node.kind == BOOL:
+        raise RefusalError("expected a score to be returned, got bool; write np.where(condition, score, -np.inf)")
+    return node if role == "mask_mod" else graph.cast(node, FLOAT)

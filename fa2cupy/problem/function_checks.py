@@ -1,0 +1,101 @@
+"""Checks of functions of scores that the caller writes, and of their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..functions.expressions import FLOAT
+from ..functions.tracing import BoundFunction, Program, argument_kind, trace
+from .arguments import array_backend
+from .array_types import Array
+
+__all__ = [
+    "bound_function",
+    "check_mask_mod",
+    "check_score_mod",
+    "floating_arguments",
+    "function_arrays",
+    "program_of",
+]
+
+
+def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
+    """``score_mod=`` and ``score_args=``."""
+    return _checked("score_mod", keywords)
+
+
+def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
+    """``mask_mod=`` and ``mask_args=``."""
+    return _checked("mask_mod", keywords)
+
+
+def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    function, name = keywords.get(role), _args_name(role)
+    arrays = _sequence(name, keywords.get(name, ()))
+    if function is None:
+        if arrays:
+            raise ValueError(f"{name}: there is no {role}")
+        return {}
+    return {role: bound_function(role, function, arrays)}
+
+
+def program_of(role: str, function: object, arrays: object) -> Program:
+    """The traced function of a role and its arrays, which are checked."""
+    name = _args_name(role)
+    named = {f"{name}[{number}]": array for number, array in enumerate(_sequence(name, arrays))}
+    if named:
+        array_backend(named)
+    program = trace(role, function, tuple(argument_kind(one, array) for one, array in named.items()))
+    for one, array in named.items():
+        _check_range(one, array)
+    program.check_lengths(tuple(named.values()))
+    return program
+
+
+def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
+    """The same with what kernels depend on of the arrays."""
+    program = program_of(role, function, arrays)
+    given = _sequence(_args_name(role), arrays)
+    summed = {axis for axes in program.loops for axis in axes}
+    lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
+    return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
+
+
+def function_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of functions by names such as ``"score_args[0]"``."""
+    return {
+        f"{name}[{number}]": array
+        for name in ("score_args", "mask_args")
+        for number, array in enumerate(_sequence(name, keywords.get(name, ())))
+    }
+
+
+def floating_arguments(keywords: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of `score_mod` that have a gradient, by names such as ``"score_args[0]"``."""
+    arrays = function_arrays({"score_args": keywords.get("score_args", ())})
+    if arrays:
+        array_backend(arrays)
+    return {name: array for name, array in arrays.items() if argument_kind(name, array).kind == FLOAT}
+
+
+def _args_name(role: str) -> str:
+    return role.replace("mod", "args")
+
+
+def _sequence(name: str, arrays: Any) -> Sequence[Any]:
+    if not isinstance(arrays, tuple | list):
+        hint = f"; write {name}=(array,)" if hasattr(arrays, "dtype") else ""
+        raise TypeError(f"{name}: expected a tuple of arrays, got {type(arrays).__name__}{hint}")
+    return arrays
+
+
+def _check_range(name: str, array: Array) -> None:
+    """Functions compute with 32-bit ints. CuPy arrays are not read on the host."""
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or np.can_cast(array.dtype, "int32"):
+        return
+    largest = np.iinfo("int32")
+    if array.size and not (largest.min <= array.min() and array.max() <= largest.max):
+        raise ValueError(f"{name}: functions have ints of 32 bits, and an element has more")

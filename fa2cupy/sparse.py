@@ -1,0 +1,95 @@
+"""Sparse maps of mask functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .backends import backend_of
+from .problem.arguments import array_backend
+from .problem.array_types import Array
+from .problem.block_mask import DEFAULT_TILE, BlockMask, check_length, check_tile
+from .problem.function_checks import bound_function
+
+__all__ = ["block_mask"]
+
+
+def block_mask(
+    mask_mod: Any,
+    mask_args: Sequence[Array],
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    tile: tuple[int, int] = DEFAULT_TILE,
+    like: Array | None = None,
+) -> BlockMask:
+    """The sparse map of a mask function, for ``block_mask=`` of `fa2cupy.forward` and `fa2cupy.backward`.
+
+    Calls with the map skip tiles without a visible key, and do not evaluate the function where all keys are visible.
+
+    Parameters
+    ----------
+    mask_mod : callable
+        ``mask_mod(b, h, q, k, *mask_args)``, as for `fa2cupy.forward`.
+    mask_args : sequence of ndarray
+        Its arrays; an empty tuple if there are none.
+    batch, num_heads, seqlen_q, seqlen_k : int
+        Sizes of the scores. With packed sequences, their number and the longest lengths.
+    tile : tuple of int, optional
+        Queries and keys of a tile.
+    like : ndarray, optional
+        An array, such as q, of the library and on the device that the map is for. A function without arrays needs it
+        for CuPy; by default its map is for NumPy.
+
+    Returns
+    -------
+    BlockMask
+        It has one row of tiles for all sequences or all heads where the function does not depend on them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa2cupy.forward`; a size is negative.
+    IndexError
+        The function reads outside an array of NumPy.
+    KernelCompileError, KernelLaunchError
+        As for `fa2cupy.forward`.
+
+    Notes
+    -----
+    The function is evaluated for all pairs of a query and a key, on NumPy in strips of a row of tiles, on the GPU by
+    one kernel that is compiled for it. The mask is not formed: memory is that of the map, one byte for each tile, and
+    on NumPy of a strip.
+
+    Examples
+    --------
+    >>> import fa2cupy
+    >>> print(block_mask(fa2cupy.mods.sliding_window(200), (), 1, 8, 512, 512))
+    BlockMask 512 x 512 in tiles of 128 x 128, density 0.56
+    +
+    ++
+    +++
+     +++
+    """
+    function = bound_function("mask_mod", mask_mod, mask_args)
+    lengths = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
+    batch, num_heads = check_length("batch", batch), check_length("num_heads", num_heads)
+    tile = check_tile(tile)
+    named = {f"mask_args[{number}]": array for number, array in enumerate(mask_args)}
+    named |= {} if like is None else {"like": like}
+    if named:
+        array_backend(named)
+    program = function.program
+    shape = (
+        batch if program.depends_on("b") else 1,
+        num_heads if program.depends_on("h") else 1,
+        -(-lengths[0] // tile[0]),
+        -(-lengths[1] // tile[1]),
+    )
+    name, first = next(iter(named.items()), ("like", np.empty(0)))
+    states = backend_of(name, first).tile_states(function, mask_args, like, shape, lengths, tile)
+    return BlockMask.of_states(states, *lengths, tile, program)

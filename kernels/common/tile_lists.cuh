@@ -1,0 +1,97 @@
+// Tile lists: under a sparse map (fa2cupy/problem/block_mask.py) the tiles that a block visits are those of a list, not
+// those of a range (tile_range.cuh). Main loops ask either kind of range for the tile at a position.
+//
+// A list is made for the tiles of one kernel, and holds all that hides pairs by position: the map, the band of causal
+// masks and windows, and the ends of the sequences. Tiles are full, and run without a mask, or mixed. A list is
+//
+//   [tiles in the first part][tiles in both parts][entry] ...
+//
+// where the first part has the full key tiles of a query tile, or the mixed query tiles of a key tile: the masked tiles
+// lie where those of a causal mask do. Each part is in ascending order, so that sums have a fixed order. An entry is a
+// key tile; or a query tile, with its head's number in the group in the bits from kTileBits on, because the query tiles
+// of all heads of a group are one list. Behind the entries of a list is the tile after the last, of which all is hidden:
+// kernels that must visit a tile visit it where there is none.
+#pragma once
+#include "common/schedule.cuh"
+#include "common/tile_range.cuh"
+
+namespace fa2::common {
+
+inline constexpr int kTileBits = 24;
+// Numbers ahead of the entries of a list.
+inline constexpr int kListCounts = 2;
+
+// The list of a tile. Lists are laid out [batch][head][tile], where all sequences or all heads may have the same.
+template <class Item, class Record>
+__device__ __forceinline__ Item* list_of(Item* lists, const Record& params, int32 batch, int32 head, int32 tile) {
+    const int64 index = static_cast<int64>(batch) * params.list_batch_stride +
+                        static_cast<int64>(head) * params.list_head_stride + tile;
+    return lists + index * params.list_stride;
+}
+
+// The key tiles of a query tile, in the place of KeyTileRange.
+struct ListedKeyTiles {
+    static constexpr bool kListed = true, kLeftLimit = false;
+    static constexpr int32 full_begin = 0;
+    const int32* entries;
+    int32 begin, full_end, end;
+
+    __device__ __forceinline__ int32 at(int32 position) const { return entries[position]; }
+    __device__ __forceinline__ int32 next(int32 position) const { return entries[position + 1]; }
+};
+
+// The query tiles of a key tile in all heads of its group, in the place of QueryTileRange. Steps have positions in the
+// list, all in the first head of the group.
+struct ListedQueryTiles {
+    static constexpr bool kLeftLimit = false;
+    static constexpr int32 full_end = 0x7fffffff;
+    const int32* entries;
+    int32 begin, full_begin, end;
+
+    __device__ __forceinline__ QueryStep at(const QueryStep& step) const {
+        const int32 entry = entries[step.tile];
+        return {step.head + (entry >> kTileBits), entry & ((1 << kTileBits) - 1)};
+    }
+    __device__ __forceinline__ static int32 num_heads(int32) { return 1; }
+};
+
+template <class Spec, bool kListed = Spec::kBlockMask>
+struct TilesOf {
+    using Keys = KeyTileRange<Spec::kWindow>;
+    using Queries = QueryTileRange<Spec::kWindow>;
+};
+template <class Spec>
+struct TilesOf<Spec, true> {
+    using Keys = ListedKeyTiles;
+    using Queries = ListedQueryTiles;
+};
+template <class Spec>
+using KeyTiles = typename TilesOf<Spec>::Keys;
+template <class Spec>
+using QueryTiles = typename TilesOf<Spec>::Queries;
+
+// The key tiles that a query tile sees.
+template <class Spec, class Record>
+__device__ __forceinline__ KeyTiles<Spec> key_tiles(const Record& params, const TileCoordinates& where) {
+    if constexpr (Spec::kBlockMask) {
+        const int32* list = list_of(params.key_lists, params, where.batch, where.head, where.tile);
+        return {list + kListCounts, 0, list[0], list[1]};
+    } else {
+        return key_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                 window_of<Spec>(params));
+    }
+}
+
+// The query tiles that see a key tile: of each head, or those of a list of all heads of the group.
+template <class Spec, class Record>
+__device__ __forceinline__ QueryTiles<Spec> query_tiles(const Record& params, const TileCoordinates& where) {
+    if constexpr (Spec::kBlockMask) {
+        const int32* list = list_of(params.query_lists, params, where.batch, where.head, where.tile);
+        return {list + kListCounts, 0, list[0], list[1]};
+    } else {
+        return query_tiles_of<Spec::kCausal, Spec::kBr, Spec::kBc>(where.tile, params.seqlen_q, params.seqlen_k,
+                                                                   window_of<Spec>(params));
+    }
+}
+
+}  // namespace fa2::common

@@ -1,0 +1,191 @@
+"""Calls with sparse maps beside our own without one, and the making of maps beside PyTorch's ``create_block_mask``."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from common.measure import DEFAULT, Candidate, Gpu, Problem, Tensors, flops, rotating, rotating_inputs, time_in_rounds
+from common.tables import ratio_table
+
+import fa2cupy
+from fa2cupy.testing import Expectation
+
+__all__ = ["COLUMNS", "MAP_SEQLEN", "PATTERNS", "SparseBenchmark", "sparse_problems", "sparse_table"]
+
+COLUMNS = (
+    "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "pattern", "density",
+    "operation", "provider", "ms_median", "ms_min", "ms_max", "tflops", "ratio",
+)  # fmt: skip
+PATTERNS = ("document", "window1024", "dilated", "prefix-LM", "random 0.1", "random 0.5")
+OPERATIONS = ("forward", DEFAULT)
+HEAD_DIMS, SEQLENS, MODEL_DIM, DOCUMENTS = (64, 128), (8192, 16384), 2048, 16
+TILE = 128
+#: The length of the maps that are made.
+MAP_SEQLEN = 131072
+DENSE = "dense"
+
+
+class Sparse(NamedTuple):
+    """A pattern: the keywords of calls, with its map."""
+
+    options: Mapping[str, Any]
+
+    @property
+    def density(self) -> float:
+        """Fraction of the tiles that calls visit."""
+        return self.options["block_mask"].density
+
+
+def sparse_problems() -> Iterator[Problem]:
+    """The sizes: one sequence, in bfloat16, whose map alone hides keys."""
+    for head_dim, seqlen in itertools.product(HEAD_DIMS, SEQLENS):
+        yield Problem("bfloat16", head_dim, seqlen, 1, MODEL_DIM // head_dim, False)
+
+
+def document_ids(xp, seqlen: int) -> object:
+    """The document of each position: lengths differ, and no document begins with a tile."""
+    starts = np.sort(np.random.default_rng(0).choice(np.arange(1, seqlen), DOCUMENTS - 1, replace=False))
+    return xp.asarray(np.searchsorted(starts, np.arange(seqlen), side="right").astype("int32")[None])
+
+
+def pattern_of(name: str, xp, seqlen: int, like: object) -> Sparse:
+    """A pattern, its arrays and its map on the device of `like`."""
+    if name.startswith("random"):
+        tiles = np.random.default_rng(0).random((seqlen // TILE, seqlen // TILE)) < float(name.split()[1])
+        np.fill_diagonal(tiles, True)
+        return Sparse({"block_mask": fa2cupy.BlockMask(xp.asarray(tiles), seqlen, seqlen)})
+    function, arrays = {
+        "document": lambda: (fa2cupy.mods.document, (document_ids(xp, seqlen),)),
+        "window1024": lambda: (fa2cupy.mods.sliding_window(1024, 0), ()),
+        "dilated": lambda: (fa2cupy.mods.dilated_window(2048, 4), ()),
+        "prefix-LM": lambda: (fa2cupy.mods.prefix_lm, (xp.asarray(np.array([seqlen // 4], "int32")),)),
+    }[name]()
+    sparse = fa2cupy.block_mask(function, arrays, 1, 1, seqlen, seqlen, like=like)
+    return Sparse({"mask_mod": function, "mask_args": arrays, "block_mask": sparse})
+
+
+class SparseBenchmark:
+    """The section sparse: rows and failures so far."""
+
+    def __init__(self, gpu: Gpu, stamp: Mapping[str, object], rounds: int, budget_ms: float):
+        self.gpu, self.stamp, self.rounds, self.budget_ms = gpu, stamp, rounds, budget_ms
+        self.rows: list[dict[str, object]] = []
+        self.failures: list[str] = []
+        self._rng = random.Random(0)
+
+    def measure(self, problem: Problem, write: Callable[[str], object] = print) -> None:
+        """Every pattern of one size, in turns with the calls without a map.
+
+        ``tflops`` counts the pairs of the tiles that are visited; ``ratio`` is it over that without a map.
+        """
+        self.gpu.release()
+        sets = rotating_inputs(self.gpu, problem)
+        patterns = {name: pattern_of(name, self.gpu.xp, problem.seqlen, sets[0].q) for name in PATTERNS}
+        right = {name: one for name, one in patterns.items() if self._is_right(problem, name, sets[0], one)}
+        everything = {DENSE: Sparse({})} | right
+        for operation in OPERATIONS:
+            candidates = [Candidate(name, calls_of(operation, sets, one)) for name, one in everything.items()]
+            for candidate in candidates:
+                candidate.call()
+            times = time_in_rounds(self.gpu, candidates, self.rounds, self.budget_ms, self._rng)
+            for name, samples in times.items():
+                density = 1.0 if name == DENSE else everything[name].density
+                row = {**self.stamp, **problem.columns(), "pattern": name, "density": density}
+                row |= {"operation": operation, "provider": "fa2cupy", "ms_median": statistics.median(samples)}
+                row |= {"ms_min": min(samples), "ms_max": max(samples)}
+                pairs = density * problem.batch * problem.num_heads * problem.seqlen**2
+                row["tflops"] = flops(operation, pairs, problem.head_dim) / row["ms_median"] / 1e9
+                own_share = (theirs * density / our for theirs, our in zip(times[DENSE], samples, strict=True))
+                row["ratio"] = statistics.median(own_share)
+                self.rows.append(row)
+                write(f"  {problem}  {operation:10s}{name:12s}{row['ms_median']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
+                      f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's")  # fmt: skip
+
+    def measure_maps(self, write: Callable[[str], object] = print) -> None:
+        """The making of the map of documents, and PyTorch's where it can be imported."""
+        seqlen = MAP_SEQLEN
+        ids = document_ids(self.gpu.xp, seqlen)
+        ours = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 1, 1, seqlen, seqlen)
+        candidates = [
+            Candidate("fa2cupy", lambda: (fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 1, 1, seqlen, seqlen),))
+        ]
+        candidates += torch_maps(ids, seqlen, ours, write)
+        times = time_in_rounds(self.gpu, candidates, self.rounds, self.budget_ms, self._rng)
+        for name, samples in times.items():
+            row = {**self.stamp, "seqlen": seqlen, "pattern": "document", "density": ours.density, "operation": "map"}
+            row |= {"provider": name, "ms_median": statistics.median(samples)}
+            row |= {"ms_min": min(samples), "ms_max": max(samples)}
+            self.rows.append(row)
+            write(f"  a map of {seqlen} x {seqlen} (document): {name} {row['ms_median']:.2f} ms")
+
+    def _is_right(self, problem: Problem, name: str, tensors: Tensors, sparse: Sparse) -> bool:
+        """Holds one head's results against float64."""
+        inputs = [array[:, :, :1] for array in (tensors.q, tensors.k, tensors.v, tensors.do)]
+        try:
+            expected = Expectation(*inputs, **sparse.options)
+            q, k, v, do = inputs
+            o, lse = fa2cupy.forward(q, k, v, **sparse.options)
+            dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, **sparse.options)
+            expected.check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+        except (
+            Exception
+        ) as error:  # a wrong result, or any failure to get one: this pattern is lost, the others are not
+            kind = "WRONG" if isinstance(error, AssertionError) else "FAILED"
+            self.failures.append(f"{kind}: {problem} {name}: {error}")
+            return False
+        return True
+
+
+def calls_of(operation: str, sets: Sequence[Tensors], sparse: Sparse) -> Callable[[], tuple]:
+    """An operation on rotating inputs."""
+    if operation == "forward":
+        return rotating(lambda q, k, v: fa2cupy.forward(q, k, v, **sparse.options), [(x.q, x.k, x.v) for x in sets])
+    inputs = [(x.q, x.k, x.v, *fa2cupy.forward(x.q, x.k, x.v, **sparse.options), x.do) for x in sets]
+    return rotating(lambda *arrays: fa2cupy.backward(*arrays, **sparse.options), inputs)
+
+
+def torch_maps(ids: object, seqlen: int, ours: fa2cupy.BlockMask, write: Callable[[str], object]) -> list[Candidate]:
+    """``create_block_mask`` of the same function, compiled and not."""
+    try:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask
+    except ImportError:
+        return []
+    own = torch.from_dlpack(ids)
+
+    def visible(b, h, q, k):
+        return own[0, q] == own[0, k]
+
+    found = []
+    for compiles in (True, False):
+
+        def make(compiles: bool = compiles) -> tuple:
+            return (create_block_mask(visible, None, None, seqlen, seqlen, device="cuda", _compile=compiles),)
+
+        try:
+            (theirs,) = make()
+        except Exception as error:  # the whole mask may not fit in memory
+            write(
+                f"  create_block_mask{', compiled' if compiles else ''}: {(str(error).splitlines() or ['failed'])[0]}"
+            )
+            continue
+        tiles = int(theirs.kv_num_blocks.sum()) + int(theirs.full_kv_num_blocks.sum())
+        if tiles != round(ours.density * ours.states.size):
+            write(f"  create_block_mask has {tiles} tiles, ours {round(ours.density * ours.states.size)}")
+        found.append(Candidate(f"torch create_block_mask{' compiled' if compiles else ''}", make))
+    return found
+
+
+def sparse_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """The share of the dense kernel's TFLOP/s by pattern and size: forward, backward."""
+    calls = [
+        {**row, "size": f"{row['head_dim']}, {row['seqlen']}"}
+        for row in rows
+        if row["operation"] in OPERATIONS and row["pattern"] != DENSE
+    ]
+    return ratio_table(calls, "pattern", "size", OPERATIONS)

@@ -1,0 +1,93 @@
+"""Traced functions on a GPU that is interpreted: a kernel of one thread for each score, from the text of a program."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptxsim
+from support import CHECKOUT
+from support.ptxsim_kernels import cuda_module
+
+from fa2cupy.functions.tracing import Program
+
+_ITEMS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", "bool": "bool"}
+_ITEMS |= {"int8": "signed char", "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char"}
+
+_KERNEL = """
+#include "common/traced.cuh"
+namespace fa2::common {{
+{text}
+struct Arguments {{
+    static constexpr bool kFast = false;
+{members}
+}};
+}}  // namespace fa2::common
+using namespace fa2;
+using namespace fa2::common;
+extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* slopes, bool* visible{pointers}) {{
+    using Real = {real};
+    constexpr int kHeads = {heads}, kQueries = {queries}, kKeys = {keys};
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= {total}) return;
+{layouts}
+    const Arguments args{{{fields}}};
+    const int b = i / (kHeads * kQueries * kKeys), h = i / (kQueries * kKeys) % kHeads, q = i / kKeys % kQueries;
+    const int k = i % kKeys;
+    {call}
+}}
+"""
+_CALLS = {
+    "score_mod": "const Real value = score_value<Real>(args, scores[i], b, h, q, k);\n"
+    "    values[i] = score_value_and_slope<Real>(args, scores[i], b, h, q, k, slopes[i]);\n"
+    "    if (value == value && value != values[i]) __trap();\n"
+    "    add_argument_gradients<Real>(args, scores[i], b, h, q, k, Real(1) + Real(k % 3));",
+    "mask_mod": "visible[i] = is_visible<Real>(args, b, h, q, k);",
+}
+
+
+def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
+    """A kernel that computes all that a program's text has, for scores of a shape (batch, heads, queries, keys)."""
+    members, fields, pointers, layouts = [], [], [], []
+
+    def pass_array(name: str, array: np.ndarray) -> None:
+        fields.append(f"{{{name}, layout_of_{name}}}" if array.ndim else f"{{{name}}}")
+        strides, lengths = ([*map(str, x)] for x in ([n // array.itemsize for n in array.strides], array.shape))
+        if array.ndim:
+            values = f"{{{{{', '.join(strides)}}}, {{{', '.join(lengths)}}}}}"
+            layouts.append(f"    const ArrayLayout<{array.ndim}> layout_of_{name}{values};")
+
+    floats = program.floats if program.role == "score_mod" else ()
+    for number, array in enumerate(arrays):
+        item = _ITEMS[array.dtype.name]
+        members.append(f"    TracedArray<const {item}, {array.ndim}> array{number};")
+        members.append(f"    static constexpr int32 kLength{number} = {array.shape[-1] if array.ndim else 1};")
+        pointers.append(f"const {item}* array{number}")
+        pass_array(f"array{number}", array)
+    for number in floats:
+        array = np.empty(arrays[number].shape)
+        members.append(f"    TracedArray<{real}, {array.ndim}> gradient{number};")
+        pointers.append(f"{real}* gradient{number}")
+        pass_array(f"gradient{number}", array)
+    return _KERNEL.format(
+        text=program.text, members="\n".join(members), real=real, pointers="".join(f", {p}" for p in pointers),
+        heads=shape[1], queries=shape[2], keys=shape[3], total=int(np.prod(shape)),
+        fields=", ".join(fields), layouts="\n".join(layouts), call=_CALLS[program.role],
+    )  # fmt: skip
+
+
+def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Values, slopes, visibility and gradients of arguments: sums of slopes times ``1 + k % 3``."""
+    real = {"float32": "float", "float64": "double"}[scores.dtype.name]
+    source = source_of(program, arrays, scores.shape, real)
+    module = cuda_module(source, "compute_80", (f"-I{CHECKOUT / 'kernels'}",))
+    memory = ptxsim.Memory()
+    pointers = [memory.alloc(scores, "scores")]
+    pointers += [memory.alloc(np.full_like(scores, np.nan), name) for name in ("values", "slopes")]
+    pointers += [memory.alloc(np.zeros(scores.shape, bool), "visible")]
+    inputs = [memory.alloc(array.ravel(order="K"), f"array{i}") for i, array in enumerate(arrays)]
+    floats = program.floats if program.role == "score_mod" else ()
+    sums = [memory.alloc(np.zeros(arrays[i].shape, scores.dtype), f"gradient{i}") for i in floats]
+    blocks = -(-scores.size // 64)
+    module.launch("traced", grid=blocks, block=64, args=[*pointers, *inputs, *sums], memory=memory)
+    values, slopes, visible = (memory.read(pointer).reshape(scores.shape) for pointer in pointers[1:])
+    gradients = [memory.read(one).reshape(arrays[i].shape) for one, i in zip(sums, floats, strict=True)]
+    return values, slopes, visible, *gradients

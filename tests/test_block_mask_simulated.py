@@ -1,0 +1,433 @@
+"""Sparse maps on a GPU that is interpreted: the kernel that makes them, the lists, and the kernels that walk these."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+import ptxsim
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.feature_cases import extras, gradient_names, numbers
+from support.launch_record import Launch, memory_at
+from support.simulator import simulated_gpu
+from support.traced_cases import ready_made
+
+import fa2cupy
+from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, mods
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.operations import TILED
+from fa2cupy.problem.block_mask import EMPTY, FULL, MIXED
+from fa2cupy.testing import Expectation, make_inputs
+
+pytestmark = pytest.mark.simulated
+
+METHODS = ("single_pass", "two_pass")
+BY_ROWS, BY_KEYS = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
+#: Small tiles by family, and the sizes of scores that have several of them.
+TILES = {
+    "simt": TileConfig(8, 8, 2),
+    "sm80": {"forward": BY_ROWS, "backward_dq": BY_ROWS, "backward": BY_KEYS, "backward_dkdv": BY_KEYS},
+    "sm90": {
+        "forward": TileConfig(64, 64, 8, 2, 2), "backward_dq": TileConfig(64, 64, 8, 2, 2),
+        "backward": TileConfig(128, 128, 12, 2), "backward_dkdv": TileConfig(64, 128, 12, 2),
+    },
+}  # fmt: skip
+LENGTHS = {"simt": (29, 37), "sm80": (90, 100), "sm90": (270, 290)}
+DTYPES = {"simt": "float32", "sm80": "float16", "sm90": "bfloat16"}
+#: Whose blocks take several query tiles.
+FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
+HEADS = 4  # of queries, for two of keys
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    with simulated_gpu(monkeypatch, FEW) as stages:
+        yield stages
+
+
+def shape_of(family: str) -> tuple[int, int, int, int]:
+    return 2, HEADS, *LENGTHS[family]
+
+
+def documents(family: str) -> np.ndarray:
+    """The document of each position; the last one has no key, so that its queries see none."""
+    longest = max(LENGTHS[family])
+    ids = np.sort(np.random.default_rng(3).integers(0, 3, (2, longest)), axis=1)
+    ids[:, LENGTHS[family][1] - 1 :] = 7
+    return ids
+
+
+def on_gpu(options: dict) -> dict:
+    """Keywords with arrays, and a map, of the simulated GPU."""
+
+    def moved(value):
+        if isinstance(value, BlockMask):
+            made = BlockMask.__new__(BlockMask)
+            made.states, made.layout = place(value.states), value.layout
+            return made
+        if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
+            return tuple(map(place, value))
+        return place(value) if isinstance(value, np.ndarray) else value
+
+    return {name: moved(value) for name, value in options.items()}
+
+
+def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_splits=1, tiles=None, **options) -> None:
+    """All results of calls with a map, by kernels of a family."""
+    rows, keys = LENGTHS[family]
+    sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 24}
+    inputs = inputs or make_inputs(DTYPES[family], **(sizes | ({"head_dim": 64} if family == "sm90" else {})))
+    expected = Expectation(*inputs, **options)
+    q, k, v, do = map(place, inputs)
+    own = {**on_gpu(options), "config": tiles or TILES[family], "family": family}
+    if family != "simt":
+        own["num_splits"] = num_splits
+    o, lse = forward(q, k, v, **own)
+    expected.check(o=o, lse=lse)
+    switches, names = extras(options), gradient_names(options)
+    for method in methods:
+        gradients = backward(q, k, v, o, lse, do, method=method, **own)
+        expected.check(spec=method, **dict(zip(names[:3], gradients, strict=True)))
+        if switches and method == "two_pass":
+            gradients = backward(q, k, v, o, lse, do, method=method, **own, **switches)
+            expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
+    specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
+    assert {spec.family for spec in specs} == {family}
+    assert all("block_mask" in spec.features for spec in specs)
+
+
+# ---------------------------------------------------------------------------------------------------------------- maps
+
+
+@pytest.mark.parametrize("tile", [(8, 8), (16, 40), (5, 7), (128, 128)])
+@pytest.mark.parametrize("name", [name for name, case in ready_made(1, 1, 1, 1).items() if case.role == "mask_mod"])
+def test_maps_are_those_of_numpy(launched, name, tile):
+    case = ready_made(2, 3, 21, 75)[name]
+    wanted = fa2cupy.block_mask(case.function, case.arrays, 2, 3, 21, 75, tile=tile)
+    like = place(np.empty(1, "float32"))
+    found = fa2cupy.block_mask(case.function, tuple(map(place, case.arrays)), 2, 3, 21, 75, tile=tile, like=like)
+    np.testing.assert_array_equal(found.states, wanted.states)
+    assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
+    assert [stage.spec.operation for stage in launched] == ["tile_states"]
+
+
+def test_one_element_decides(launched):
+    """The first and the last element of a tile, and of a tile that the sequence's end cuts."""
+    like = place(np.empty(1, "float32"))
+    for row, column in ((0, 0), (7, 32), (10, 33), (10, 65), (8, 33)):
+        for hides in (False, True):
+
+            def one(b, h, q, k, row=row, column=column, hides=hides):
+                is_one = (q == row) & (k == column)
+                return ~is_one if hides else is_one
+
+            states = fa2cupy.block_mask(one, (), 1, 1, 11, 66, tile=(8, 33), like=like).states[0, 0]
+            wanted = np.full(states.shape, FULL if hides else EMPTY)
+            wanted[row // 8, column // 33] = MIXED
+            np.testing.assert_array_equal(states, wanted)
+
+
+def test_empty_maps_launch_nothing(launched):
+    ids = place(np.zeros((1, 4), "int32"))
+    assert fa2cupy.block_mask(mods.document, (ids,), 1, 1, 0, 4).shape == (1, 1, 0, 1)
+    assert not launched
+
+
+# --------------------------------------------------------------------------------------------------------------- lists
+
+
+def lists_of(states: np.ndarray, visible, b_r: int, b_c: int, tile: tuple, lengths: tuple) -> dict:
+    """For each pair of a kernel's tiles its state, from those of the map and from the pairs that a band leaves."""
+    rows, columns = (-(-n // size) for n, size in zip(lengths, (b_r, b_c), strict=True))
+    found = {}
+    for i in range(rows):
+        for j in range(columns):
+            q = np.arange(i * b_r, min((i + 1) * b_r, lengths[0]))
+            k = np.arange(j * b_c, min((j + 1) * b_c, lengths[1]))
+            own = states[np.ix_(np.unique(q // tile[0]), np.unique(k // tile[1]))]
+            band = visible(q[:, None], k)
+            whole = own.min() == FULL and band.all() and len(k) == b_c
+            found[i, j] = EMPTY if own.max() == EMPTY or not band.any() else FULL if whole else MIXED
+    return found
+
+
+def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
+    """Every entry of every list, in order: full key tiles before mixed ones, mixed query tiles before full ones."""
+    written = {}
+
+    def keep(launch: Launch) -> None:
+        if launch.spec.operation in ("list_keys", "list_queries"):
+            name = launch.spec.params.pointers[-1 if "cu_seqlens" not in launch.spec.features else 1]
+            values = launch.values
+            shape = (values["num_lists"] // values["list_tiles"], values["list_tiles"], values["list_stride"])
+            written[name] = memory_at(launch.pointers[name], shape, None, np.dtype("int32")).copy()
+
+    lengths, group = (45, 53), 2
+    rng = np.random.default_rng(1)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
+    states = rng.integers(0, 3, (1, 4, rows, columns)).astype("uint8")
+    states[0, 1, 0], states[0, :, :, 1] = EMPTY, EMPTY
+    program = fa2cupy.block_mask(mods.causal(), (), 1, 1, 1, 1).program
+    sparse = BlockMask.of_states(place(states), *lengths, tile, program)
+    config = {"backward_dq": TileConfig(16, 8, 2), "backward_dkdv": TileConfig(8, 16, 2)}
+    q, k, v, do = map(place, make_inputs("float32", seqlen_q=45, seqlen_k=53, num_heads=4, num_heads_kv=2, head_dim=8))
+    lse = place(np.zeros((1, 4, 45), "float32"))
+    own = {"block_mask": sparse, "mask_mod": mods.causal(), "method": "two_pass", "config": config, **options}
+    with simulated_gpu(monkeypatch, after=keep, patch=patch):
+        backward(q, k, v, q.copy(), lse, do, **own)
+    diagonal = lengths[1] - lengths[0]
+    left, right = options.get("window", (99, 0 if options else 99))
+
+    def visible(query, key):
+        return (key <= query + diagonal + right) & (key >= query + diagonal - left)
+
+    for head in range(4):
+        of_pairs = lists_of(states[0, head], visible, 16, 8, tile, lengths)
+        for i in range(3):
+            row = [of_pairs[i, j] for j in range(7)]
+            full, mixed = ([j for j, state in enumerate(row) if state == kind] for kind in (FULL, MIXED))
+            own = written["key_lists"][head, i]
+            assert own[:2].tolist() == [len(full), len(full + mixed)]
+            assert own[2 : 3 + own[1]].tolist() == [*full, *mixed, 7]
+    for head in range(2):
+        of_heads = [lists_of(states[0, group * head + g], visible, 8, 16, tile, lengths) for g in range(group)]
+        for j in range(4):
+            column = [(g << 24 | i, of_heads[g][i, j]) for g in range(group) for i in range(6)]
+            mixed, full = ([entry for entry, state in column if state == kind] for kind in (MIXED, FULL))
+            own = written["query_lists"][head, j]
+            assert own[:2].tolist() == [len(mixed), len(full + mixed)]
+            assert own[2 : 3 + own[1]].tolist() == [*mixed, *full, 6]
+
+
+@pytest.mark.parametrize("tile", [(8, 8), (32, 16), (12, 20)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 4)}])
+def test_lists(monkeypatch, options, tile):
+    check_lists(monkeypatch, options, tile)
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
+@pytest.mark.parametrize("family", TILES)
+def test_maps_of_functions(launched, family, band):
+    own = {"mask_mod": mods.document, "mask_args": (documents(family),)}
+    sparse = fa2cupy.block_mask(mods.document, own["mask_args"], *shape_of(family), tile=(32, 64))
+    check(launched, family, **own, block_mask=sparse, **band)
+
+
+def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockMask:
+    rows, columns = (-(-n // size) for n, size in zip(LENGTHS[family], tile, strict=True))
+    tiles = np.random.default_rng(2).random((batch, heads, rows, columns)) < 0.4
+    tiles[0, :, 0], tiles[-1, ..., -1] = False, False
+    return BlockMask(tiles, *LENGTHS[family], tile)
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("family", TILES)
+def test_given_maps(launched, family, heads):
+    """Rows and columns of tiles that are empty, and heads of a group with other tiles than the others."""
+    tile = {"simt": (8, 16), "sm80": (32, 32), "sm90": (128, 128)}[family]
+    check(launched, family, block_mask=random_tiles(family, heads, tile))
+    check(
+        launched, family, block_mask=random_tiles(family, heads, tile), mask_mod=mods.causal(5), methods=("two_pass",)
+    )
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_blocks_that_share_tiles(launched, family):
+    tile = {"sm80": (32, 32), "sm90": (128, 128)}[family]
+    check(launched, family, block_mask=random_tiles(family, HEADS, tile), num_splits=3, causal=True)
+    assert any(stage.spec.is_split for stage in launched)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_wide_heads(launched, family):
+    """Those whose main loops are others."""
+    rows, keys = LENGTHS[family]
+    sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 136}
+    tiles = {"sm80": {**TILES["sm80"], "forward": TileConfig(32, 32, 4, 2)}}.get(
+        family,
+        {
+            "forward": TileConfig(128, 64, 12, 2), "backward_dq": TileConfig(128, 32, 12, 2),
+            "backward": TileConfig(64, 64, 12, 2), "backward_dkdv": TileConfig(64, 64, 12, 2),
+        },
+    )  # fmt: skip
+    inputs = make_inputs(DTYPES[family], **sizes)
+    sparse = random_tiles(family, 1, {"sm80": (32, 32), "sm90": (128, 64)}[family])
+    check(launched, family, inputs=inputs, tiles=tiles, block_mask=sparse, causal=True)
+
+
+@pytest.mark.parametrize("family", TILES)
+def test_packed_sequences(launched, family):
+    rows, keys = LENGTHS[family]
+    offsets = {
+        "cu_seqlens_q": np.array([0, rows // 3, rows // 3, rows], "int32"),
+        "cu_seqlens_k": np.array([0, keys // 2, keys - 4, keys], "int32"),
+        "max_seqlen_q": rows - rows // 3,
+        "max_seqlen_k": keys // 2,
+    }
+    lengths = offsets["max_seqlen_q"], offsets["max_seqlen_k"]
+    ids = np.sort(np.random.default_rng(3).integers(0, 3, (3, max(lengths))), axis=1)
+    sparse = fa2cupy.block_mask(mods.document, (ids,), 3, HEADS, *lengths, tile=(16, 32))
+    sizes = {"seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 64}
+    inputs = tuple(x[0] for x in make_inputs(DTYPES[family], **sizes))
+    check(
+        launched, family, inputs=inputs, **offsets, mask_mod=mods.document, mask_args=(ids,), block_mask=sparse,
+        causal=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TILES)
+def test_other_features(launched, family):
+    rows, keys = LENGTHS[family]
+    ids = documents(family)
+    sparse = fa2cupy.block_mask(mods.document, (ids,), *shape_of(family), tile=(32, 64))
+    options = {
+        "softcap": 3.0, "alibi_slopes": numbers((HEADS,), "float32"), "sink": numbers((HEADS,), "float32"),
+        "bias": numbers((2, HEADS, rows, keys), DTYPES[family]), "dropout_p": 0.25, "seed": 3,
+    }  # fmt: skip
+    own = {"mask_mod": mods.document, "mask_args": (ids,), "block_mask": sparse}
+    check(launched, family, methods=("two_pass",), **own, **options)
+
+
+def test_empty_tiles_are_not_read(launched):
+    """The keys of tiles that no query meets may be anything, even NaN."""
+    rows, keys = LENGTHS["simt"]
+    q, k, v, do = make_inputs("float32", batch=1, seqlen_q=rows, seqlen_k=keys, num_heads=2, head_dim=8)
+    tiles = np.zeros((4, 5), bool)
+    tiles[:, 1:3] = True
+    options = {"block_mask": BlockMask(place(tiles), rows, keys, (8, 8)), "config": TileConfig(8, 8, 2)}
+    clean = [np.array(x) for x in forward(*map(place, (q, k, v)), **options)]
+    k[:, :8], v[:, 24:] = np.nan, np.nan
+    for found, wanted in zip(forward(*map(place, (q, k, v)), **options), clean, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_results_are_the_same_from_run_to_run(launched):
+    own = on_gpu({"block_mask": random_tiles("sm80", HEADS, (32, 32)), "config": TILES["sm80"], "family": "sm80"})
+    rows, keys = LENGTHS["sm80"]
+    inputs = make_inputs("float16", batch=2, seqlen_q=rows, seqlen_k=keys, num_heads=4, num_heads_kv=2, head_dim=24)
+    q, k, v, do = map(place, inputs)
+    o, lse = forward(q, k, v, **own)
+    first, second = (backward(q, k, v, o, lse, do, deterministic=True, **own) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_is_refused(launched):
+    q, k, v, do = map(place, make_inputs("float16", seqlen_q=64, seqlen_k=64, num_heads=2, head_dim=16))
+    lse = place(np.zeros((1, 2, 64), "float32"))
+    small = BlockMask(place(np.ones((4, 4), bool)), 64, 64, (16, 16))
+    odd = BlockMask(place(np.ones((7, 7), bool)), 64, 64, (10, 10))
+    longer = BlockMask(place(np.ones((1, 1), bool)), 64, 65)
+    with pytest.raises(ValueError, match=r"^block_mask: without a function, the map's tiles \(16, 16\) must be mult"):
+        forward(q, k, v, block_mask=small, config=BY_ROWS, family="sm80")
+    for family in ("sm80", "sm90", None):
+        match = r"no tile of forward within the \(10, 10\) of block_mask: .* tiles of multiples of \(32, 16\)$"
+        with pytest.raises(UnsupportedProblemError, match=match if family != "sm90" else r"multiples of \(64, 48\),"):
+            forward(q, k, v, block_mask=odd, family=family)
+    with pytest.raises(ValueError, match="^block_mask: expected a map for 64 queries and 64 keys, got one for 64 and"):
+        forward(q, k, v, block_mask=longer)
+    with pytest.raises(ValueError, match="^block_mask: expected a map for heads of 2, or of 1 for all, got one for 3"):
+        backward(q, k, v, q, lse, do, block_mask=BlockMask(place(np.ones((1, 3, 1, 1), bool)), 64, 64))
+    with pytest.raises(TypeError, match="^block_mask: expected a fa2cupy.BlockMask or None, got FakeArray; write fa2"):
+        forward(q, k, v, block_mask=place(np.ones((1, 1), bool)))
+    elsewhere = BlockMask(place(np.ones((1, 1), bool)), 64, 64)
+    elsewhere.states.device_id = 1
+    with pytest.raises(ValueError, match="^block_mask: expected an array on device 0 like q, got device 1"):
+        forward(q, k, v, block_mask=elsewhere)
+    many = map(place, make_inputs("float16", seqlen_q=64, seqlen_k=64, num_heads=129, num_heads_kv=1, head_dim=8))
+    whole = BlockMask(place(np.ones((1, 1), bool)), 64, 64)
+    q, k, v, do = many
+    with pytest.raises(UnsupportedProblemError, match="^block_mask: kernels take up to 128 query heads for a K/V head"):
+        backward(q, k, v, q, place(np.zeros((1, 129, 64), "float32")), do, block_mask=whole)
+    ids = place(np.zeros((1, 64), "int32"))
+    ids.device_id = 1
+    with pytest.raises(ValueError, match="^like: expected an array on device 1 like mask_args.0., got device 0"):
+        fa2cupy.block_mask(mods.document, (ids,), 1, 1, 64, 64, like=q)
+    with pytest.raises(ValueError, match=r"^mask_args\[0\]: expected at least one element, got shape \(0, 4\)"):
+        fa2cupy.block_mask(mods.document, (place(np.zeros((0, 4), "int32")),), 1, 1, 64, 64)
+    assert not launched
+
+
+def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
+    q, k, v, _ = map(place, make_inputs("float32", seqlen_q=128, seqlen_k=128, num_heads=1, head_dim=8))
+    sparse = BlockMask(place(np.eye(8, dtype=bool)), 128, 128, (16, 16))
+    forward(q, k, v, block_mask=sparse)
+    assert launched[-1].spec.family == "simt"
+    with pytest.raises(UnsupportedProblemError, match="^block_mask: family 'sm90' for forward with float32"):
+        forward(q, k, v, block_mask=sparse, family="sm90")
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+#: Kernel, text, what stands there instead, and what catches it: maps, lists, or the results of a call.
+MUTANTS = {
+    "hidden pairs are not seen": ("tile_states", "is_hidden |= !visible;", "", "maps"),
+    "visible pairs are not seen": ("tile_states", "is_seen |= visible;", "", "maps"),
+    "lanes read past the last key": ("tile_states", "min_of(keys + lane, end_key - 1)", "keys + lane", "maps"),
+    "a warp leaves out a query": ("tile_states", "query += Spec::kWarps", "query += 2 * Spec::kWarps", "maps"),
+    "a warp stops at its first kind": (
+        "tile_states", "__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)", "true", "maps",
+    ),
+    "mixed tiles count as full": ("list_keys", "lowest == kFull && ", "", "lists"),
+    "tiles across the band count as full": ("list_queries", " && !crosses_band ? kFull", " ? kFull", "lists"),
+    "the parts change places": ("list_keys", "kFirstPart = kOfKeys ? kMixed : kFull", "kFirstPart = kMixed", "lists"),
+    "a part is not in order": ("list_keys", "lanes & ((1u << lane) - 1)", "lanes & ~((2u << lane) - 1)", "lists"),
+    "tiles have the states of their first": ("list_keys", "row <= last_row", "row <= first_row", "lists"),
+    "all heads are the first": ("list_queries", "candidate / tiles << kTileBits", "0", "lists"),
+    "the list has no end": (
+        "list_keys", "list[kListCounts + in_both] =", "if (in_both == 0) list[kListCounts] =", "lists",
+    ),
+    "other functions are not evaluated": ("list_keys", "!params.has_other_function && ", "", "results"),
+    "the function is not evaluated": (
+        "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    operation, old, new, caught_by = MUTANTS[name]
+
+    def patch(spec, text: str) -> str:
+        if spec.operation != operation:
+            return text
+        if text.count(old) != 1:  # no AssertionError, which could pass for a mutant that is caught
+            raise ValueError(f"{old!r} occurs {text.count(old)} times")
+        return text.replace(old, new)
+
+    def maps(patch=None) -> None:
+        ids = np.repeat([0, 0, 0, 1], 12)[None, :45]
+        for tile in ((8, 40), (4, 12)):
+            wanted = fa2cupy.block_mask(mods.document, (ids,), 1, 1, 40, 45, tile=tile).states
+            with simulated_gpu(monkeypatch, patch=patch):
+                found = fa2cupy.block_mask(mods.document, (place(ids),), 1, 1, 40, 45, tile=tile).states
+            np.testing.assert_array_equal(found, wanted)
+
+    def lists(patch=None) -> None:
+        check_lists(monkeypatch, {"causal": True}, (8, 8), patch)
+
+    def results(patch=None) -> None:
+        sparse = random_tiles("simt", 1, (8, 16), batch=1)
+        inputs = make_inputs("float32", seqlen_q=29, seqlen_k=37, num_heads=2, head_dim=8)
+        expected = Expectation(*inputs, block_mask=sparse, mask_mod=mods.causal(5))
+        own = {**on_gpu({"block_mask": sparse}), "mask_mod": mods.causal(5), "config": TILES["simt"]}
+        with simulated_gpu(monkeypatch, patch=patch):
+            o, lse = forward(*map(place, inputs[:3]), **own)
+        expected.check(o=o, lse=lse)
+
+    check_unbroken = {"maps": maps, "lists": lists, "results": results}[caught_by]
+    check_unbroken()
+    with pytest.raises((AssertionError, ptxsim.PtxError)):
+        check_unbroken(patch)

@@ -1,0 +1,499 @@
+"""Functions of scores: what tracing takes and refuses, values and derivatives, and the CUDA C++ that they become."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fa2cupy import mods
+from fa2cupy.functions import tracing
+from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
+from fa2cupy.functions.tracing import Program, argument_kind, trace
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+SHAPE = (2, 3, 5, 6)  # batch, heads, queries, keys
+B, H, Q, K = np.meshgrid(*(np.arange(n, dtype="int32") for n in SHAPE), indexing="ij", sparse=True)
+TABLE = np.array([0.5, -1.0, 2.0])
+
+
+def numbers(*shape: int, seed: int = 0, dtype: str = "float64") -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def traced(function, *arrays: np.ndarray, role: str = "score_mod") -> Program:
+    return trace(role, function, tuple(argument_kind(f"argument {i}", array) for i, array in enumerate(arrays)))
+
+
+def evaluation(function, *arrays: np.ndarray, role: str = "score_mod", score=None, dtype="float64") -> Evaluation:
+    inputs = {"b": B, "h": H, "q": Q, "k": K} | ({} if role == "mask_mod" else {"score": score})
+    return Evaluation(traced(function, *arrays, role=role), arrays, dtype, np, **inputs)
+
+
+def value(function, *arrays: np.ndarray, **options) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(evaluation(function, *arrays, **options).result(), SHAPE)
+
+
+def gradients(function, weights: np.ndarray, score: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    """Gradients of ``(weights * function(...)).sum()`` by the arrays."""
+    sums = [np.zeros(array.shape) for array in arrays]
+    for part in evaluation(function, *arrays, score=score).gradient_parts():
+        tile = np.broadcast_to(part.derivative, SHAPE) * weights
+        add_elements(sums[part.argument], part.indices, reduced(tile, part.indices), np)
+    return sums
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+SCORE = numbers(*SHAPE)
+X, Y = numbers(2, 3, 5, 4, seed=1), numbers(2, 3, 6, 4, seed=2)
+T = numbers(3, 7, seed=3)
+IDS = np.array([[0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 2]])
+
+
+def relative(score, b, h, q, k, table):
+    return score + table[h, np.clip(k - q, -3, 3) + 3]
+
+
+#: Functions that give the same on arrays of NumPy as when they are traced.
+FUNCTIONS = {
+    "operators": (lambda s, b, h, q, k: -(2 - s) * s / 3 + 1 / (4 + abs(s)) - +s, ()),
+    "powers": (lambda s, b, h, q, k: s**3 + abs(s) ** 0.5 + abs(s) ** 1.7 + 2.0**s + s**0 + (1 + s * s) ** -2, ()),
+    "ints": (lambda s, b, h, q, k: s + (q - k) // 3 + (q - k) % 4 + (k - q) // -2 + (k - q) % -3 + q / (k + 1), ()),
+    "by zero": (lambda s, b, h, q, k: s + q // (k - k) + q % (k - k), ()),
+    "ufuncs": (
+        lambda s, b, h, q, k: np.exp(s) + np.exp2(s) + np.log(s * s + 1) + np.log1p(s * s) + np.tanh(s)
+        + np.sqrt(abs(s)) + np.sin(s) * np.cos(s) + np.floor(s) + np.power(abs(s), s) + np.absolute(s),
+        (),
+    ),
+    "extrema": (
+        lambda s, b, h, q, k: np.minimum(s, 0.3) + np.maximum(q, k) + np.clip(s, -1, None) * np.clip(s, 0, 1),
+        (),
+    ),
+    "comparisons": (
+        lambda s, b, h, q, k: np.where((q < k) | (q >= 4) & ~(k == 2), s, -np.inf)
+        + (s > 0) * 2.0 + (q != k) + (s <= q),
+        (),
+    ),
+    "logic": (
+        lambda s, b, h, q, k: np.where(np.logical_and(q, k) ^ np.logical_or(s > 0, q == 1), s, np.logical_not(q) * s),
+        (),
+    ),
+    "bits": (lambda s, b, h, q, k: s + (q & 1) + (q | 2) + (k ^ 3) + ~k, ()),
+    "casts": (lambda s, b, h, q, k: (3 * s).astype(int) // 2 + s.astype(bool) + q.astype(float) / 2, ()),
+    "scalars of NumPy": (lambda s, b, h, q, k: np.float64(2) * s + s * np.float32(0.5) + np.int32(3) - q, ()),
+    "nan": (lambda s, b, h, q, k: np.minimum(s, np.nan) + np.maximum(np.nan, s), ()),
+    "table": (relative, (T,)),
+    "constant index": (lambda s, b, h, q, k, t: s * t[h, 2] + t[1, k], (T,)),
+    "of rank 0": (lambda s, b, h, q, k, t: s * t, (np.array(1.5),)),
+    "index from an array": (lambda s, b, h, q, k, ids, t: s + t[ids[b, q], k], (IDS, T)),
+    "bool array": (lambda s, b, h, q, k, keep: np.where(keep[b, k], s, 0.0), (IDS == 1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_gives_what_it_gives_on_arrays(name):
+    function, arrays = FUNCTIONS[name]
+    with np.errstate(all="ignore"):
+        wanted = np.broadcast_to(function(SCORE, B, H, Q, K, *arrays), SHAPE)
+    np.testing.assert_allclose(value(function, *arrays, score=SCORE), wanted, rtol=1e-14, atol=1e-14)
+
+
+def test_assignments_in_place_change_no_other_name():
+    def in_place(score, b, h, q, k):
+        start = score
+        score += 1
+        score *= 2
+        return score - start
+
+    np.testing.assert_allclose(value(in_place, score=SCORE), SCORE + 2, rtol=1e-14)
+
+
+def test_vectors():
+    def function(score, b, h, q, k, x, y, ids):
+        near = np.dot(x[b, h, q], y[b, h, k]) + x[b, h, q, :] @ y[b, h, k]
+        squares = np.sum(x[b, h, q] ** 2 * near) + (abs(x[b, h, q]) < 0.5).sum()
+        return score + near + squares + ids[:].sum() + ids[ids[:]].sum()
+
+    ids = np.array([1, 2, 0, 3])
+    rows, columns = X[:, :, :, None], Y[:, :, None]
+    near = 2 * (rows * columns).sum(-1)
+    wanted = SCORE + near + (rows**2).sum(-1) * near + (abs(rows) < 0.5).sum(-1) + 12
+    np.testing.assert_allclose(value(function, X, Y, ids, score=SCORE), wanted, rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_arrays_are_converted_to_the_dtype_of_scores(dtype):
+    table = T.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    result = value(relative, table, score=SCORE.astype("float32"), dtype="float32")
+    assert result.dtype == "float32"
+    np.testing.assert_array_equal(result, relative(SCORE.astype("float32"), B, H, Q, K, table.astype("float32")))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint64"])
+def test_index_arrays_of_any_integer_dtype(dtype):
+    result = value(mods.document, IDS.astype(dtype), role="mask_mod")
+    np.testing.assert_array_equal(result, np.broadcast_to(IDS[B, Q] == IDS[B, K], SHAPE))
+
+
+def test_the_closure_is_frozen_when_a_function_is_traced():
+    factor = 2.0
+
+    def scaled(score, b, h, q, k):
+        return score * factor
+
+    first = value(scaled, score=SCORE)
+    factor = 3.0
+    np.testing.assert_array_equal(value(scaled, score=SCORE), first)
+
+
+def test_a_function_is_traced_once_and_freed():
+    calls = []
+
+    def counted(score, b, h, q, k, t):
+        calls.append(1)
+        return score + t[h, k]
+
+    program = traced(counted, T)
+    assert traced(counted, T + 1) is program
+    assert traced(counted, T[:, :1].astype("float16")) is program
+    assert len(calls) == 1
+    assert traced(counted, T.astype(int)) is not program
+    assert len(calls) == 2
+    reference = weakref.ref(counted)
+    del counted
+    gc.collect()
+    assert reference() is None
+
+
+def test_any_callable():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, score, b, h, q, k):
+            return score * 2
+
+    def scaled(factor, score, b, h, q, k):
+        return score * factor
+
+    for function in (Unhashable(), functools.partial(scaled, 2), lambda score, *positions: score * 2):
+        np.testing.assert_array_equal(value(function, score=SCORE), SCORE * 2)
+
+
+@pytest.mark.parametrize(("index", "place"), [(lambda q, k: k - q, -4), (lambda q, k: k + 3, 8), (lambda q, k: 9, 9)])
+def test_reading_outside_an_array_names_the_line(index, place):
+    def outside(score, b, h, q, k, t):
+        return score + t[h, index(q, k)]
+
+    with pytest.raises(
+        IndexError, match=rf"^score_args\[0\]: index {place} is outside of axis 1 of shape \(3, 7\) .*t\[h, i"
+    ):
+        value(outside, T, score=SCORE)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def branches(score, b, h, q, k):
+    if q > k:
+        return score
+    return 0.0
+
+
+REFUSED = {
+    "if": (branches, r"truth value; write np.where\(.*if q > k:"),
+    "and": (lambda score, b, h, q, k: np.where(q > k and k > 2, score, 0), "truth value; .* & | ~ in place of and"),
+    "chain": (lambda score, b, h, q, k: np.where(0 <= k < 3, score, 0), r"truth value; .*\(a <= x\) & \(x < b\)"),
+    "min": (lambda score, b, h, q, k: min(score, 0), r"truth value; .*np.minimum\(x, y\) in place of min"),
+    "math": (lambda score, b, h, q, k: __import__("math").exp(score), "no number of Python; write np.exp"),
+    "int": (lambda score, b, h, q, k: int(score), r"write .*x.astype\(int\) in place of int\(x\)"),
+    "list": (lambda score, b, h, q, k: score + [1.0, 2.0][h], "pass arrays and lists that are indexed as arguments"),
+    "ufunc": (lambda score, b, h, q, k: np.arctan(score), "np.arctan cannot be compiled; there are absolute, "),
+    "function": (lambda score, b, h, q, k: np.round(score), "np.round cannot be compiled; there are absolute, "),
+    "method": (lambda score, b, h, q, k: score.clip(0, 1), "no attribute 'clip'; symbols take Python's operators"),
+    "out": (lambda score, b, h, q, k: np.add(score, 1, out=score), "out= cannot be compiled; write plain calls of"),
+    "reduce": (lambda score, b, h, q, k: np.add.reduce(score), "np.add.reduce cannot be compiled"),
+    "where alone": (lambda score, b, h, q, k: np.where(q > k), "np.where with these arguments cannot be compiled"),
+    "global": (lambda score, b, h, q, k: score + TABLE[h], "TABLE is an array; arrays are passed as arg"),
+    "hidden array": (lambda score, b, h, q, k: score + [TABLE][0], "arrays are passed as arguments"),
+    "hidden index": (lambda score, b, h, q, k: score + [TABLE][0][h], "[Aa]rrays are passed as arguments"),
+    "float //": (lambda score, b, h, q, k: score // 2, r"floor_divide is for ints; write np.floor\(x / y\)"),
+    "float %": (lambda score, b, h, q, k: score % 2, r"remainder is for ints; write x - y \* np.floor\(x / y\)"),
+    "float &": (lambda score, b, h, q, k: score & 1, "bitwise_and is for ints"),
+    "long int": (lambda score, b, h, q, k: score + q * 2**31, "ints have 32 bits, and 2147483648 has more"),
+    "int power": (lambda score, b, h, q, k: score + q**k, "a power of ints needs a constant exponent"),
+    "negative power": (lambda score, b, h, q, k: score + q**-1, "an int has no negative power; write 1.0 / x"),
+    "iteration": (lambda score, b, h, q, k: sum(x for x in score), "a symbol cannot be iterated"),
+    "index": (lambda score, b, h, q, k: score[0], "a symbol cannot be indexed"),
+    "no vector": (lambda score, b, h, q, k: score.sum(), r"sum\(\) is of a vector: an argument that"),
+    "None": (lambda score, b, h, q, k: None, "expected a score to be returned, got NoneType"),
+    "bool": (lambda score, b, h, q, k: q > k, r"expected a score to be returned, got bool; write np.where"),
+    "few parameters": (lambda score, b, h: score, r"of 5 parameters \(score, b, h, q, k, \*score_args\)"),
+    "many parameters": (relative, r"expected a function of 5 parameters .*, got \(score, b, h, q, k, table\)"),
+    "no function": (3.0, "expected a function or None, got float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compiled(name):
+    function, match = REFUSED[name]
+    with pytest.raises(TypeError, match=f"^score_mod: (?s:.*){match}") as caught:
+        traced(function)
+    assert caught.type is TypeError
+    if callable(function):
+        assert "test_functions.py:" in str(caught.value), "the line is named"
+
+
+ARGUMENTS_REFUSED = {
+    "whole": (lambda score, b, h, q, k, t: score + t, r"t has 2 axes; write t\[b, h\]"),
+    "whole first": (lambda score, b, h, q, k, t: t + score, r"t has 2 axes; write t\[b, h\]"),
+    "returned": (lambda score, b, h, q, k, t: t, "expected a score to be returned, got the array itself"),
+    "three": (lambda score, b, h, q, k, t: score + t[b, h, q], "t: expected 2 indices for an element, or 1"),
+    "vector": (lambda score, b, h, q, k, t: score + t[h], r"a vector is returned; write .sum\(\) or np.dot"),
+    "dot": (lambda score, b, h, q, k, t: np.dot(t[h], score), "np.dot is of two vectors"),
+    "float index": (lambda score, b, h, q, k, t: t[h, score], r"t: an index is an int; write np.floor\(x\).ast"),
+    "negative": (lambda score, b, h, q, k, t: score + t[h, -1], "t: the index -1 is outside; indices count"),
+    "slice": (lambda score, b, h, q, k, t: t[h, 1:].sum(), "t: indices are ints; only the last one"),
+    "first axis": (lambda score, b, h, q, k, t: t[:, h], "t: indices are ints; only the last one"),
+    "shape": (lambda score, b, h, q, k, t: score + t.shape[0], "t.shape is not known here; pass numbers"),
+    "len": (lambda score, b, h, q, k, t: score + len(t), "t has no length here; pass it through the closure"),
+    "loop": (lambda score, b, h, q, k, t: next(score for _ in t), "t cannot be iterated"),
+    "text index": (lambda score, b, h, q, k, t: score + t[h, "x"], "t: an index is an int, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_REFUSED)
+def test_uses_of_arrays_that_cannot_be_compiled(name):
+    function, match = ARGUMENTS_REFUSED[name]
+    with pytest.raises(TypeError, match=rf"^score_mod: {match}(?s:.*)test_functions\.py:\d+: .*lambda score"):
+        traced(function, T)
+
+
+@pytest.mark.parametrize("result", [lambda b, h, q, k: q - k, lambda b, h, q, k: 0.5, lambda b, h, q, k: (q, k)])
+def test_a_mask_function_returns_a_truth_value(result):
+    with pytest.raises(TypeError, match="^mask_mod: expected a truth value to be returned, got (int|float|tuple)"):
+        traced(result, role="mask_mod")
+    assert traced(lambda b, h, q, k: True, role="mask_mod").result.value is True
+
+
+def test_an_array_in_the_closure():
+    table = TABLE.copy()
+    with pytest.raises(TypeError, match="^mask_mod: table is an array; arrays are passed as arguments, mask_args"):
+        traced(lambda b, h, q, k: table[0] > q, role="mask_mod")
+
+
+def test_errors_of_the_function_itself_are_its_own():
+    def broken(score, b, h, q, k):
+        return score / (1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        traced(broken)
+
+
+def test_lengths_of_vectors():
+    program = traced(lambda score, b, h, q, k, x, y: score + np.dot(x[q], y[k]), numbers(5, 4), numbers(6, 4))
+    program.check_lengths((numbers(5, 9), numbers(6, 9)))
+    with pytest.raises(ValueError, match=r"^score_args\[1\]: expected a last axis of 4 like score_args\[0\], got 5"):
+        program.check_lengths((numbers(5, 4), numbers(6, 5)))
+    with pytest.raises(ValueError, match=r"^score_args\[0\]: vectors of up to 256 elements are summed, got 257"):
+        program.check_lengths((numbers(5, 257), numbers(6, 257)))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "U1", ml_dtypes.float8_e4m3fn])
+def test_dtypes_of_arguments(dtype):
+    with pytest.raises(TypeError, match=r"^x: expected bools, ints, or floats of dtype float16, bfloat16, .* got "):
+        argument_kind("x", np.zeros(3, dtype))
+
+
+# -------------------------------------------------------------------------------------------------------- derivatives
+
+
+ARRAYS = (T, numbers(2, 3, 5, seed=5), numbers(5, 4, seed=6), numbers(6, 4, seed=7))
+
+_LEAVES = st.sampled_from(
+    [
+        "score", "score", "table[h, np.clip(k - q, -3, 3) + 3]", "bias[b, h, q]", "np.dot(x[q], y[k])", "x[q].sum()",
+        "(x[q] * np.tanh(y[k] * score)).sum()", "(q - k)", "0.7", "-1.3", "x[k % 5, (q + k) % 4]",
+        "np.dot(x[q] * np.dot(x[q], y[k]), x[k % 5])",
+    ]
+)  # fmt: skip
+
+
+def _grown(inner):
+    unary = [
+        "-{}", "abs({})", "np.tanh({})", "np.sin({})", "np.cos({})", "np.exp(np.tanh({}))", "np.exp2(np.sin({}))",
+        "np.log(1.5 + np.sin({}))", "np.log1p(np.square_({}))", "np.sqrt(0.5 + np.square_({}))",
+        "np.clip({}, -0.8, 0.9)", "np.floor({})", "({}) ** 3",
+        "(2 + np.tanh({})) ** -1.5", "({}) / 3", "2 / (3 + np.cos({}))",
+    ]  # fmt: skip
+    binary = [
+        "({} + {})", "({} - {})", "({} * {})", "({} / (2 + np.sin({})))", "np.minimum({}, {})", "np.maximum({}, {})",
+        "np.where(q < k, {}, {})", "np.power(2 + np.sin({}), np.tanh({}))",
+    ]  # fmt: skip
+    return st.one_of(
+        st.builds(lambda form, x: form.format(x), st.sampled_from(unary), inner),
+        st.builds(lambda form, x, y: form.format(x, y), st.sampled_from(binary), inner, inner),
+        st.builds("np.where({} < {}, {}, np.sqrt(abs({})))".format, inner, inner, inner, inner),
+    )
+
+
+EXPRESSIONS = st.recursive(_LEAVES, _grown, max_leaves=6)
+
+
+def compiled(expression: str):
+    """A function of an expression, in whose text ``np.square_`` stands for a product."""
+    text = expression.replace("np.square_", "square")
+    names = {"np": np, "square": lambda x: x * x}
+    exec(f"def function(score, b, h, q, k, table, bias, x, y):\n    return 1.0 * ({text})", names)
+    return names["function"]
+
+
+def quotient(of, step: float):
+    return (of(step) - of(-step)) / (2 * step)
+
+
+@given(expression=EXPRESSIONS, seed=st.integers(0, 99))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_derivatives_are_those_of_finite_differences(expression, seed):
+    function = compiled(expression)
+    score, weights = numbers(*SHAPE, seed=seed), numbers(*SHAPE, seed=seed + 100)
+    with np.errstate(all="ignore"):
+        slope = np.broadcast_to(evaluation(function, *ARRAYS, score=score).slope(), SHAPE)
+
+        def moved(step: float) -> np.ndarray:
+            return value(function, *ARRAYS, score=score + step)
+
+        fine, coarse = quotient(moved, 1e-6), quotient(moved, 4e-6)
+        smooth = abs(fine - coarse) <= 1e-6 * (1 + abs(fine))  # where no kink, no jump and no pole is near
+        assume(smooth.mean() > 0.8)
+        np.testing.assert_allclose(slope[smooth], fine[smooth], rtol=2e-5, atol=2e-5)
+
+        ways = [numbers(*array.shape, seed=seed + 200 + i) for i, array in enumerate(ARRAYS)]
+
+        def along(step: float) -> float:
+            moved_arrays = [array + step * way for array, way in zip(ARRAYS, ways, strict=True)]
+            return (value(function, *moved_arrays, score=score) * weights).sum()
+
+        fine, coarse = quotient(along, 1e-6), quotient(along, 4e-6)
+        assume(abs(fine - coarse) <= 1e-5 * (1 + abs(fine)))
+        found = gradients(function, weights, score, *ARRAYS)
+        total = sum((gradient * way).sum() for gradient, way in zip(found, ways, strict=True))
+        np.testing.assert_allclose(total, fine, rtol=1e-4, atol=1e-4)
+
+
+def test_a_branch_that_is_not_taken_adds_no_nan():
+    def root(score, b, h, q, k, t):
+        return np.where(t[h, k] > 0, np.sqrt(t[h, k] * score), score)
+
+    t = np.abs(T) * (np.arange(7) % 2)
+    score = abs(SCORE)
+    with np.errstate(all="ignore"):
+        slope = evaluation(root, t, score=score).slope()
+        (found,) = gradients(root, np.ones(SHAPE), score, t)
+    assert np.isfinite(slope).all()
+    assert np.isfinite(found).all()
+    assert found[:, 1].all()
+
+
+def test_what_has_no_derivative():
+    program = traced(lambda score, b, h, q, k, t: np.floor(t[h, k] + score) + (score > t[h, q]) + q, T)
+    assert program.slope is None
+    assert not program.scatters
+    assert traced(lambda score, b, h, q, k, ids: score + ids[b, q], IDS).scatters == []
+
+
+def test_reductions_along_axes_that_no_index_has():
+    tile = numbers(*SHAPE)
+    assert reduced(tile, (H,)).shape == (1, 3, 1, 1)
+    assert reduced(tile, (np.int32(1),)).shape == (1, 1, 1, 1)
+    assert reduced(tile, (B, H, K[0])).shape == (2, 3, 1, 6)
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def text_in_another_process(seed: int, statements: str = "") -> str:
+    code = textwrap.dedent(
+        f"""
+        import numpy as np
+        from fa2cupy.functions.tracing import ArgumentKind, trace
+        {statements}
+        def relative(score, b, h, q, k, table, x):
+            score = 20 * np.tanh(score / 20) + table[h, np.clip(k - q, -3, 3) + 3] * np.dot(x[q], x[k])
+            return np.where((q >= k) & (h > 0), score, -np.inf)
+        print(trace("score_mod", relative, (ArgumentKind(2, "float"), ArgumentKind(2, "float"))).text)
+        """
+    )
+    environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_text_is_the_same_in_every_process():
+    first = text_in_another_process(0)
+    assert "score_value_and_slope" in first
+    assert text_in_another_process(4711, "trace('mask_mod', lambda b, h, q, k: q > k, ()).text") == first
+
+
+def test_the_text_does_not_depend_on_names_and_on_what_is_left_over():
+    def function(score, b, h, q, k, t):
+        return np.tanh(score) * t[h, k] * np.tanh(score)
+
+    def renamed(s, batch, head, query, key, table):
+        unused = np.exp(s) + table[head, query] * query
+        bounded = np.tanh(s)
+        assert unused is not bounded
+        return bounded * table[head, key] * bounded
+
+    assert traced(function, T).text == traced(renamed, T).text
+    assert (traced(function, T), hash(traced(function, T))) == (traced(renamed, T), hash(traced(renamed, T)))
+
+
+def test_common_subexpressions_are_computed_once():
+    def function(score, b, h, q, k):
+        return np.tanh(score / 4) + 3 * np.tanh(score * 0.25) + np.exp(q + k) + np.exp(k + q)
+
+    value_text, *_ = traced(function).text.split("score_value_and_slope")
+    assert value_text.count("tanh_of<") == value_text.count("exp_of<") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda s, b, h, q, k: s * 1 + 0, "return score;"),
+        (lambda s, b, h, q, k: np.where(True, s, 0.0), "return score;"),
+        (lambda s, b, h, q, k: s + np.exp(0.0) - 1, "return t2;"),
+        (lambda s, b, h, q, k: s / 4, "score * Real(0.25)"),
+        (lambda s, b, h, q, k: s / 0.0, "score / Real(0.0)"),
+        (lambda s, b, h, q, k: s / 1e300, "score / Real(1e+300)"),
+        (lambda s, b, h, q, k: np.negative(-s), "return score;"),
+        (lambda s, b, h, q, k: s * 0, "score * Real(0.0)"),
+        (lambda s, b, h, q, k: s - np.inf, "score - infinity<Real>()"),
+        (lambda s, b, h, q, k: s + 7 // 2 * -2, "score + Real(-6.0)"),
+    ],
+)
+def test_simplification(function, wanted):
+    assert wanted in traced(function).text.split("score_value_and_slope")[0]
+
+
+def test_a_program_shows_what_it_is():
+    program = traced(mods.causal(), role="mask_mod")
+    assert str(program).startswith("Program(mask_mod, ")
+    assert program != traced(mods.causal(1), role="mask_mod")
+    assert program == tracing.trace("mask_mod", lambda b, h, q, k: k <= q, ())
+    assert program.depends_on("q")
+    assert not program.depends_on("b")

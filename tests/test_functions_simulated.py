@@ -1,0 +1,120 @@
+"""The CUDA C++ of traced functions, compiled with NVRTC and run in the interpreter, against values on NumPy."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import CHECKOUT
+from support.ptxsim_kernels import cuda_module
+from support.traced_cases import ready_made
+from support.traced_kernels import run_text, source_of
+
+from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
+from fa2cupy.functions.tracing import argument_kind, trace
+
+pytestmark = pytest.mark.simulated
+
+SHAPE = (2, 3, 9, 14)
+B, H, Q, K = np.meshgrid(*(np.arange(n, dtype="int32") for n in SHAPE), indexing="ij", sparse=True)
+CASES = ready_made(*SHAPE)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def scattered(e: Evaluation, arrays: tuple) -> dict[int, np.ndarray]:
+    """What `run_text` sums: slopes times ``1 + k % 3``."""
+    sums: dict[int, np.ndarray] = {}
+    for part in e.gradient_parts():
+        total = sums.setdefault(part.argument, np.zeros(arrays[part.argument].shape))
+        tile = np.broadcast_to(part.derivative * (1 + K % 3), SHAPE)
+        add_elements(total, part.indices, reduced(tile, part.indices), np)
+    return sums
+
+
+def check(role: str, function, arrays: tuple, dtype: str = "float32", tolerance: float = 2e-6) -> None:
+    program = trace(role, function, tuple(argument_kind("array", array) for array in arrays))
+    scores = numbers(*SHAPE, dtype=dtype)
+    values, slopes, visible, *gradients = run_text(program, arrays, scores)
+    inputs = {"b": B, "h": H, "q": Q, "k": K} | ({"score": scores} if role == "score_mod" else {})
+    with np.errstate(all="ignore"):
+        e = Evaluation(program, arrays, dtype, np, **inputs)
+        if role == "mask_mod":
+            np.testing.assert_array_equal(visible, np.broadcast_to(e.result(), SHAPE))
+            return
+        tolerance = 1e-13 if dtype == "float64" else tolerance
+        np.testing.assert_allclose(values, np.broadcast_to(e.result(), SHAPE), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(slopes, np.broadcast_to(e.slope(), SHAPE), rtol=tolerance, atol=tolerance)
+        wanted = scattered(e, arrays)
+    assert len(gradients) == len(program.floats)
+    for number, gradient in zip(program.floats, gradients, strict=True):
+        total = wanted.get(number, np.zeros(gradient.shape))
+        np.testing.assert_allclose(gradient, total, rtol=0, atol=30 * tolerance * max(1, abs(total).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CASES)
+def test_ready_made_functions(name, dtype):
+    case = CASES[name]
+    check(case.role, case.function, case.arrays, dtype)
+
+
+FUNCTIONS = {
+    "operators": (lambda s, b, h, q, k: -(2 - s) * s / 3 + 1 / (4 + abs(s)) + s**3 + abs(s) ** 0.5, ()),
+    "real functions": (
+        lambda s, b, h, q, k: np.exp2(s) + np.log(s * s + 1) + np.log1p(s * s) + np.sin(s) * np.cos(s) + np.floor(s)
+        + np.power(abs(s), 1.7),
+        (),
+    ),
+    "ints": (lambda s, b, h, q, k: s + (q - k) // 3 + (q - k) % 4 + (k - q) // -2 + (k - q) % -3 + q // (k - k), ()),
+    "bits and truth": (
+        lambda s, b, h, q, k: s + (q & 1) + (q | 2) + (k ^ 3) + ~k
+        + np.where((q > 2) ^ ~(k == 3) | (s > 0), s, -np.inf),
+        (),
+    ),
+    "casts": (lambda s, b, h, q, k: (3 * s).astype(int) // 2 + s.astype(bool) + abs(q - k).astype(float) / 2, ()),
+    "extrema": (lambda s, b, h, q, k: np.minimum(s, np.nan) + np.maximum(np.nan, s) + np.clip(s, -0.5, 0.5), ()),
+    "of rank 0": (lambda s, b, h, q, k, t: s * t, (np.array(1.5, "float32"),)),
+    "dot": (
+        lambda s, b, h, q, k, x, y: np.where(q > 0, np.dot(x[b, h, q], y[b, h, k] * s), s) + (x[b, h, q] > 0).sum(),
+        (numbers(2, 3, 9, 5), numbers(2, 3, 14, 5)),
+    ),
+    "indices": (
+        lambda s, b, h, q, k, ids, keep, t: s + np.where(keep[b, k], t[ids[b, q], k], 0),
+        (np.arange(18).reshape(2, 9) % 4, np.arange(28).reshape(2, 14) % 3 > 0, numbers(4, 14)),
+    ),
+    "gather along a vector": (
+        lambda s, b, h, q, k, ids, t: s * t[ids[q]].sum(),
+        (np.arange(36).reshape(9, 4) % 7, numbers(7)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_operation(name):
+    check("score_mod", *FUNCTIONS[name], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "int16", "int64", "uint8"])
+def test_arrays_of_all_dtypes(dtype):
+    table = (4 * numbers(3, 14)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    check("score_mod", lambda s, b, h, q, k, t: s + t[h, k], (np.asfortranarray(table),))
+
+
+def test_indices_are_clamped():
+    table = numbers(9)
+    program = trace("score_mod", lambda s, b, h, q, k, t: s + t[2 * q - 4], (argument_kind("t", table),))
+    scores = numbers(*SHAPE)
+    values, *_ = run_text(program, (table,), scores)
+    np.testing.assert_array_equal(values, scores + table[np.clip(2 * Q - 4, 0, 8)])
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_90a", "compute_100"])
+@pytest.mark.parametrize("name", CASES)
+def test_ready_made_functions_compile(name, arch):
+    case = CASES[name]
+    program = trace(case.role, case.function, tuple(argument_kind("array", array) for array in case.arrays))
+    source = source_of(program, case.arrays, SHAPE, "float")
+    assert cuda_module(source, arch, (f"-I{CHECKOUT / 'kernels'}",))

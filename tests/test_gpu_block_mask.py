@@ -1,0 +1,109 @@
+"""On a GPU: sparse maps and the kernels that visit their tiles, against the float64 reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fa2cupy
+from fa2cupy import BlockMask, mods
+from fa2cupy.families.choice import FAMILIES
+from fa2cupy.families.device import DeviceInfo
+from fa2cupy.testing import Expectation, make_inputs
+
+cp = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+METHODS = ("single_pass", "two_pass")
+ROWS, KEYS, HEADS = 500, 612, 4
+
+
+def families_of(dtype: str) -> list[str]:
+    """Those that have maps."""
+    device = DeviceInfo.current()
+    return [one.name for one in FAMILIES if one.supports("forward", dtype, device, ("block_mask", "mask_mod"))]
+
+
+def check(dtype: str, head_dim: int, *, num_splits: int | None = None, **options) -> None:
+    """Forward and both methods of each family, into NaN-filled arrays."""
+    sizes = {"batch": 2, "seqlen_q": ROWS, "seqlen_k": KEYS, "num_heads": HEADS, "num_heads_kv": 2}
+    q, k, v, do = make_inputs(dtype, head_dim=head_dim, xp=cp, **sizes)
+    expected = Expectation(q, k, v, do, **options)
+    for family in families_of(dtype):
+        own = {**options, "family": family, "num_splits": num_splits if family != "simt" else None}
+        o, lse = fa2cupy.forward(q, k, v, **own, out=expected.unwritten("o", "lse"))
+        expected.check(spec=family, o=o, lse=lse)
+        for method in METHODS:
+            out = expected.unwritten("dq", "dk", "dv")
+            dq, dk, dv = fa2cupy.backward(q, k, v, o, lse, do, method=method, out=out, **own)
+            expected.check(spec=(method, family), dq=dq, dk=dk, dv=dv)
+
+
+def documents(longest: int) -> cp.ndarray:
+    return cp.asarray(np.sort(np.random.default_rng(3).integers(0, 6, (2, longest)), axis=1))
+
+
+def random_tiles(heads: int, density: float) -> BlockMask:
+    tiles = np.random.default_rng(1).random((2, heads, 4, 5)) < density
+    tiles[0, :, 1], tiles[1, ..., 2] = False, False
+    return BlockMask(cp.asarray(tiles), ROWS, KEYS)
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (64, 32), (40, 200)])
+@pytest.mark.parametrize("name", ["document", "window", "dilated", "prefix"])
+def test_maps_are_those_of_numpy(name, tile):
+    function, arrays = {
+        "document": (mods.document, (documents(KEYS),)),
+        "window": (mods.sliding_window(150, 20), ()),
+        "dilated": (mods.dilated_window(200, 3), ()),
+        "prefix": (mods.prefix_lm, (cp.asarray([77, 300]),)),
+    }[name]
+    found = fa2cupy.block_mask(function, arrays, 2, HEADS, ROWS, KEYS, tile=tile, like=cp.empty(1))
+    wanted = fa2cupy.block_mask(function, tuple(map(cp.asnumpy, arrays)), 2, HEADS, ROWS, KEYS, tile=tile)
+    np.testing.assert_array_equal(found.states.get(), wanted.states)
+    assert (found.layout, found.density, str(found)) == (wanted.layout, wanted.density, str(wanted))
+
+
+@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (200, 10)}])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 256), ("float32", 64)])
+def test_maps_of_functions(dtype, head_dim, band):
+    ids = documents(KEYS)
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    check(dtype, head_dim, **own, **band, block_mask=fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS))
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float16", 192), ("float32", 64)])
+def test_given_maps(dtype, head_dim, heads):
+    check(dtype, head_dim, block_mask=random_tiles(heads, 0.4))
+    check(dtype, head_dim, block_mask=random_tiles(heads, 0.4), num_splits=3, causal=True)
+
+
+def test_other_features():
+    ids = documents(KEYS)
+    own = {"mask_mod": mods.document, "mask_args": (ids,)}
+    sparse = fa2cupy.block_mask(mods.document, (ids,), 2, HEADS, ROWS, KEYS)
+    more = {"softcap": 3.0, "dropout_p": 0.2, "seed": 5, "score_mod": lambda score, b, h, q, k: score - 0.01 * q}
+    check("float16", 64, **own, block_mask=sparse, **{name: more[name] for name in ("softcap", "dropout_p", "seed")})
+    check("float32", 64, **own, block_mask=sparse, **more)
+
+
+def test_results_are_the_same_from_run_to_run():
+    q, k, v, do = make_inputs("bfloat16", seqlen_q=ROWS, seqlen_k=KEYS, num_heads=2, head_dim=128, batch=2, xp=cp)
+    own = {"block_mask": random_tiles(1, 0.5)}
+    o, lse = fa2cupy.forward(q, k, v, **own)
+    first = fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **own)
+    for _ in range(5):
+        for one, other in zip(first, fa2cupy.backward(q, k, v, o, lse, do, deterministic=True, **own), strict=True):
+            assert bool((one == other).all())
+
+
+def test_a_large_map_takes_the_memory_of_its_tiles():
+    ids = cp.asarray(np.repeat(np.arange(16, dtype="int32"), 8192)[None])
+    pool = cp.get_default_memory_pool()
+    before = pool.used_bytes()
+    sparse = fa2cupy.block_mask(mods.document, (ids,), 1, 8, 131072, 131072)
+    assert sparse.shape == (1, 1, 1024, 1024)
+    assert pool.used_bytes() - before <= 2 * 1024 * 1024
+    assert sparse.density == 1 / 16
+    assert not sparse.has_mixed_tiles
