@@ -36,7 +36,7 @@ def test_its_python_runs(monkeypatch):
         text = text.replace(shown, small)
     names: dict = {}
     exec(compile(text, str(README), "exec"), names)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     np.testing.assert_array_equal(names["k_cache"][:, :12], names["k"][:, :12])
     assert names["sparse"].density == pytest.approx(1 / 3)
     assert names["dtable"].any()
