@@ -62,7 +62,8 @@ def precompile(
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
         the keywords of `forward`, ``"cu_seqlens"`` for packed sequences, and ``"dlse"``, ``"return_dbias"`` and
-        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values.
+        ``"return_dsink"`` of `backward`. Kernels do not depend on the features' values. ``"block_mask"`` is the map of
+        `mask_mod`, which `block_mask` makes, or without that function a given one.
     score_mod, mask_mod : callable, optional
         Functions that all the calls have, as for `forward`: their kernels depend on what the functions compute.
     score_args, mask_args : sequence of numpy.ndarray, optional

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import common  # noqa: F401  (makes fa2cupy importable in a checkout that is not installed)
+import numpy as np
 
+from fa2cupy import mods
 from fa2cupy.cli import run_command
 from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
@@ -53,7 +55,7 @@ ADDRESSES = ".nv.constant4"  # of variables, among them each static constexpr me
 NO_BITS = 8  # SHT_NOBITS: a section with a size and without content
 SIZED = 4  # EIFMT_SVAL: an attribute whose value follows; those of other formats have it in the place of the size
 OF_SYMBOLS = (0x0A, 0x11, 0x12, 0x23, 0x2F)  # EIATTR_: sizes of frames and stacks, registers, by symbol
-OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in OF_BACKWARD)
+OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_BACKWARD, "block_mask"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,6 +105,12 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
                 yield from default_specs(device, dtype, head_dim, causal, method, family)
                 if kernels.split_operations and causal:
                     yield from default_specs(device, dtype, head_dim, causal, method, family, num_splits=2)
+            if "block_mask" in kernels.features:
+                table = np.zeros((32, 1), "float32")
+                functions = {"score_mod": mods.t5_relative(32), "score_args": (table,), "mask_mod": mods.causal()}
+                features = ("block_mask", *(("return_dscore_args",) if method == "two_pass" else ()))
+                how = {"features": features, "functions": functions}
+                yield from default_specs(device, dtype, 64, False, method, family, **how)
             if dtype != "float64":
                 for features in (*((name,) for name in OF_BOTH), own):
                     yield from default_specs(device, dtype, 64, True, method, family, features=features)

@@ -21,7 +21,7 @@ import jinja2
 import pytest
 from support.traced_cases import ready_made
 
-from fa2cupy import TileConfig, legal_configs, precompile
+from fa2cupy import TileConfig, legal_configs, mods, precompile
 from fa2cupy.errors import KernelCompileError
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.operations import OPERATIONS, TILED
@@ -418,6 +418,11 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
     for method in (None, *METHODS):
         others += default_specs(DeviceInfo.named("sm_90"), "float16", 64, True, method, num_splits=2)
         others += default_specs(DeviceInfo.named("sm_90"), "float32", 64, True, method, "sm90")
+    others += [merge_spec(H100, "float16", 64), *decode_specs(H100, "float16", 64), *decode_specs(H100, "float32", 64)]
+    functions = {"mask_mod": mods.causal(), "score_mod": mods.softcap(2.0)}
+    for family, method in itertools.product(("sm90", "sm80"), (None, "two_pass")):
+        how = {"features": ("block_mask",), "functions": functions}
+        others += default_specs(H100, "float16", 64, True, method, family, **how)
     used = {
         match
         for arch, dtype, head_dim, method in itertools.product(

@@ -11,15 +11,19 @@ import numpy as np
 from ..families.choice import choose, choose_decode, choose_family
 from ..families.device import DeviceInfo
 from ..families.tile import TileConfig
+from ..functions.tracing import BoundFunction
 from ..jit.spec import KernelSpec
+from ..problem.block_mask import MIXED, BlockMask
 from ..problem.checks import problem_from_arrays, problem_from_parts
 from ..problem.decoding import check_decode
 from ..problem.dtypes import accumulator_dtype
 from ..problem.features import FeatureKeywords, feature_arrays
+from ..problem.function_checks import bound_function
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, contiguous_score_strides, feature_strides, is_full
 from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
+from .tile_states import plan_tile_states
 
 __all__ = ["decode_specs", "default_specs", "merge_spec"]
 
@@ -57,7 +61,8 @@ def default_specs(
         its gradient those for a full and a broadcast one.
     functions : mapping, optional
         Functions of the calls, and arrays like those that they will have: `score_mod`, `score_args`, `mask_mod`,
-        `mask_args`.
+        `mask_args`. With ``"block_mask"`` among the features, the kernel that makes the map of `mask_mod` is among the
+        kernels.
     """
     call = "forward" if method is None else "backward"
     step = choose_family(call, dtype, device, family).head_dim_step
@@ -82,6 +87,11 @@ def default_specs(
         else:
             plan = plan_backward(problem, device, strides, choice, extras=present)
         specs.update(dict.fromkeys(stage.spec for stage in plan.stages))
+    function = _mask_function(functions) if "block_mask" in features else None
+    if function is not None:
+        layouts = [layout for name, layout in argument_layouts(functions).items() if name.startswith("mask_args")]
+        states = plan_tile_states(device, function, layouts, (1, 1, 1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS))
+        specs.update(dict.fromkeys(stage.spec for stage in states.stages))
     return list(specs)
 
 
@@ -131,6 +141,8 @@ def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -
         "dropout_p": {"dropout_p": 0.5, "seed": 0},
         "cu_seqlens": {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
     }
+    if "block_mask" in features:
+        values["block_mask"] = {"block_mask": _map(functions)}
     keywords: FeatureKeywords = {**functions}
     for feature in features:
         keywords.update(values.get(feature, {}))
@@ -140,6 +152,20 @@ def _examples(features: Sequence[str], dtype: str, functions: FeatureKeywords) -
     shapes = ((1, 1), (_ROWS, _ROWS)) if "return_dbias" in features else ((1, 1),)
     for bias_dtype, shape in itertools.product(dict.fromkeys((dtype, wide)), shapes):
         yield {**keywords, "bias": _array(shape, bias_dtype)}
+
+
+def _map(functions: FeatureKeywords) -> BlockMask:
+    """A sparse map of one tile: of the mask function, or given if there is none."""
+    function = _mask_function(functions)
+    if function is None:
+        return BlockMask(np.ones((1, 1, 1, 1), "bool"), _ROWS, _ROWS, tile=(_ROWS, _ROWS))
+    states = np.full((1, 1, 1, 1), MIXED, "uint8")
+    return BlockMask.of_states(states, _ROWS, _ROWS, (_ROWS, _ROWS), function.program)
+
+
+def _mask_function(functions: FeatureKeywords) -> BoundFunction | None:
+    given = functions.get("mask_mod")
+    return None if given is None else bound_function("mask_mod", given, functions.get("mask_args", ()))
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> np.ndarray:

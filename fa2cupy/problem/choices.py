@@ -34,6 +34,7 @@ CALL_KEYWORDS = (
     "sink",
     "dropout_p",
     "cu_seqlens",
+    "block_mask",
     "dlse",
     "return_dbias",
     "return_dsink",
