@@ -16,7 +16,7 @@ import pytest
 from support.feature_cases import METHODS, accumulator, booleans, inputs_of, numbers
 
 import fa2cupy
-from fa2cupy import TileConfig, UnsupportedProblemError, ahead, cli
+from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.choices import CALL_KEYWORDS
@@ -115,6 +115,9 @@ def launched_by(
             {key: place(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
             for options in call_options(names, dtype, *kind_of_bias)
         )
+        if "block_mask" in names:
+            rows, keys = (forward.get(f"max_seqlen_{side}", FIXED[f"seqlen_{side}"]) for side in "qk")
+            forward["block_mask"] = BlockMask(place(np.ones((1, 1), bool)), rows, keys)
         if functions:
             forward |= on_gpu(functions)
             backward["return_dscore_args"] = True
@@ -147,7 +150,7 @@ def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch
 
 def test_every_feature_of_calls_can_be_compiled_ahead():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
-    names -= {"seed", "score_mod", "score_args", "mask_mod", "mask_args", "block_mask"}  # kernels depend on functions
+    names -= {"seed", "score_mod", "score_args", "mask_mod", "mask_args"}  # kernels depend on functions
     assert names | {"dlse", "return_dbias", "return_dsink"} == set(CALL_KEYWORDS)
 
 
