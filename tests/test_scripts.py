@@ -24,7 +24,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 import sweep
-from common import ROOT, SCRIPTS, check, feature_cases, flex, function_cases, measure, peers, plots, sparse, startup, tables
+from common import (
+    ROOT,
+    SCRIPTS,
+    check,
+    feature_cases,
+    flex,
+    function_cases,
+    measure,
+    peers,
+    plots,
+    sparse,
+    startup,
+    tables,
+)
 from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
