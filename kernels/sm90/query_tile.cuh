@@ -12,9 +12,9 @@ inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory. Consumers read each field when they need it, so
 // that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
-// unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A query tile that sees no key still gets one key tile,
-// fully masked, so that its row sums become zero, and so does an empty share: the key tile after the last that is seen.
-// key_tiles = 0 marks the end of the work.
+// unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A
+// query tile that sees no key still gets one key tile, fully masked, so that its row sums become zero, and so does an
+// empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share;
 };
