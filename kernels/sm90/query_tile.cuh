@@ -37,9 +37,15 @@ struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
 };
 template <class Spec>
-struct LoadedTile<Spec, true> : LoadedTile<Spec, false> {
+struct LoadedTile<Spec, true> : QueryTile {
+    TmaRows<Spec::kVarlen> queries, keys;
     const int32* entries;
 };
+template <class Spec, class... Entries>
+__device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
+                                                        Entries... entries) {
+    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), entries...};
+}
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
 template <class Spec>
@@ -54,17 +60,17 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         }
         auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
+        const QueryTile tile{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1),
+                             keys.full_end,
+                             where.tile * Spec::kBr,
+                             where.head,
+                             where.batch,
+                             keys.begin,
+                             share};
         if constexpr (common::kListsTiles<Spec>)
-            return {{{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
-                      where.head, where.batch, keys.begin, share},
-                     query_tma_rows<Spec>(params, where.batch),
-                     key_tma_rows<Spec>(params, where.batch)},
-                    keys.entries};
+            return loaded_tile<Spec>(params, tile, keys.entries);
         else
-            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
-                     where.head, where.batch, keys.begin, share},
-                    query_tma_rows<Spec>(params, where.batch),
-                    key_tma_rows<Spec>(params, where.batch)};
+            return loaded_tile<Spec>(params, tile);
     }
     return {};
 }
