@@ -746,7 +746,13 @@ MUTANTS = (
         "cp_async_wait<kStages - 1>();",
         "race",
     ),
-    Mutant("next tile into the slot in use", "forward", "load(tile - (kStages - 1));", "load(tile - kStages);", "race"),
+    Mutant(
+        "next tile into the slot in use",
+        "forward",
+        "load(position - (kStages - 1));",
+        "load(position - kStages);",
+        "race",
+    ),
     Mutant(
         "no wait where no key tile was",
         "forward",
@@ -785,8 +791,8 @@ MUTANTS = (
     Mutant(
         "k read with the strides of v",
         "forward",
-        "(slot(tile), k, k_stride,",
-        "(slot(tile), k, v_stride,",
+        "(slot(position), k, k_stride,",
+        "(slot(position), k, v_stride,",
         "bounds",
         Problem(packed="v"),
     ),
@@ -860,7 +866,7 @@ MUTANTS = (
     Mutant(
         "only the first head of a group",
         "backward_dkdv",
-        "tiles_per_head * params.heads_per_group;",
+        "tiles_per_head * tiles.num_heads(params.heads_per_group);",
         "tiles_per_head;",
         "numbers",
     ),
@@ -1394,8 +1400,8 @@ MUTANTS = (
     Mutant(
         "dropout: delta is dropped, too",
         "backward",
-        "(sign_bit(weight) ? minus_delta : kept);",
-        "(sign_bit(weight) ? Real(0) : kept);",
+        "(dropped ? minus_delta : kept);",
+        "(dropped ? Real(0) : kept);",
         "numbers",
         Problem(feature="dropout"),
     ),
@@ -1652,7 +1658,7 @@ MUTANTS = (
     Mutant(
         "the workspace of dQ from the group's first step",
         "backward",
-        "const QueryStep step = own_.first_step();",
+        "const QueryStep step = own_.at(own_.first_step());",
         "const QueryStep step = {own_.first_query_head, own_.tiles.begin};",
         "numbers",
         HOPPER_SPLIT,
@@ -1816,8 +1822,8 @@ MUTANTS = (
     Mutant(
         "sm90: masked by the positions of another share",
         "forward",
-        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n        common::mask_scores",
-        "common::mask_scores",
+        "common::mask_scores(scores, mask, {first_row(tile), key_tile(tile, block) * kBc, lane_}, hidden);",
+        "common::mask_scores(scores, mask, {first_row(tile), block * kBc, lane_}, hidden);",
         "numbers",
         HOPPER_SHARES,
     ),

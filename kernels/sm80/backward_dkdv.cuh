@@ -123,7 +123,7 @@ struct BackwardDkdv {
 
     __device__ void load_query_tile(Step step, int32 slot) const {
         const int32 thread = computed_anew(this->thread), batch = computed_anew(where.batch);
-        step = tiles.at(step);
+        if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
@@ -136,7 +136,7 @@ struct BackwardDkdv {
     // mask, in rows past the end and in rows without a visible key.
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
-        step = tiles.at(step);
+        if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
@@ -269,7 +269,7 @@ struct BackwardDkdv {
             [&](int n, int kk) { return ldmatrix_x4<true>(k.at(kk, n0 + n)); });
 
         using Workspace = DqWorkspace<kBr, kD>;
-        step = tiles.at(step);
+        if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int64 tile = common::first_workspace_tile<Spec>(params, where.batch, step.head) + step.tile;
         float* workspace = params.dq_accum + tile * Workspace::kTileElements;
 #pragma unroll

@@ -12,9 +12,9 @@ inline constexpr int kTileSlots = 4;
 
 // A query tile, as the producer writes it to a slot in shared memory. Consumers read each field when they need it, so
 // that a tile takes no registers. Its key tiles are processed from the last, key_tiles - 1, down to `first_key_tile` (0
-// unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A query tile that sees no key still gets one key tile,
-// fully masked, so that its row sums become zero, and so does an empty share: the key tile after the last that is seen.
-// key_tiles = 0 marks the end of the work.
+// unless kHasBegin); those from `full_key_tiles` on need the mask. Under a sparse map they are positions in a list. A
+// query tile that sees no key still gets one key tile, fully masked, so that its row sums become zero, and so does an
+// empty share: the key tile after the last that is seen. key_tiles = 0 marks the end of the work.
 struct alignas(32) QueryTile {
     int32 key_tiles, full_key_tiles, first_row, head, batch, first_key_tile, share;
 };
@@ -37,9 +37,15 @@ struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
 };
 template <class Spec>
-struct LoadedTile<Spec, true> : LoadedTile<Spec, false> {
+struct LoadedTile<Spec, true> : QueryTile {
+    TmaRows<Spec::kVarlen> queries, keys;
     const int32* entries;
 };
+template <class Spec, class... Entries>
+__device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
+                                                        Entries... entries) {
+    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), entries...};
+}
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.
 template <class Spec>
@@ -54,17 +60,17 @@ __device__ __forceinline__ LoadedTile<Spec> query_tile(const Params& params, int
         }
         auto keys = common::key_tiles<Spec>(own, where);
         common::limit_to_share<Spec>(keys, params, share);
+        const QueryTile tile{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1),
+                             keys.full_end,
+                             where.tile * Spec::kBr,
+                             where.head,
+                             where.batch,
+                             keys.begin,
+                             share};
         if constexpr (common::kListsTiles<Spec>)
-            return {{{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
-                      where.head, where.batch, keys.begin, share},
-                     query_tma_rows<Spec>(params, where.batch),
-                     key_tma_rows<Spec>(params, where.batch)},
-                    keys.entries};
+            return loaded_tile<Spec>(params, tile, keys.entries);
         else
-            return {{max_of(keys.end, Spec::kSplit ? keys.begin + 1 : 1), keys.full_end, where.tile * Spec::kBr,
-                     where.head, where.batch, keys.begin, share},
-                    query_tma_rows<Spec>(params, where.batch),
-                    key_tma_rows<Spec>(params, where.batch)};
+            return loaded_tile<Spec>(params, tile);
     }
     return {};
 }

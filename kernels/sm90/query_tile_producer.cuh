@@ -19,16 +19,12 @@ class QueryTileProducer {
     // The tile that was published last, with what its loads need.
     __device__ Tile published() const {
         const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
-        const int32 batch = slot.batch();
+        const QueryTile tile{slot.key_tiles(),      0, slot.first_row(), slot.head(), slot.batch(),
+                             slot.first_key_tile(), 0};
         if constexpr (common::kListsTiles<Spec>)
-            return {{{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
-                     query_tma_rows<Spec>(params_, batch),
-                     key_tma_rows<Spec>(params_, batch)},
-                    listed_keys<Spec>(params_, slot).entries};
+            return loaded_tile<Spec>(params_, tile, listed_keys<Spec>(params_, slot).entries);
         else
-            return {{slot.key_tiles(), 0, slot.first_row(), slot.head(), batch, slot.first_key_tile(), 0},
-                    query_tma_rows<Spec>(params_, batch),
-                    key_tma_rows<Spec>(params_, batch)};
+            return loaded_tile<Spec>(params_, tile);
     }
 
     // Loads the query tile's rows of Q or dO.
