@@ -1822,8 +1822,8 @@ MUTANTS = (
     Mutant(
         "sm90: masked by the positions of another share",
         "forward",
-        "common::mask_scores(scores, mask, {first_row(tile), key_tile(tile, block) * kBc, lane_}, hidden);",
-        "common::mask_scores(scores, mask, {first_row(tile), block * kBc, lane_}, hidden);",
+        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n            common::mask_scores",
+        "common::mask_scores",
         "numbers",
         HOPPER_SHARES,
     ),

@@ -23,16 +23,10 @@ class QueryTileConsumer {
         return tile.first_row() + group_ * kGroupRows + warp_ * 16;
     }
 
-    // The sequence's number of key tile `block` of GroupKeys.
-    __device__ __forceinline__ int32 key_tile(const TileInSlot& tile, int32 block) const {
+    // This warp's scores of key tile `block` of GroupKeys.
+    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
         if constexpr (Spec::kSplit) block += tile.first_key_tile();
         if constexpr (common::kListsTiles<Spec>) block = listed_keys<Spec>(params_, tile).at(block);
-        return block;
-    }
-
-    // This warp's scores of that key tile.
-    __device__ __forceinline__ common::ScoreTile score_tile(const TileInSlot& tile, int32 block) const {
-        block = key_tile(tile, block);
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
@@ -67,12 +61,14 @@ class QueryTileConsumer {
 
     template <class Scores>
     __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
-        const auto mask = common::mask_of<Spec>(record_of<Spec>(params_, tile));
-        const float hidden = -common::infinity<float>();
-        if constexpr (common::kMasksByFunction<Spec>)
-            common::hide_scores<false, Spec>(scores, mask, params_, score_tile(tile, block), hidden);
-        else  // reads neither batch nor head from the slot
-            common::mask_scores(scores, mask, {first_row(tile), key_tile(tile, block) * kBc, lane_}, hidden);
+        if constexpr (common::kListsTiles<Spec>) {
+            common::hide_scores<false, Spec>(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)), params_,
+                                             score_tile(tile, block), -common::infinity<float>());
+        } else {  // reads neither batch nor head from the slot
+            if constexpr (Spec::kSplit) block += tile.first_key_tile();
+            common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                                {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
+        }
     }
 
     __device__ __forceinline__ void release_key() {
