@@ -31,20 +31,23 @@ __device__ __forceinline__ int32 next_index(const Params& params, int32 previous
     return index < params.num_tiles * params.scheduled_heads * params.batch ? index : -1;
 }
 
+template <bool kListsTiles>
+struct ListOfKeys {};
+template <>
+struct ListOfKeys<true> {
+    const int32* entries;
+};
+
 // A query tile with the TMA coordinates that the producer needs to load it, and the entries of its list.
-template <class Spec, bool kListed = common::kListsTiles<Spec>>
+template <class Spec>
 struct LoadedTile : QueryTile {
     TmaRows<Spec::kVarlen> queries, keys;
-};
-template <class Spec>
-struct LoadedTile<Spec, true> : QueryTile {
-    TmaRows<Spec::kVarlen> queries, keys;
-    const int32* entries;
+    ListOfKeys<common::kListsTiles<Spec>> list;
 };
 template <class Spec, class... Entries>
 __device__ __forceinline__ LoadedTile<Spec> loaded_tile(const Params& params, const QueryTile& tile,
                                                         Entries... entries) {
-    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), entries...};
+    return {tile, query_tma_rows<Spec>(params, tile.batch), key_tma_rows<Spec>(params, tile.batch), {entries...}};
 }
 
 // The tile of the next used index (packed sequences leave some indices unused); key_tiles = 0 if none is left.

@@ -60,7 +60,7 @@ class QueryTileProducer {
   private:
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 block) const {
         int32 key_tile = block;
-        if constexpr (common::kListsTiles<Spec>) key_tile = tile.entries[block];
+        if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
