@@ -318,7 +318,7 @@ def backward(
         queries. None is the one that a model finds fastest. Their dk and dv are summed in float32 in a fixed order.
         NumPy ignores it.
     precision : {None, "ieee", "split"}, optional
-        As for `forward`, whose results may have been computed with any.
+        As for `forward`, and the same as there: weights of one arithmetic do not sum to 1 with the lse of another.
 
     Returns
     -------
@@ -345,6 +345,11 @@ def backward(
     default at most four, or sixteen where all of them take less than 64 MiB; for `return_dbias` of a broadcast bias the
     sum of dbias in lse's dtype; and the copies that `forward` makes. A captured call allocates the same as memory of
     its graph.
+
+    Where CUDA cores compute gradients of float32 data of which `forward` multiplies on tensor cores, they first compute
+    lse again, into a workspace: by ``method="single_pass"`` where only ``"two_pass"`` has kernels for tensor cores, and
+    for K/V heads that the forward leaves to CUDA cores, or of which do is the only reason to. An lse of more keys than
+    k has, as `merge` gives, is taken as it is.
 
     ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
     atomic additions varies: for float16, bfloat16, and float32 on tensor cores, in dq, which is added up in

@@ -196,7 +196,7 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
     options = CallOptions(precision=precision, **more)
     one = problem("float32", **{**LONG, **changes})
     chosen = choose(call, one, DeviceInfo.named(device), STRIDES, options, is_launched=False)
-    operations = {"backward_dq", "backward_dkdv"} if call == "backward" else {call}
+    operations = {"forward", "backward_dq", "backward_dkdv"} if call == "backward" else {call}
     assert chosen.family.name == wanted
     assert (chosen.fallback is None) == (wanted == "simt")
     if chosen.fallback is not None:

@@ -134,12 +134,39 @@ def test_errors_are_those_of_float32(family, method, kind, head_dim, rows, causa
 
 @pytest.mark.parametrize("kind", ("normal", "large scores", "positive"))
 def test_one_pass_of_wide_rows_may_follow_a_forward_on_tensor_cores(kind):
-    """CUDA cores compute it, with the lse of the others."""
+    """CUDA cores compute it, with an lse of their own."""
     inputs = tuple(map(cp.asarray, data(kind, 1000, 256)))
     q, k, v, do = inputs
     o, lse = fa2cupy.forward(q, k, v)
     gradients = fa2cupy.backward(q, k, v, o, lse, do, method="single_pass")
     check_promise(inputs, dict(zip(GRADIENTS, gradients, strict=True)), False, orders_of(kind))
+
+
+@pytest.mark.parametrize("growth", (4, 30, 300))
+@pytest.mark.parametrize("heads", ((1, 1), (2, 1)))
+def test_one_pass_of_wide_rows_may_follow_large_scores_on_tensor_cores(heads, growth):
+    q, k, v, do = draw((200, 700), heads, 256, batch=1)
+    k *= cp.linspace(growth, 0.01, 700, dtype="float32")[None, :, None, None]
+    o, lse = fa2cupy.forward(q, k, v)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, method="single_pass")
+    for head in range(heads[0]):  # dk and dv of a group are sums over its heads
+        one = tuple(x[:, :, h : h + 1] for x, h in ((q, head), (k, 0), (v, 0), (do, head)))
+        if heads[0] > 1:
+            check_promise(one, {"dq": gradients[0][:, :, head : head + 1]}, False)
+        else:
+            check_promise(one, dict(zip(GRADIENTS, gradients, strict=True)), False)
+
+
+@pytest.mark.parametrize("growth", (1, 10, 100))
+@of_methods(64, 128, 256)
+def test_heads_that_only_the_backward_leaves_have_the_errors_of_float32(family, method, head_dim, growth):
+    """dO alone has rows that parts do not represent well: CUDA cores compute gradients, with an lse of their own."""
+    q, k, v, do = draw((200, 700), (1, 1), head_dim, batch=1)
+    do[:, 5:9] *= 1e-5
+    inputs = (q, k * cp.linspace(growth, growth / 4, 700, dtype="float32")[None, :, None, None], v, do)
+    o, lse = fa2cupy.forward(*inputs[:3], family=family)
+    gradients = fa2cupy.backward(*inputs[:3], o, lse, do, method=method, family=family)
+    check_promise(inputs, dict(zip(GRADIENTS, gradients, strict=True)), False)
 
 
 @of_methods(64, 128, 256)

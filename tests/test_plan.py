@@ -13,15 +13,18 @@ from support import plans
 
 from fa2cupy import TileConfig
 from fa2cupy.errors import UnsupportedProblemError
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import KernelSource, render_kernel
+from fa2cupy.plan.calls import plan_backward
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.checks import problem_from_arrays
 from fa2cupy.problem.features import FeatureSettings
+from fa2cupy.problem.options import CallOptions
 
 H100 = DeviceInfo.named("sm_90")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -480,12 +483,43 @@ def test_single_pass_of_parts_is_the_default_and_kernels_of_two_pass_store_what_
     kernels = [(stage.spec.operation, stage.spec.is_fallback) for stage in plan.stages]
     main, convert = plan.stages[2:4]
     assert kernels[:4] == [(name, False) for name in ("delta", "split_gradients", "backward", "convert_dq")]
-    assert kernels[4:] == [("backward_dq", True), ("backward_dkdv", True)]
+    assert kernels[4:] == [("forward", True), ("backward_dq", True), ("backward_dkdv", True)]
     assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
     assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
     of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
     assert workspace_sizes(plan)["dq_accum"] == of_dq == record(plan.stages[0])["dq_accum_bytes"]
     assert plan.cleared == ("exceptions",)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "method", "more", "has_own"),
+    (
+        ("sm_90", 200, "single_pass", {}, True),
+        ("sm_90", 200, "single_pass", {"precision": "ieee"}, False),
+        ("sm_90", 200, "single_pass", {"family": "simt"}, False),
+        ("sm_90", 200, "two_pass", {}, False),
+        ("sm_90", 128, "single_pass", {}, False),
+        ("sm_80", 64, "single_pass", {}, True),
+        ("sm_86", 64, "single_pass", {}, False),
+    ),
+)
+def test_a_backward_of_ieee_arithmetic_computes_lse_again_after_a_forward_in_parts(
+    device, head_dim, method, more, has_own
+):
+    """That of other arithmetic would leave every weight of a row too large or too small."""
+    one, gpu = problem(dtype="float32", head_dim=head_dim), DeviceInfo.named(device)
+    options = CallOptions(method=method, **more)
+    choice = choose("backward", one, gpu, STRIDES, options, is_launched=False)
+    plan = plan_backward(one, gpu, STRIDES, choice)
+    of_simt = [stage for stage in plan.stages if stage.spec.family == "simt"]
+    assert [stage.spec.operation for stage in of_simt].count("forward") == (has_own or choice.family.multiplies_parts)
+    for stage in of_simt:
+        is_forward = stage.spec.operation == "forward"
+        wanted = {"given_lse": "lse", "lse": "own_lse", "o": None} if is_forward else {"lse": "own_lse"}
+        assert stage.renamed == (wanted if has_own or choice.family.multiplies_parts else {})
+    others = [stage for stage in plan.stages if stage not in of_simt]
+    assert not any(stage.renamed for stage in others)
+    assert workspace_sizes(plan).get("own_lse") == (3 * 8 * 300 * 4 if of_simt[0].renamed else None)
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))

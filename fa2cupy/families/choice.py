@@ -50,7 +50,8 @@ class Choice:
     family : Family
         The family of all tiled kernels.
     tiles : mapping of operation to TileConfig
-        The tiles of the tiled kernels, in the order of their launches.
+        The tiles of the tiled kernels, in the order of their launches. A backward with one of ``"forward"`` computes
+        lse again, in its own arithmetic.
     method : str or None
         The method of a backward, else None.
     num_splits : mapping of operation to int
@@ -220,6 +221,8 @@ def choose(
                 continue
             try:
                 tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
+                if call == "backward" and _needs_own_lse(family, problem, device, strides, options, is_launched):
+                    tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
             except UnsupportedProblemError as error:
                 if method == methods[-1] and not choices:
                     raise
@@ -304,8 +307,23 @@ def _fallback(call: str, family: Family, problem: AttentionProblem, device: Devi
         return None
     # Those of `two_pass` overwrite gradients, and so what other kernels have left there.
     method = "two_pass" if call == "backward" else None
-    operations = METHODS[method] if method else (call,)
+    operations = ("forward", *METHODS[method]) if method else (call,)
     return Choice(SIMT, {name: choose_tile(name, SIMT, problem, device) for name in operations}, method)
+
+
+def _needs_own_lse(
+    family: Family,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    options: CallOptions,
+    is_launched: bool,
+) -> bool:
+    """True if a backward of IEEE arithmetic gets the lse of a forward that multiplies parts."""
+    if family is not SIMT or problem.dtype != "float32" or options.family is not None or options.precision == "ieee":
+        return False
+    of_forward = CallOptions(precision=options.precision)
+    return choose("forward", problem, device, strides, of_forward, is_launched=is_launched).family.multiplies_parts
 
 
 def _splits(choice: Choice, problem: AttentionProblem, device: DeviceInfo, options: CallOptions) -> list[Choice]:

@@ -105,7 +105,7 @@ class Family(ABC):
     row_alignment: int
     head_dim_step: int
     arch_suffix: str = ""
-    features: tuple[str, ...] = tuple(FEATURES)
+    features: tuple[str, ...] = tuple(name for name in FEATURES if name != "given_lse")
     needs_positive_scale: bool = False
     has_natural_scores: bool = False
     multiplies_parts: bool = False

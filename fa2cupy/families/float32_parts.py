@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..problem.attention import AttentionProblem
-from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .family import Family
 from .records import LENGTHS, PARTS, SCHEDULE, Record
@@ -51,7 +50,7 @@ class Float32Parts(Family):
     head_dim_step = 1
     has_natural_scores = True
     multiplies_parts = True
-    features = tuple(name for name in FEATURES if name != "block_mask")
+    features = tuple(name for name in Family.features if name != "block_mask")
     backward_owns = "keys"
     largest_head_dim: int
 

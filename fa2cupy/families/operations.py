@@ -78,7 +78,7 @@ _KEY_SIDE = ("batch", "num_heads", "heads_per_group", "seqlen_k", "num_key_tiles
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("forward", (*_OF_SCORES, "sink"), owns="queries"),
+        Operation("forward", (*_OF_SCORES, "sink", "given_lse"), owns="queries"),
         Operation("decode", ("window", "softcap", "alibi_slopes", "sink"), owns="queries", has_config=False),
         Operation("backward", (*_OF_SCORES, *_OF_DBIAS)),
         Operation("backward_dq", (*_OF_SCORES, *_OF_DBIAS), owns="queries"),

@@ -6,6 +6,7 @@ Its kernels are the simplest, and the best ones to read first.
 from __future__ import annotations
 
 from ..problem.dtypes import itemsize
+from ..problem.features import FEATURES
 from .family import Family, TileRow, register_shortage, why_no_decode
 from .records import POINTER_RECORDS, Record
 from .tile import TileConfig
@@ -35,6 +36,7 @@ class Simt(Family):
     head_dim_step = 1
     backward_owns = "queries"
     has_natural_scores = True
+    features = tuple(FEATURES)
     default_methods = ("single_pass", "two_pass")
     query_rows = (4, *Family.query_rows)
     key_rows = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)

@@ -21,7 +21,10 @@ from .tensor_maps import tensor_maps
 if TYPE_CHECKING:
     import cupy
 
-__all__ = ["BoundStage", "bind_plan", "load_kernel"]
+__all__ = ["ABSENT", "BoundStage", "bind_plan", "load_kernel"]
+
+#: Stands for the name of an array that the call does not have. Its address is 0.
+ABSENT = "absent"
 
 _lock = new_lock()
 
@@ -81,7 +84,7 @@ class BoundStage:
     ----------
     stage : Stage
     positions : mapping of str to int
-        Index into the addresses of a launch, by the kernels' names of the arrays.
+        Index into the addresses of a launch, by the names of the arrays, and of `ABSENT`.
     """
 
     def __init__(self, stage: Stage, positions: Mapping[str, int]):
@@ -92,7 +95,8 @@ class BoundStage:
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
-        self._pick = itemgetter(*[positions[name] for name in layout.pointers if name not in COUNTERS])
+        names = [name for name in layout.pointers if name not in COUNTERS]
+        self._pick = itemgetter(*[positions[stage.renamed.get(name, name) or ABSENT] for name in names])
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
         needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers]
         self._counters = counters(runtime.getDevice(), *needed) if needed else None
@@ -126,6 +130,6 @@ def bind_plan(plan: Plan, positions: Mapping[str, int]) -> tuple[BoundStage, ...
     ----------
     plan : Plan
     positions : mapping of str to int
-        Index into the addresses of a launch, by the kernels' names of the arrays.
+        Index into the addresses of a launch, by the names of the arrays, and of `ABSENT`.
     """
     return tuple(BoundStage(stage, positions) for stage in plan.stages)

@@ -13,7 +13,7 @@ from ..problem.arguments import OverlapCheck
 from ..problem.checks import Result
 from .arguments import Arguments, kernel_name
 from .device_memory import allocator_of
-from .launch import bind_plan
+from .launch import ABSENT, bind_plan
 
 __all__ = ["KernelCall", "overlap_check"]
 
@@ -80,10 +80,9 @@ class KernelCall:
             self.workspace_bytes += -(-workspace.nbytes // _ALIGNMENT) * _ALIGNMENT
             if workspace.name not in plan.cleared:
                 self.kept_bytes = self.workspace_bytes
-        none = len(arguments.names) + len(workspaces)
-        renamed = {name: none if own is None else positions[own] for name, own in plan.renamed.items()}
+        positions[ABSENT] = len(arguments.names) + len(workspaces)
         with cupy.cuda.Device(ordinal):
-            self.stages = bind_plan(plan, positions | renamed)
+            self.stages = bind_plan(plan, positions)
 
     def __call__(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
         """The results, on the current stream of the device; `addresses` are those of `arrays`, 0 for None."""

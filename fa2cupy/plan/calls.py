@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
@@ -22,6 +23,8 @@ __all__ = ["plan_backward", "plan_delta", "plan_forward", "plan_merge"]
 
 #: The workspaces that the kernel of delta can clear, of a call that has none.
 _CLEARED_BY_DELTA = (Workspace("dq_accum", 0), Workspace(SHARES, 0))
+#: The feature of a forward that computes lse again for a backward, and the workspace that it writes.
+_GIVEN_LSE, _OWN_LSE = ("given_lse",), "own_lse"
 
 
 def plan_forward(
@@ -87,7 +90,7 @@ def plan_backward(
     with_delta : bool, optional
         If True, the first stage computes delta; else the caller passes it.
     """
-    layout = StageLayout(problem, device, choice.family, strides, extras)
+    layout = StageLayout(problem, device, choice.family, strides, (*extras, *_GIVEN_LSE))
     tiled: list[Stage] = []
     workspaces: list[Workspace] = []
     added: list[Workspace] = []  # to which kernels add
@@ -107,6 +110,9 @@ def plan_backward(
             tiled.append(sums.stage())
             workspaces += sums.workspaces
             added += sums.added
+    if "forward" in choice.tiles:
+        tiled = _with_own_lse(tiled)
+        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
     if problem.settings.block_mask is not None and choice.family.clears_unlisted_keys:
         cleared += ["dk", "dv"]
     if choice.family.multiplies_parts:
@@ -116,8 +122,7 @@ def plan_backward(
     stages: list[Stage] = []
     if with_delta:
         stages.append(_delta(layout, added))
-        rows = problem.batch * problem.num_heads * problem.seqlen_q
-        workspaces.append(Workspace("delta", rows * itemsize(problem.accumulator_dtype)))
+        workspaces.append(Workspace("delta", _statistics_bytes(problem)))
         names = {workspace.name for workspace in workspaces}
         workspaces += [workspace for workspace in _CLEARED_BY_DELTA if workspace.name not in names]
     if not stages or not stages[0].blocks:
@@ -151,9 +156,25 @@ def _with_parts(
         all_blocks = 0  # nobody reads the parts
     operation = "split_gradients" if choice.method else "split_inputs"
     split = layout.stage(operation, _tile_of(operation, PART_ROWS, PART_ROWS), all_blocks)
+    extras = (*extras, *_GIVEN_LSE) if choice.method else extras
     others = StageLayout(problem, layout.device, fallback.family, layout.strides, extras, is_fallback=True)
     left = [others.tiled(operation, tile) for operation, tile in fallback.tiles.items()]
+    if choice.method:
+        left = _with_own_lse(left)
+        workspaces.append(Workspace(_OWN_LSE, _statistics_bytes(problem)))
     return [split, *tiled, *left], workspaces
+
+
+def _with_own_lse(tiled: Iterable[Stage]) -> list[Stage]:
+    """The tiled kernels of a backward, of which the first, a forward, computes lse again for the others."""
+    of_forward: dict[str, str | None] = {"given_lse": "lse", "lse": _OWN_LSE, "o": None}
+    of_others: dict[str, str | None] = {"lse": _OWN_LSE}
+    return [replace(stage, renamed=of_forward if stage.spec.operation == "forward" else of_others) for stage in tiled]
+
+
+def _statistics_bytes(problem: AttentionProblem) -> int:
+    """The size of an array with a number for each query row, such as lse."""
+    return problem.batch * problem.num_heads * problem.seqlen_q * itemsize(problem.accumulator_dtype)
 
 
 def _delta(layout: StageLayout, cleared: Sequence[Workspace] = ()) -> Stage:

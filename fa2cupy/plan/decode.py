@@ -72,4 +72,5 @@ def plan_few_queries(
     cache = CacheShape(problem.batch, problem.seqlen_k, 1, 0)
     named = {**strides, **{name: strides[own] for name, own in of_kernel.items()}}
     plan = plan_decode(problem, cache, device, named, choice)
-    return replace(plan, renamed={**dict.fromkeys(absent), **of_kernel})
+    renamed = {**dict.fromkeys(absent), **of_kernel}
+    return replace(plan, stages=tuple(replace(stage, renamed=renamed) for stage in plan.stages))

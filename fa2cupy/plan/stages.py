@@ -23,12 +23,16 @@ class Stage:
         Bytes of the parameter record after the pointers.
     maps : tuple of TensorLayout
         Layouts of the arrays whose tensor maps are in the record.
+    renamed : mapping of str to (str or None)
+        Arrays that the kernel knows by another name than the call: that of the call by the kernel's; None for arrays
+        that the call does not have.
     """
 
     spec: KernelSpec
     blocks: int
     constants: bytes
     maps: tuple[TensorLayout, ...] = ()
+    renamed: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def threads(self) -> int:
@@ -55,12 +59,8 @@ class Plan:
     workspaces : tuple of Workspace
     cleared : tuple of str
         Workspaces and outputs that must be zero before the first stage.
-    renamed : mapping of str to (str or None)
-        Arrays that a kernel knows by another name than the call: that of the call by the kernel's; None for arrays that
-        the call does not have.
     """
 
     stages: tuple[Stage, ...]
     workspaces: tuple[Workspace, ...] = ()
     cleared: tuple[str, ...] = ()
-    renamed: Mapping[str, str | None] = field(default_factory=dict)

@@ -33,7 +33,7 @@ SOURCE_AXES: dict[tuple[str, int], tuple[int | None, int, int | None, int]] = {
 ROWS_OF = {
     **dict.fromkeys(("q", "o", "dout", "dq"), "queries"),
     **dict.fromkeys(("k", "v", "dk", "dv"), "keys"),
-    **dict.fromkeys(("lse", "delta"), "statistics"),
+    **dict.fromkeys(("lse", "given_lse", "delta"), "statistics"),
 }
 
 

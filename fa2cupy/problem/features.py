@@ -338,6 +338,8 @@ FEATURES = {
         arrays=dict.fromkeys((KEY_LISTS, QUERY_LISTS), FeatureArray("input_int", is_over_scores=False)),
         values=dict.fromkeys(LIST_STRIDES, "int"),
     ),
+    # The lse of other arithmetic, which a backward is given and computes again in its own.
+    "given_lse": Feature("kGivenLse", _never, arrays={"given_lse": FeatureArray("input_accum", is_over_scores=False)}),
     "sink": Feature("kSink", _has("sink"), arrays={"sink": FeatureArray("input_accum", check_sink)}),
     "dropout_p": Feature(
         "kDropout",

@@ -23,9 +23,13 @@
 // for its own copies, so that all of the tile is there; and behind it nobody reads the previous tile of the other
 // matrix any more, so that the copy of the next one can start. The P of a warp is private to it, so __syncwarp is
 // enough.
+//
+// Where a backward is given the lse of other arithmetic, this kernel computes it again, and nothing else
+// (common/own_lse.cuh).
 #pragma once
 #include "common/exceptions.cuh"
 #include "common/online_softmax.cuh"
+#include "common/own_lse.cuh"
 #include "common/params.cuh.j2"
 #include "common/scores.cuh"
 #include "common/sequence.cuh"
@@ -81,7 +85,7 @@ struct Forward {
             const int32 tile = tiles.at(position);
             wait_for_copies();
             __syncthreads();  // Q and K are there, V is free
-            copy_keys(v_tile, v, params.v_strides, tile);
+            if constexpr (common::kHasOutput<Spec>) copy_keys(v_tile, v, params.v_strides, tile);
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores scores;
@@ -95,22 +99,27 @@ struct Forward {
             if (masked) common::hide_scores<false, Spec>(scores, mask, params, score_tile, -common::infinity<Real>());
             Real rescale[kRows];
             softmax.update(scores, rescale);  // S becomes P
-            common::drop<Spec>(scores, params, score_tile);
-            Warp::post(scores, posted, lane);
-            __syncwarp();
-            Warp::accumulate(output, rescale, posted, v_tile, lane);
+            if constexpr (common::kHasOutput<Spec>) {
+                common::drop<Spec>(scores, params, score_tile);
+                Warp::post(scores, posted, lane);
+                __syncwarp();
+                Warp::accumulate(output, rescale, posted, v_tile, lane);
+            }
         }
 
         Real inverse_sum[kRows], lse[kRows];
         common::finish_rows<Spec>(softmax, params, where.head, 0, inverse_sum, lse);
-        output.scale(inverse_sum);
-        Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
-        Warp::store(output, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
-        Real* stats = params.lse + common::first_statistic<Spec>(params, where.batch, where.head);
+        const int64 first = common::first_statistic<Spec>(params, where.batch, where.head);
+        if constexpr (common::kHasOutput<Spec>) {
+            output.scale(inverse_sum);
+            Real* o = head_of(params.o, params.o_strides, where.batch, where.head);
+            Warp::store(output, Real(1), o, params.o_strides.row, first_row, params.seqlen_q, lane);
+        }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int32 row = first_row + Scores::row(i, lane);
-            if (Warp::lane_column(lane) == 0 && row < params.seqlen_q) stats[row] = lse[i];
+            if (Warp::lane_column(lane) != 0 || row >= params.seqlen_q) continue;
+            params.lse[first + row] = common::own_lse<Spec>(params, first + row, lse[i]);
         }
     }
 };

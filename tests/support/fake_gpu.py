@@ -18,6 +18,7 @@ from fa2cupy import sparse
 from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, signatures, tile_states
+from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import CallOptions, hashable_config
 
@@ -137,7 +138,8 @@ def fake_gpu(
                 )
                 cupy.launches.append((loaded_on, stream))
                 launched.append(stage)
-                run(Launch(plan, stage, {name: addresses[position] for name, position in positions.items()}))
+                names = {name: stage.renamed.get(name, name) or ABSENT for name in (*positions, *stage.renamed)}
+                run(Launch(plan, stage, {name: addresses[positions[own]] for name, own in names.items()}))
 
             return launch
 

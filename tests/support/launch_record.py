@@ -104,7 +104,7 @@ class Launch:
             return self._argument(name)
         if name in OFFSETS:
             return memory_at(self.pointers[name], (self.values["num_sequences"] + 1,), None, np.dtype("int32"))
-        if name in ("lse", "delta", "dlse", "lse_parts", "dsink"):
+        if name in ("lse", "given_lse", "delta", "dlse", "lse_parts", "dsink"):
             parts = (self.values["num_parts"],) if name == "lse_parts" else ()
             shape = (heads,) if name == "dsink" else (*parts, self.batch, heads, rows)
             return memory_at(self.pointers[name], shape, None, self._wide)
@@ -129,8 +129,6 @@ class Launch:
     def _array_of_decode(self, name: str) -> np.ndarray | None:
         """The caches, the rows to append, and what says where they are; None if the call does not have it."""
         values = self.values
-        if self.pointers[name] == 0:
-            return None
         if name in ("cache_seqlens", "block_table"):
             shape = (self.batch, values["pages_per_sequence"])[: 1 + (name == "block_table")]
             return memory_at(self.pointers[name], shape, None, np.dtype("int32"))
@@ -234,7 +232,9 @@ class _Memory:
         }
 
 
-def memory_at(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray:
-    """An array of what lies at an address; nothing keeps it there."""
+def memory_at(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray | None:
+    """An array of what lies at an address; nothing keeps it there. None stands for an array that is absent."""
+    if address == 0 and 0 not in shape:
+        return None
     array = np.asarray(_Memory(address, shape, strides, dtype))
     return array if array.dtype == dtype else array.view(dtype)

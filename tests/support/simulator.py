@@ -141,7 +141,8 @@ def _execute(
             continue
         if name in CACHES:
             continue
-        of_several = spec.operation.startswith("clear_") or name in WORKSPACES or launch.before_fallback
+        is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features)
+        of_several = spec.operation.startswith("clear_") or is_partial or launch.before_fallback
         if of_several:
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
