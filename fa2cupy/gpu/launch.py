@@ -96,7 +96,8 @@ class BoundStage:
         self._function = load_kernel(stage.spec)  # keeps the module loaded
         self._pack_into = layout.pointer_packer.pack_into
         names = [name for name in layout.pointers if name not in COUNTERS]
-        self._pick = itemgetter(*[positions[stage.renamed.get(name, name) or ABSENT] for name in names])
+        indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
+        self._pick = itemgetter(*indices, *indices[:1])  # of a single index, it would give no tuple
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
         needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers]
         self._counters = counters(runtime.getDevice(), *needed) if needed else None

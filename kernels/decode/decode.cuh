@@ -37,7 +37,7 @@ struct Decode {
     static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
     static constexpr int kSharedBytes = 2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes;
     static_assert(kBc == kKeys * kWarps && kStages >= 2);
-    static_assert(Exchange::kBytes <= Warp::kSlotBytes);
+    static_assert(max_of(Exchange::kBytes, Parts::Weights::kBytes) <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static constexpr int kFirstSlot = 2 * Warp::kQueryBytes, kFirstLse = kFirstSlot + kWarps * kWarpBytes;
 
@@ -188,7 +188,7 @@ struct Decode {
             });
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }
-        if (!is_whole) parts.merge(blocks, worker);
+        if (!is_whole) parts.merge(blocks, worker, {exchange, kWarpBytes});
     }
 };
 

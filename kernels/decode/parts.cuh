@@ -1,8 +1,9 @@
-// Parts of a job's O and lse, which warps and blocks compute over different keys, and their merge (merged_row.cuh).
+// Parts of a job's O and lse, which warps and blocks compute over different keys, and their merge, as in merged_row.cuh.
 //
 //   warps   leave 16 rows at a time in shared memory, [row][column], each in a slot of its own
 //   blocks  leave their segments in a workspace, if jobs are cut. The parts of a job are merged in two levels: groups of
-//           consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left
+//           consecutive blocks, then the groups. Whoever arrives last at a counter merges what the others have left: it
+//           finds the weights of all parts first, so that nothing but memory is waited for while columns are added up
 //
 // The workspace has three parts for each block: of the job that its piece begins within, of the job that it begins and
 // does not end, and for a group of blocks from this one on. A part is O [kBr][kD], then lse [kBr]. Counters are zero
@@ -16,8 +17,9 @@ namespace fa2::decode {
 
 // The most blocks of a launch; the same number is in fa2cupy/plan/decode.py.
 inline constexpr int kMostBlocks = 1024;
-// The most parts that are merged at once, in one level.
-inline constexpr int kPartsOfOneLevel = 16;
+// The most parts that are merged at once, in one level, and the most of a group or of groups: a lane has each.
+inline constexpr int kPartsOfOneLevel = 16, kMostParts = 32;
+static_assert(kMostParts * kMostParts >= kMostBlocks);
 
 // 16 rows of O in shared memory. Of eight adjacent rows, chunks of eight columns are permuted, so that the eight lanes
 // of a store that write to the same columns reach different banks.
@@ -49,6 +51,7 @@ struct Parts {
     static constexpr int kVector = 16 / sizeof(Accum);                // columns of an item
     static constexpr int kItems = ceil_div(Spec::kHeadDim, kVector);  // of a row
     static constexpr int kPartElements = Spec::kBr * (kD + 1);
+    static constexpr int kInFlight = 8;  // loads of a thread that it waits for at once
     using Columns = Vector<Accum, kVector>;
     using Row = common::MergedRow<Accum, kVector>;
 
@@ -78,8 +81,21 @@ struct Parts {
         return 3 * (blocks.first + index) + (index == 0);
     }
 
+    // The weights of a row's parts, and its lse, while parts of blocks are merged. Each warp has those of some rows.
+    struct Weights {
+        static constexpr int kRowLength = kMostParts + 1;
+        static constexpr int kBytes = ceil_div(Spec::kBr, Spec::kWarps) * kRowLength * sizeof(Accum);
+        char* memory;      // of the first warp
+        int32 warp_bytes;  // from there to that of the next
+
+        __device__ __forceinline__ Accum* of_row(int32 row) const {
+            Accum* own = reinterpret_cast<Accum*>(memory + row % Spec::kWarps * warp_bytes);
+            return own + row / Spec::kWarps * kRowLength;
+        }
+    };
+
     // Called by the blocks with parts of a job when theirs is in the workspace: the last ones merge all of them.
-    __device__ __forceinline__ void merge(const Contributors& blocks, int32 worker) const {
+    __device__ __forceinline__ void merge(const Contributors& blocks, int32 worker, const Weights& weights) const {
         const int32 size = blocks.group_size(), groups = ceil_div(blocks.count, size);
         const int32 begin = (worker - blocks.first) / size * size;
         const int32 part_of_group = 3 * (blocks.first + begin) + 2;
@@ -89,16 +105,14 @@ struct Parts {
             if (!is_last(counter, count)) return;
             const bool is_all = of_groups || groups == 1;
             const auto part_of = [&](int32 s) {
-                return of_groups ? 3 * (blocks.first + s * size) + 2 : part_of_block(blocks, begin + s);
+                return part_at(of_groups ? 3 * (blocks.first + s * size) + 2 : part_of_block(blocks, begin + s));
             };
+            weigh(weights, count, is_all, part_of);
+            __syncthreads();
             for_items(0, num_rows, [&](int32 row, int32 column) {
-                const auto x = common::merge_row<Accum, kVector>(
-                    count, is_all ? sink_of(row) : -common::infinity<Accum>(),
-                    [&](int32 s) { return part_at(part_of(s))[Spec::kBr * kD + row]; },
-                    [&](int32 s) {
-                        return *reinterpret_cast<const Columns*>(part_at(part_of(s)) + row * kD + column);
-                    });
-                store(row, column, x, is_all, part_of_group);
+                const Accum* of_row = weights.of_row(row);
+                store(row, column, weighted_sum(of_row, count, [&](int32 s) { return part_of(s) + row * kD + column; }),
+                      is_all, part_of_group);
             });
             if (is_all) return;
             count = groups;
@@ -115,6 +129,48 @@ struct Parts {
     }
 
   private:
+    // Writes the weights of all rows, and their lse. A weight of -1 marks a part without a visible key.
+    template <class PartOf>
+    __device__ __forceinline__ void weigh(const Weights& weights, int32 count, bool with_sink,
+                                          const PartOf& part_of) const {
+        const int32 lane = threadIdx.x % 32;
+        for (int32 row = threadIdx.x / 32; row < num_rows; row += Spec::kWarps) {
+            const Accum none = -common::infinity<Accum>(), sink = with_sink ? sink_of(row) : none;
+            const Accum lse = lane < count ? part_of(lane)[Spec::kBr * kD + row] : none;
+            const Accum highest = common::maximum(sink, common::row_maximum<32>(lse));
+            // In a row without a visible key, 0 is subtracted instead, as -inf - (-inf) is NaN.
+            const Accum shift = highest == none ? Accum(0) : highest;
+            const Accum weight = common::exp_accurate(lse - shift);
+            const Accum total = common::row_sum<32>(weight) + common::exp_accurate(sink - shift);
+            Accum* of_row = weights.of_row(row);
+            of_row[lane] = lse == none ? Accum(-1) : weight / total;
+            if (lane == 0) of_row[kMostParts] = shift + log(total);
+        }
+    }
+
+    // Columns of a row, merged from its parts in their order. `columns_of(s)` points to those of part s.
+    template <class ColumnsOf>
+    __device__ __forceinline__ static Row weighted_sum(const Accum* weights, int32 count, const ColumnsOf& columns_of) {
+        Row row = {};
+        for (int32 first = 0; first < count; first += kInFlight) {
+            Columns x[kInFlight] = {};
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i)
+                if (first + i < count) x[i] = *reinterpret_cast<const Columns*>(columns_of(first + i));
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const Accum weight = first + i < count ? weights[first + i] : Accum(-1);
+                // V of hidden keys may have made the O of a part without a visible key NaN.
+                const bool visible = !(weight < Accum(0));
+#pragma unroll
+                for (int c = 0; c < kVector; ++c)
+                    if (visible) row.column[c] = fma(weight, x[i].item[c], row.column[c]);
+            }
+        }
+        row.lse = weights[kMostParts];
+        return row;
+    }
+
     __device__ __forceinline__ int32 head_of(int32 packed_row) const {
         return job.head_kv * params.heads_per_group + packed_row % params.heads_per_group;
     }
