@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 import threading
 import types
@@ -16,7 +17,9 @@ from fa2cupy.gpu import counters, launch
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.stages import Stage
+from fa2cupy.plan.tile_states import plan_tile_states
 from fa2cupy.problem.checks import problem_from_arrays
+from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
@@ -143,6 +146,24 @@ def test_a_launch_takes_its_own_addresses_from_among_all(driver):
         [1, 2, 3, 4, 5, 6, 7], 0
     )
     assert launched == [(6, 4, 3, 7, 2)]
+
+
+def test_a_stage_has_its_own_names_for_arrays_and_for_absent_ones(driver):
+    launched = []
+    driver.launch = lambda *arguments: launched.append(pointers_of(arguments))
+    stage = dataclasses.replace(stage_of("sm_80"), renamed={"lse": "own_lse", "o": None})
+    positions = {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4, "own_lse": 5, launch.ABSENT: 6}
+    launch.BoundStage(stage, positions)([1, 2, 3, 4, 5, 6, 0], 0)
+    assert launched == [(1, 2, 3, 0, 6)]
+
+
+def test_a_record_may_have_a_single_pointer(driver):
+    launched = []
+    driver.launch = lambda *arguments: launched.append(pointers_of(arguments)[0])
+    function = bound_function("mask_mod", lambda b, h, q, k: q >= k, ())
+    (stage,) = plan_tile_states(DeviceInfo.named("sm_80"), function, (), (1, 1, 1, 1), (64, 64), (64, 64)).stages
+    launch.BoundStage(stage, {"q": 0, "states": 1})([5, 7], 0)
+    assert launched == [7]
 
 
 def test_a_record_is_not_packed_while_another_thread_launches_it(driver):

@@ -97,7 +97,8 @@ class BoundStage:
         self._pack_into = layout.pointer_packer.pack_into
         names = [name for name in layout.pointers if name not in COUNTERS]
         indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
-        self._pick = itemgetter(*indices, *indices[:1])  # of a single index, it would give no tuple
+        # Of a single index, itemgetter would not give a sequence.
+        self._pick = itemgetter(*indices) if indices[1:] else itemgetter(slice(indices[0], indices[0] + 1))
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
         needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers]
         self._counters = counters(runtime.getDevice(), *needed) if needed else None

@@ -11,6 +11,7 @@ import numpy as np
 from common.feature_cases import DTYPE, MODEL_DIM, TOKENS, Case, Options
 from common.measure import Problem, flops
 
+import fa2cupy
 from fa2cupy import mods
 
 __all__ = ["FUNCTIONS", "SEQLENS", "FunctionCase", "all_cases", "distance_buckets"]
@@ -108,10 +109,14 @@ class FunctionCase(Case):
         return Case(feature, self.problem, self.small) if feature else self
 
     def options(self, xp, seed: int) -> Options:
-        """As in the base class."""
-        row = FUNCTIONS[self.feature]
-        arrays = tuple(map(xp.asarray, row.arrays(self.problem)))
-        return {"causal": self.problem.causal, row.role: row.function, row.role.replace("mod", "args"): arrays}
+        """As in the base class. A mask comes with its map."""
+        row, problem = FUNCTIONS[self.feature], self.problem
+        arrays = tuple(map(xp.asarray, row.arrays(problem)))
+        own = {"causal": problem.causal, row.role: row.function, row.role.replace("mod", "args"): arrays}
+        if row.role == "mask_mod":
+            sizes = (problem.batch, problem.num_heads, problem.seqlen, problem.seqlen)
+            own["block_mask"] = fa2cupy.block_mask(row.function, arrays, *sizes, like=xp.empty(0))
+        return own
 
     def flops(self, operation: str) -> float:
         """Floating-point operations on visible pairs."""
