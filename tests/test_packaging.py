@@ -181,7 +181,7 @@ for dtype in ("float16", "float32"):
 """
     )
     # Both methods have the same delta kernel, in both dtypes, and in float32 the same parts and fallback kernels.
-    assert len(set(output.split())) == len(output.split()) - 5
+    assert len(set(output.split())) == len(output.split()) - 6
 
 
 def test_installed_wheel_attends_on_numpy_arrays(run_installed):

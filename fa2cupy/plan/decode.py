@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..errors import UnsupportedProblemError
 from ..families.choice import Choice
 from ..families.device import DeviceInfo
 from ..families.records import ARRIVALS, PARTIALS
@@ -19,6 +20,7 @@ from .stages import Plan, Workspace
 __all__ = ["plan_decode", "plan_few_queries"]
 
 _MOST_BLOCKS = COUNTERS[ARRIVALS] // 2
+_MOST_STEPS = 2**31 - 1
 _PARTS_OF_BLOCK = 3  # the same as in kernels/decode/parts.cuh
 
 
@@ -49,6 +51,11 @@ def plan_decode(
     tile = choice.tiles["decode"]
     row_tiles = max(1, -(-problem.seqlen_q * problem.heads_per_group // tile.b_r))
     steps = problem.batch * problem.num_heads_kv * row_tiles * max(1, -(-cache.capacity // tile.b_c))
+    if steps > _MOST_STEPS:
+        raise UnsupportedProblemError(
+            f"q, k_cache: {steps} pairs of tiles with {tile.b_r} query rows and {tile.b_c} keys are more than "
+            f"{_MOST_STEPS}; take fewer sequences or queries for a call"
+        )
     blocks = min(steps, device.multiprocessors * tile.blocks_per_sm, _MOST_BLOCKS)
     stage = layout.stage(
         "decode",

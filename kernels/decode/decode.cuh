@@ -15,7 +15,7 @@
 //   O [warp][16 rows], in a free slot     the warp               all warps
 //   lse [warp][kBr]                       the warp               all warps
 //
-// Barriers: two at each end of a segment for every 16 rows, one at its beginning, and those of a merge of blocks.
+// Barriers: one at each end of a segment, and two for every 16 rows, one at its beginning, and those of a merge of blocks.
 // The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
 #pragma once
 #include "decode/cache.cuh"
@@ -167,23 +167,22 @@ struct Decode {
             blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
         }
         const int32 part = Parts::part_of_block(blocks, worker - blocks.first);
-        Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
+        // Of each warp, one behind the other.
+        const typename Parts::Weights weights{smem + kFirstLse, kBr * static_cast<int32>(sizeof(Accum))};
         char* exchange = smem + kFirstSlot + distance;
-        state.finish(lse + warp * kBr);
-        __syncwarp();  // no lane reads the slot any more
+        state.finish(&weights.at(warp, 0));
+        __syncthreads();  // lse of all warps is there
+        parts.weigh(weights, kWarps, is_whole, part);
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
             state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
-            __syncthreads();
+            __syncthreads();  // and these rows of O, and the weights
             parts.for_items(begin, min_of(begin + kRowsAtOnce, parts.num_rows), [&](int32 row, int32 column) {
                 const int32 offset = Exchange::offset(row - begin, column);
-                const auto x = common::merge_row<Accum, Parts::kVector>(
-                    kWarps, is_whole ? parts.sink_of(row) : -common::infinity<Accum>(),
-                    [&](int32 s) { return lse[s * kBr + row]; },
-                    [&](int32 s) {
-                        const Accum* of_warp = reinterpret_cast<const Accum*>(exchange + s * kWarpBytes);
-                        return *reinterpret_cast<const typename Parts::Columns*>(of_warp + offset);
-                    });
+                const auto columns_of = [&](int32 s) {
+                    return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) + offset;
+                };
+                const auto x = Parts::template weighted_sum<kWarps>(weights, row, kWarps, columns_of);
                 parts.store(row, column, x, is_whole, part);
             });
             if (begin + kRowsAtOnce < kBr) __syncthreads();

@@ -5,8 +5,9 @@
 //   step     a tile of kBc keys of a job
 //   segment  consecutive steps of a job, which one block computes
 //
-// All steps of all jobs, in the order [sequence][K/V head][row tile][step], form a line, which is cut into one piece of
-// equal length for each working block. A piece may have the end of one job, whole jobs, and the beginning of another.
+// All steps of all jobs, in the order [sequence][K/V head][row tile][step], form a line of less than 2^31 steps, which is
+// cut into one piece for each working block; the first pieces may be a step longer than the last. A piece may have the end
+// of one job, whole jobs, and the beginning of another.
 // The cuts depend on the lengths and on the grid alone, so that results are bit-reproducible.
 #pragma once
 #include "common/mask.cuh"
@@ -22,7 +23,7 @@ struct Job {
     int32 batch, head_kv, row_tile;
     int32 cached, length;     // rows of the sequence in the cache, and with those that the call appends
     int32 first_tile, steps;  // the first key tile, and the number of steps, at least 1
-    int64 start;              // the job's first step in the line
+    int32 start;              // the job's first step in the line
 };
 
 // Steps [begin, end) of a job.
@@ -31,7 +32,6 @@ struct Segment {
     int32 begin, end;
 
     __device__ __forceinline__ bool is_whole() const { return begin == 0 && end == job.steps; }
-    __device__ __forceinline__ int64 end_in_line() const { return job.start + end; }
 };
 
 template <class Spec>
@@ -42,29 +42,32 @@ class WorkLine {
         rows_ = params.seqlen_q * params.heads_per_group;
         row_tiles_ = max_of(ceil_div(rows_, Spec::kBr), 1);  // without a query there may be rows to append
         heads_kv_ = params.num_heads / params.heads_per_group;
-        int64 sum = 0;
+        int32 sum = 0;
         for (int32 first = 0; first < params.batch; first += 32) sum += steps_of_lane(first);
-        total_ = common::row_sum<32>(sum);
-        workers_ = min_of<int64>(gridDim.x, total_);
+        const int32 total = common::row_sum<32>(sum);
+        workers_ = min_of<int32>(gridDim.x, total);
+        piece_ = total / workers_;
+        longer_ = total - piece_ * workers_;
     }
 
     __device__ __forceinline__ int32 rows() const { return rows_; }
     // The number of working blocks; the others have no piece.
     __device__ __forceinline__ int32 workers() const { return workers_; }
     // The block whose piece has a step of the line, if jobs are cut.
-    __device__ __forceinline__ int32 worker_of(int64 position) const {
-        return static_cast<int32>(((position + 1) * workers_ - 1) / total_);
+    __device__ __forceinline__ int32 worker_of(int32 position) const {
+        const int32 of_longer = longer_ * (piece_ + 1);
+        return position < of_longer ? position / (piece_ + 1) : longer_ + (position - of_longer) / piece_;
     }
 
     // The first segment of a block's piece, and the one after a segment; without a step if there is none. If jobs are
     // not cut, a block has those that begin in its piece. All lanes of a warp call these together.
     __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
-        piece_end_ = total_ * (worker + 1) / workers_;
-        const int64 position = total_ * worker / workers_;
+        const int32 position = worker * piece_ + min_of(worker, longer_);
+        piece_end_ = position + piece_ + (worker < longer_);
         Job job = job_at(position);
         const bool has_begun = position > job.start;
         if (has_begun && !cuts_jobs) job = job_after(job);
-        return segment_of(job, has_begun && cuts_jobs ? static_cast<int32>(position - job.start) : 0, cuts_jobs);
+        return segment_of(job, has_begun && cuts_jobs ? position - job.start : 0, cuts_jobs);
     }
     __device__ __forceinline__ Segment after(const Segment& segment, bool cuts_jobs) const {
         return segment_of(job_after(segment.job), 0, cuts_jobs);
@@ -82,9 +85,9 @@ class WorkLine {
 
   private:
     __device__ __forceinline__ Segment segment_of(const Job& job, int32 begin, bool cuts_jobs) const {
-        const int64 left = piece_end_ - job.start;
+        const int32 left = piece_end_ - job.start;
         if (left <= begin) return {job, 0, 0};
-        return {job, begin, cuts_jobs ? static_cast<int32>(min_of<int64>(job.steps, left)) : job.steps};
+        return {job, begin, cuts_jobs ? min_of(job.steps, left) : job.steps};
     }
 
     __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
@@ -100,14 +103,14 @@ class WorkLine {
     }
 
     // The steps of the sequence that belongs to this lane, of 32 sequences.
-    __device__ __forceinline__ int64 steps_of_lane(int32 first) const {
+    __device__ __forceinline__ int32 steps_of_lane(int32 first) const {
         const int32 batch = first + static_cast<int32>(threadIdx.x) % 32;
         if (batch >= params_.batch) return 0;
         const int32 length = cached_rows(params_, batch) + params_.seqlen_new;
-        return static_cast<int64>(tiles_of(length).steps) * jobs_of_sequence();
+        return tiles_of(length).steps * jobs_of_sequence();
     }
 
-    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int64 start) const {
+    __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
         const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
         const Tiles tiles = tiles_of(length);
         const int32 head_kv = index / row_tiles_;
@@ -115,24 +118,24 @@ class WorkLine {
     }
 
     // The job that has a step of the line.
-    __device__ __forceinline__ Job job_at(int64 position) const {
+    __device__ __forceinline__ Job job_at(int32 position) const {
         const int32 lane = threadIdx.x % 32;
-        int64 start = 0;  // of the first of 32 sequences
+        int32 start = 0;  // of the first of 32 sequences
         for (int32 first = 0;; first += 32) {
-            const int64 own = steps_of_lane(first);
-            int64 sum = own;
+            const int32 own = steps_of_lane(first);
+            int32 sum = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
-                const int64 before = __shfl_up_sync(common::kFullWarp, sum, distance);
+                const int32 before = __shfl_up_sync(common::kFullWarp, sum, distance);
                 if (lane >= distance) sum += before;
             }
             const uint32 behind = __ballot_sync(common::kFullWarp, position < start + sum);
             if (behind != 0) {
                 const int32 found = __ffs(behind) - 1;
-                const int64 of_sequence = start + __shfl_sync(common::kFullWarp, sum - own, found);
-                const int32 steps = static_cast<int32>(__shfl_sync(common::kFullWarp, own, found) / jobs_of_sequence());
-                const int32 index = static_cast<int32>((position - of_sequence) / steps);
-                return make_job(first + found, index, of_sequence + static_cast<int64>(index) * steps);
+                const int32 of_sequence = start + __shfl_sync(common::kFullWarp, sum - own, found);
+                const int32 steps = __shfl_sync(common::kFullWarp, own, found) / jobs_of_sequence();
+                const int32 index = (position - of_sequence) / steps;
+                return make_job(first + found, index, of_sequence + index * steps);
             }
             start += __shfl_sync(common::kFullWarp, sum, 31);
         }
@@ -141,7 +144,7 @@ class WorkLine {
     // The next job; the last one is followed by one behind the line.
     __device__ __forceinline__ Job job_after(const Job& job) const {
         const int32 index = job.head_kv * row_tiles_ + job.row_tile + 1;
-        const int64 start = job.start + job.steps;
+        const int32 start = job.start + job.steps;
         if (index < jobs_of_sequence()) return make_job(job.batch, index, start);
         if (job.batch + 1 < params_.batch) return make_job(job.batch + 1, 0, start);
         Job none = job;
@@ -151,7 +154,7 @@ class WorkLine {
 
     const Params& params_;
     int32 rows_, row_tiles_, heads_kv_;
-    int64 total_, workers_, piece_end_;
+    int32 workers_, piece_, longer_, piece_end_;  // `longer_` pieces have `piece_` + 1 steps, the others `piece_`
 };
 
 }  // namespace fa2::decode
