@@ -270,7 +270,7 @@ def test_every_feature_has_its_row_and_its_numbers():
         max_seqlen_q=8, max_seqlen_k=9, arrays=ARRAY_KEYWORDS, wide_bias=True,
     )  # fmt: skip
     assert everything.features == tuple(
-        name for name in FEATURES if name not in ("dbias", "full_dbias", "dscore_args", "dlse")
+        name for name in FEATURES if name not in ("dbias", "full_dbias", "dscore_args", "given_lse", "dlse")
     )
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
         "window_left": 3, "window_right": 100, **softcap_values(2.0, 1.0),  # a score function gets scaled products
