@@ -42,6 +42,7 @@ DTYPES = {"simt": "float32", "sm80": "float16", "sm90": "bfloat16"}
 #: Whose blocks take several query tiles.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
 HEADS = 4  # of queries, for two of keys
+before_hopper = pytest.mark.sample(family=("simt", "sm80"))
 
 
 @pytest.fixture
@@ -213,6 +214,7 @@ def test_lists(monkeypatch, options, tile):
 # --------------------------------------------------------------------------------------------------------------- calls
 
 
+@pytest.mark.sample(band=({"window": (40, 3)},))
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
 @pytest.mark.parametrize("family", TILES)
 def test_maps_of_functions(launched, family, band):
@@ -228,6 +230,7 @@ def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockM
     return BlockMask(tiles, *LENGTHS[family], tile)
 
 
+@pytest.mark.sample(heads=(HEADS,))
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("family", TILES)
 def test_given_maps(launched, family, heads):
@@ -239,6 +242,7 @@ def test_given_maps(launched, family, heads):
     )
 
 
+@before_hopper
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_blocks_that_share_tiles(launched, family):
     tile = {"sm80": (32, 32), "sm90": (128, 128)}[family]
@@ -246,6 +250,7 @@ def test_blocks_that_share_tiles(launched, family):
     assert any(stage.spec.is_split for stage in launched)
 
 
+@before_hopper
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_wide_heads(launched, family):
     """Those whose main loops are others."""
@@ -263,6 +268,7 @@ def test_wide_heads(launched, family):
     check(launched, family, inputs=inputs, tiles=tiles, block_mask=sparse, causal=True)
 
 
+@before_hopper
 @pytest.mark.parametrize("family", TILES)
 def test_packed_sequences(launched, family):
     rows, keys = LENGTHS[family]
@@ -283,6 +289,7 @@ def test_packed_sequences(launched, family):
     )  # fmt: skip
 
 
+@before_hopper
 @pytest.mark.parametrize("family", TILES)
 def test_other_features(launched, family):
     rows, keys = LENGTHS[family]

@@ -298,6 +298,7 @@ class TestDbias:
     Where it repeats none they are stored, in vectors if rows are contiguous and aligned.
     """
 
+    @pytest.mark.sample(family=("simt", "sm80"))
     @pytest.mark.parametrize(
         ("family", "repeated", "keys"),
         [(name, *shape) for name in ("simt", "sm80") for shape in BIASES] + [("sm90", "", 64), ("sm90", "q", 61)],

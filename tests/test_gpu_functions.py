@@ -63,13 +63,16 @@ def check(inputs: tuple, families: list[Family], *, dlse=None, **options) -> Non
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wide", (False, True), ids=("16 bits", "float32"))
 def test_ready_made_functions(wide, name):
-    turn = NAMES.index(name) % 2
+    """Each by one family of a dtype, in turn: what a function computes is tested without a GPU in all of them."""
+    index = NAMES.index(name)
+    turn = index % 2
     dtype = "float32" if wide else ("float16", "bfloat16")[turn]
+    families = families_of(dtype)
     case = ready_made(*SIZES)[name]
-    check(draw(dtype, (64, 128)[turn]), families_of(dtype), **to_gpu(case.options))
+    check(draw(dtype, (64, 128)[turn]), [families[index // 2 % len(families)]], **to_gpu(case.options))
 
 
-@pytest.mark.parametrize("name", ("softcap", "t5_relative", "document"))
+@pytest.mark.parametrize("name", ("t5_relative", "document"))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 192), ("bfloat16", 256), ("float64", 48)]
 )
