@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from .families.choice import choose_family
 from .families.device import DeviceInfo, current_device
 from .families.operations import METHODS
+from .families.registry import choose_family
 from .families.simt import SIMT
 from .families.tile import TileConfig
 from .jit.cache import cached_kernel

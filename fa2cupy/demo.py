@@ -15,9 +15,9 @@ import numpy as np
 from . import api
 from .cpu.calls import default_tile
 from .errors import KernelCompileError
-from .families.choice import FAMILIES
 from .families.device import DeviceInfo
 from .families.operations import TILED
+from .families.registry import FAMILIES
 from .inspection import default_specs
 from .jit.cache import cached_kernel
 from .jit.compiler import nvrtc_version

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from ._version import __version__
 from .errors import KernelCompileError
-from .families.choice import FAMILIES, family_of_kernel
 from .families.device import DeviceInfo, current_device
 from .families.operations import TILED
+from .families.registry import FAMILIES, family_of_kernel
 from .families.tile import TileConfig
 from .jit.cache import cache_state
 from .jit.compiler import nvrtc_version

@@ -65,7 +65,7 @@ from common.tables import ratio_table, smallest_ratio
 import fa2cupy
 from fa2cupy.cli import run_command
 from fa2cupy.errors import UnsupportedProblemError
-from fa2cupy.families.choice import FAMILIES
+from fa2cupy.families.registry import FAMILIES
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "causal", "feature", "operation",

@@ -27,10 +27,10 @@ import numpy as np
 
 from fa2cupy import mods
 from fa2cupy.cli import run_command
-from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS as OPERATIONS_OF
+from fa2cupy.families.registry import family_named
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel

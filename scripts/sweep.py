@@ -47,9 +47,10 @@ from common.plots import can_plot, heat_map
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, legal_configs
 from fa2cupy.cli import run_command
-from fa2cupy.families.choice import choose, family_named, family_of_kernel
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import TILED
+from fa2cupy.families.registry import family_named, family_of_kernel
 from fa2cupy.families.tile import TileConfig
 from fa2cupy.families.tuning import save_tuned_tile
 from fa2cupy.gpu.launch import bind_plan

@@ -16,8 +16,9 @@ from support.plans import backward_plan
 
 from fa2cupy import TileConfig
 from fa2cupy.families import estimate
-from fa2cupy.families.choice import choose, family_named
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import family_named
 from fa2cupy.problem.attention import AttentionProblem
 from fa2cupy.problem.features import FeatureSettings
 from fa2cupy.problem.options import MAX_SPLITS, CallOptions

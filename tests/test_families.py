@@ -10,11 +10,12 @@ from support.feature_cases import inputs_of
 from support.plans import backward_plan, forward_plan
 
 from fa2cupy import TileConfig, UnsupportedProblemError
-from fa2cupy.families import choice
-from fa2cupy.families.choice import FAMILIES, choose, choose_family, family_named, family_of_kernel
+from fa2cupy.families import registry
+from fa2cupy.families.choice import choose
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import TileRow
 from fa2cupy.families.operations import METHODS, OPERATIONS, TILED, operation_named
+from fa2cupy.families.registry import FAMILIES, choose_family, family_named, family_of_kernel
 from fa2cupy.families.simt import Simt
 from fa2cupy.jit.params import param_layout
 from fa2cupy.jit.source import kernel_directory, render_kernel
@@ -282,7 +283,7 @@ class Toy(Simt):
 def toy(monkeypatch) -> Toy:
     """The family, in front of the others."""
     family = Toy()
-    monkeypatch.setattr(choice, "FAMILIES", (family, *choice.FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", (family, *registry.FAMILIES))
     return family
 
 

@@ -11,7 +11,7 @@ from support.feature_cases import SIZES, inputs_of, numbers, options_of, run
 
 import fa2cupy
 from fa2cupy import UnsupportedProblemError, block_mask, mods
-from fa2cupy.families import choice as families
+from fa2cupy.families import registry as families
 from fa2cupy.jit.params import param_layout
 from fa2cupy.problem import strides
 from fa2cupy.problem.block_mask import KEY_LISTS, QUERY_LISTS

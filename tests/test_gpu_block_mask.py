@@ -7,8 +7,8 @@ import pytest
 
 import fa2cupy
 from fa2cupy import BlockMask, mods
-from fa2cupy.families.choice import FAMILIES
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")

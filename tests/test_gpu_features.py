@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.feature_cases import METHODS, ROWS, accumulator, extras, keyword, numbers, options_of
 
 import fa2cupy
-from fa2cupy.families.choice import FAMILIES
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.problem import philox
 from fa2cupy.testing import Expectation, make_inputs
 

@@ -10,9 +10,9 @@ from support.feature_cases import ROWS, numbers, options_of
 from support.float32_data import KINDS, MIXTURES, check_promise, data, mixture, orders_of
 
 import fa2cupy
-from fa2cupy.families.choice import family_named
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.operations import METHODS
+from fa2cupy.families.registry import family_named
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")

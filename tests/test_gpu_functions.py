@@ -10,10 +10,10 @@ from support.feature_cases import accumulator, extras, gradient_names, numbers
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
-from fa2cupy.families.choice import FAMILIES
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.families.family import Family
 from fa2cupy.families.operations import METHODS
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, make_inputs
 
 cp = pytest.importorskip("cupy")

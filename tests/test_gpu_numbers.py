@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fa2cupy
-from fa2cupy.families.choice import FAMILIES
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.cache import cached_kernel
 from fa2cupy.testing import Expectation, check_delta, make_inputs

@@ -10,8 +10,8 @@ import pytest
 from support.feature_cases import numbers, options_of
 
 import fa2cupy
-from fa2cupy.families.choice import choose_family, family_of_kernel
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import choose_family, family_of_kernel
 from fa2cupy.gpu import tensor_maps as tma
 from fa2cupy.testing import Expectation, make_inputs
 

@@ -32,8 +32,8 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed, shifted
 
 from fa2cupy import TileConfig, reference
-from fa2cupy.families.choice import FAMILIES
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.registry import FAMILIES
 from fa2cupy.testing import Expectation, check_delta
 
 pytestmark = pytest.mark.simulated

@@ -1,4 +1,4 @@
-"""The list of kernel families, and the choice of family, method and tiles for a call."""
+"""The choice of family, method and tiles for a call."""
 
 from __future__ import annotations
 
@@ -15,28 +15,12 @@ from .device import DeviceInfo
 from .estimate import Costs, backward_time, forward_splits, split_candidates
 from .family import Family
 from .operations import METHODS, TILED, operation_named
+from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .sm80 import SM80
-from .sm80_float32 import SM80_FLOAT32
-from .sm90 import SM90
-from .sm90_float32 import SM90_FLOAT32
 from .tile import TileConfig, requested_tile
 from .tuning import tuned_tile
 
-__all__ = [
-    "FAMILIES",
-    "Choice",
-    "choose",
-    "choose_decode",
-    "choose_family",
-    "family_named",
-    "family_of_kernel",
-    "requested_method",
-    "used_features",
-]
-
-#: The families in the order in which they are tried.
-FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
+__all__ = ["Choice", "choose", "choose_decode", "choose_tile", "requested_method", "used_features"]
 
 _DEFAULTS = CallOptions()
 
@@ -72,21 +56,6 @@ def used_features(problem: AttentionProblem, extras: Sequence[str] = ()) -> tupl
     return (*problem.features, *(name for name in extras if name in FEATURES))
 
 
-def family_named(name: str, dtype: str | None = None) -> Family:
-    """The family with this name, and of this dtype where several have the name.
-
-    Raises
-    ------
-    ValueError
-        No family has this name.
-    """
-    families = [family for family in FAMILIES if family.name == name]
-    if not families:
-        names = list(dict.fromkeys(family.name for family in FAMILIES))
-        raise ValueError(f"family: expected one of {names}, got {name!r}")
-    return next((family for family in families if dtype in family.dtypes), families[0])
-
-
 def requested_method(method: str | None, deterministic: bool, *, with_atomics: bool = True) -> str | None:
     """The method that the caller requests; None is the faster one.
 
@@ -112,53 +81,6 @@ def requested_method(method: str | None, deterministic: bool, *, with_atomics: b
             "method: 'single_pass' adds atomically, so that it cannot be deterministic; use 'two_pass' or None"
         )
     return "two_pass"
-
-
-def choose_family(
-    operation: str,
-    dtype: str,
-    device: DeviceInfo,
-    family: str | None = None,
-    features: tuple[str, ...] = (),
-    precision: str | None = None,
-) -> Family:
-    """The family for a call and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
-
-    Parameters
-    ----------
-    operation, dtype : str
-        The call, or one of its operations. ``"backward"`` is the call, by any method.
-    device : DeviceInfo
-    family : str, optional
-        Name of the only family to consider.
-    features : tuple of str, optional
-        Features that it must have.
-    precision : {None, "ieee", "split"}, optional
-        As for `fa2cupy.forward`.
-
-    Raises
-    ------
-    ValueError
-        `operation` or `family` does not exist.
-    UnsupportedProblemError
-        No family, or not the requested one, supports the operation and dtype on the device, or has the features.
-    """
-    return _supporting(operation, dtype, device, family, features, precision)[0]
-
-
-def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
-    """The family whose kernel of an operation is the default one, where ``"backward"`` is that of ``single_pass``.
-
-    Raises
-    ------
-    ValueError, UnsupportedProblemError
-        As for `choose_family`.
-    """
-    supporting = _supporting(operation, dtype, device, family, ())
-    for one in supporting:
-        if one.supports(operation, dtype, device):
-            return one
-    raise UnsupportedProblemError(f"family {supporting[0].name!r} has no kernel of {operation} for {dtype}")
 
 
 def choose(
@@ -203,37 +125,50 @@ def choose(
         if family is not None:
             return Choice(family, {"decode": family.decode_tile(problem, device)})
     refusals = []
-    for family in _supporting(call, problem.dtype, device, options.family, used, options.precision):
-        methods = _methods(family, options, extras) if call == "backward" else (None,)
-        choices: list[Choice] = []
-        reasons: list[str] = []
-        for method in methods:
-            tiled = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
-            reason = _why_not(family, tiled, problem, strides, is_launched) or _why_not_split(family, tiled, options)
-            if reason is None and options.config is None:
-                reasons_of_map = (family.why_not_map(operation, problem, device) for operation in tiled)
-                reason = next(filter(None, reasons_of_map), None)
-            is_chosen = options.family is not None or options.precision == "split"
-            if reason is None and not is_chosen and not family.is_accurate(problem):
-                reason = "is not known to be as accurate as float32 arithmetic for this problem"
-            if reason is not None:
-                reasons.append(reason)
-                continue
-            try:
-                tiles = {name: choose_tile(name, family, problem, device, options.config) for name in tiled}
-                if call == "backward" and _needs_own_lse(family, problem, device, strides, options, is_launched):
-                    tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
-            except UnsupportedProblemError as error:
-                if method == methods[-1] and not choices:
-                    raise
-                reasons.append(str(error))
-                continue
-            fallback = _fallback(call, family, problem, device)
-            choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
+    for family in supporting_families(call, problem.dtype, device, options.family, used, options.precision):
+        choices, reasons = _choices_of(family, call, problem, device, strides, options, extras, is_launched)
         if choices:
             return _fastest(choices, problem, device)
         refusals += [f"family {family.name!r} {reason}" for reason in dict.fromkeys(reasons)]
     raise UnsupportedProblemError("; ".join(refusals))
+
+
+def _choices_of(
+    family: Family,
+    call: str,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    strides: Mapping[str, AnyStrides],
+    options: CallOptions,
+    extras: Sequence[str],
+    is_launched: bool,
+) -> tuple[list[Choice], list[str]]:
+    """The choices of a family, by methods and splits, and the reasons why other methods are none."""
+    choices: list[Choice] = []
+    reasons: list[str] = []
+    methods = _methods(family, options, extras) if call == "backward" else (None,)
+    for method in methods:
+        operations = [operation for operation in (METHODS[method] if method else (call,)) if operation in TILED]
+        reason = (
+            _why_not(family, operations, problem, strides, is_launched)
+            or _why_not_split(family, operations, options)
+            or _why_not_by_default(family, operations, problem, device, options)
+        )
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        try:
+            tiles = {name: choose_tile(name, family, problem, device, options.config) for name in operations}
+            if call == "backward" and _needs_own_lse(family, problem, device, strides, options, is_launched):
+                tiles = {"forward": choose_tile("forward", family, problem, device), **tiles}
+        except UnsupportedProblemError as error:
+            if method == methods[-1] and not choices:
+                raise
+            reasons.append(str(error))
+            continue
+        fallback = _fallback(call, family, problem, device)
+        choices += _splits(Choice(family, tiles, method, fallback=fallback), problem, device, options)
+    return choices, reasons
 
 
 def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOptions = _DEFAULTS) -> Choice:
@@ -244,7 +179,7 @@ def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOp
     UnsupportedProblemError
         No family has a kernel for the dtype on the device, or no tile fits it.
     """
-    family = _supporting("decode", problem.dtype, device, options.family, used_features(problem))[0]
+    family = supporting_families("decode", problem.dtype, device, options.family, used_features(problem))[0]
     return Choice(family, {"decode": family.decode_tile(problem, device)})
 
 
@@ -356,6 +291,20 @@ def _costs(choice: Choice) -> Costs:
     return costs
 
 
+def _why_not_by_default(
+    family: Family, operations: Sequence[str], problem: AttentionProblem, device: DeviceInfo, options: CallOptions
+) -> str | None:
+    """The reason why a family does not take a problem unasked, as the end of a sentence; None if it does."""
+    if options.config is None:
+        reason = next(filter(None, (family.why_not_map(name, problem, device) for name in operations)), None)
+        if reason is not None:
+            return reason
+    is_requested = options.family is not None or options.precision == "split"
+    if not is_requested and not family.is_accurate(problem):
+        return "is not known to be as accurate as float32 arithmetic for this problem"
+    return None
+
+
 def _why_not_split(family: Family, operations: Sequence[str], options: CallOptions) -> str | None:
     """The reason why a family cannot share tiles as the caller requests, as the end of a sentence; None if it can."""
     if (options.num_splits or 1) > 1 and operations and set(operations).isdisjoint(family.split_operations):
@@ -390,62 +339,3 @@ def _why_not(
         if reason:
             return f"for this problem: {reason}"
     return None
-
-
-def _supporting(
-    operation: str,
-    dtype: str,
-    device: DeviceInfo,
-    family: str | None,
-    features: tuple[str, ...],
-    precision: str | None = None,
-) -> list[Family]:
-    """The families that support an operation, best first."""
-    operation_named(operation)
-    if family is not None:
-        family_named(family)
-    is_chosen = family is not None or precision == "split"
-    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, precision)]
-    candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
-    supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
-    if not supporting:
-        reason = _why_none(candidates, operation, dtype, device, family, features)
-        raise UnsupportedProblemError(f"{reason}. Families: {_listed_families()}")
-    return supporting
-
-
-def _listed_families() -> str:
-    """The families, those with the same name and GPUs as one."""
-    dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
-    for one in FAMILIES:
-        dtypes[one.name, one.gpus] = dtypes.get((one.name, one.gpus), ()) + one.dtypes
-    return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
-
-
-def _has_precision(one: Family, precision: str | None) -> bool:
-    """True if a family computes with the precision that the caller requests."""
-    return not one.multiplies_parts or precision != "ieee"
-
-
-def _why_none(
-    rows: Sequence[Family],
-    operation: str,
-    dtype: str,
-    device: DeviceInfo,
-    family: str | None,
-    features: tuple[str, ...],
-) -> str:
-    wanted = f"family {family!r}" if family else "no kernel family"
-    rows = [one for one in rows if dtype in one.dtypes]
-    if not rows:
-        return f"{wanted} has no kernels for {dtype}"
-    place = f"{device.name} ({device.arch})"
-    if not any(one.supports_call(operation, dtype, device) for one in rows):
-        if family:
-            return f"{wanted} does not run on {place}: it needs {rows[0].gpus}"
-        here = dict.fromkeys(d for one in FAMILIES for d in one.dtypes if one.supports_call(operation, d, device))
-        others = " or ".join(here) or "none"
-        return f"no kernel takes {dtype} on {place}: that needs {rows[-1].gpus}; here there is {others}"
-    has_it = "does not have it" if family else "has it"
-    missing = f"{', '.join(features)}: {wanted} for {operation} with {dtype} on {place} {has_it}"
-    return f"{missing}; NumPy arrays can have all features"

@@ -248,10 +248,10 @@ class Family(ABC):
             applying = self._tiles_for_map(problem.settings.block_mask, applying, kernel, device)
         if applying:
             return applying[0]
+        remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
         raise UnsupportedProblemError(
             f"no default tile of {operation} ({self.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block; config= "
-            "takes any of fa2cupy.legal_configs"
+            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block{remedy}"
         )
 
     def decode_tile(self, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:

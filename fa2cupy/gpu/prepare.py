@@ -10,9 +10,10 @@ import cupy
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from ..families.choice import choose, choose_family, used_features
+from ..families.choice import choose, used_features
 from ..families.device import DeviceInfo
 from ..families.family import Family
+from ..families.registry import choose_family
 from ..plan.calls import plan_backward, plan_delta, plan_forward
 from ..plan.stages import Plan
 from ..problem.arguments import check_outputs

@@ -7,9 +7,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..families.choice import family_named
 from ..families.operations import operation_named
 from ..families.records import ARRIVALS, EXCEPTIONS, split_record
+from ..families.registry import family_named
 from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides

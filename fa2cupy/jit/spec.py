@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..families.choice import family_named
 from ..families.family import Family
 from ..families.operations import operation_named
+from ..families.registry import family_named
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
 from ..problem.features import FEATURES

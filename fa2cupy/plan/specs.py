@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from ..families.choice import choose, choose_decode, choose_family
+from ..families.choice import choose, choose_decode
 from ..families.device import DeviceInfo
+from ..families.registry import choose_family
 from ..families.tile import TileConfig
 from ..functions.tracing import BoundFunction
 from ..jit.spec import KernelSpec

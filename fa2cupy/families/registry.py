@@ -1,0 +1,147 @@
+"""The list of kernel families, and which of them support a call, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import UnsupportedProblemError
+from .device import DeviceInfo
+from .family import Family
+from .operations import operation_named
+from .simt import SIMT
+from .sm80 import SM80
+from .sm80_float32 import SM80_FLOAT32
+from .sm90 import SM90
+from .sm90_float32 import SM90_FLOAT32
+
+__all__ = ["FAMILIES", "choose_family", "family_named", "family_of_kernel", "supporting_families"]
+
+#: The families in the order in which they are tried.
+FAMILIES: tuple[Family, ...] = (SM90, SM90_FLOAT32, SM80, SM80_FLOAT32, SIMT)
+
+
+def family_named(name: str, dtype: str | None = None) -> Family:
+    """The family with this name, and of this dtype where several have the name.
+
+    Raises
+    ------
+    ValueError
+        No family has this name.
+    """
+    families = [family for family in FAMILIES if family.name == name]
+    if not families:
+        names = list(dict.fromkeys(family.name for family in FAMILIES))
+        raise ValueError(f"family: expected one of {names}, got {name!r}")
+    return next((family for family in families if dtype in family.dtypes), families[0])
+
+
+def choose_family(
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None = None,
+    features: tuple[str, ...] = (),
+    precision: str | None = None,
+) -> Family:
+    """The family for a call and dtype on a device, for arrays whose strides it takes. `choose` checks strides.
+
+    Parameters
+    ----------
+    operation, dtype : str
+        The call, or one of its operations. ``"backward"`` is the call, by any method.
+    device : DeviceInfo
+    family : str, optional
+        Name of the only family to consider.
+    features : tuple of str, optional
+        Features that it must have.
+    precision : {None, "ieee", "split"}, optional
+        As for `fa2cupy.forward`.
+
+    Raises
+    ------
+    ValueError
+        `operation` or `family` does not exist.
+    UnsupportedProblemError
+        No family, or not the requested one, supports the operation and dtype on the device, or has the features.
+    """
+    return supporting_families(operation, dtype, device, family, features, precision)[0]
+
+
+def family_of_kernel(operation: str, dtype: str, device: DeviceInfo, family: str | None = None) -> Family:
+    """The family whose kernel of an operation is the default one, where ``"backward"`` is that of ``single_pass``.
+
+    Raises
+    ------
+    ValueError, UnsupportedProblemError
+        As for `choose_family`.
+    """
+    supporting = supporting_families(operation, dtype, device, family, ())
+    for one in supporting:
+        if one.supports(operation, dtype, device):
+            return one
+    raise UnsupportedProblemError(f"family {supporting[0].name!r} has no kernel of {operation} for {dtype}")
+
+
+def supporting_families(
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None,
+    features: tuple[str, ...],
+    precision: str | None = None,
+) -> list[Family]:
+    """The families that support a call or operation with its features, best first; parameters as for `choose_family`.
+
+    Raises
+    ------
+    ValueError, UnsupportedProblemError
+        As for `choose_family`.
+    """
+    operation_named(operation)
+    if family is not None:
+        family_named(family)
+    is_chosen = family is not None or precision == "split"
+    candidates = [one for one in FAMILIES if family in (None, one.name) and _has_precision(one, precision)]
+    candidates = [one for one in candidates if is_chosen or one.is_default_on(device)]
+    supporting = [one for one in candidates if one.supports_call(operation, dtype, device, features)]
+    if not supporting:
+        reason = _why_none(candidates, operation, dtype, device, family, features)
+        raise UnsupportedProblemError(f"{reason}. Families: {_listed_families()}")
+    return supporting
+
+
+def _listed_families() -> str:
+    """The families, those with the same name and GPUs as one."""
+    dtypes: dict[tuple[str, str], tuple[str, ...]] = {}
+    for one in FAMILIES:
+        dtypes[one.name, one.gpus] = dtypes.get((one.name, one.gpus), ()) + one.dtypes
+    return ", ".join(f"{name} ({', '.join(of)}; {gpus})" for (name, gpus), of in dtypes.items())
+
+
+def _has_precision(one: Family, precision: str | None) -> bool:
+    """True if a family computes with the precision that the caller requests."""
+    return not one.multiplies_parts or precision != "ieee"
+
+
+def _why_none(
+    rows: Sequence[Family],
+    operation: str,
+    dtype: str,
+    device: DeviceInfo,
+    family: str | None,
+    features: tuple[str, ...],
+) -> str:
+    wanted = f"family {family!r}" if family else "no kernel family"
+    rows = [one for one in rows if dtype in one.dtypes]
+    if not rows:
+        return f"{wanted} has no kernels for {dtype}"
+    place = f"{device.name} ({device.arch})"
+    if not any(one.supports_call(operation, dtype, device) for one in rows):
+        if family:
+            return f"{wanted} does not run on {place}: it needs {rows[0].gpus}"
+        here = dict.fromkeys(d for one in FAMILIES for d in one.dtypes if one.supports_call(operation, d, device))
+        others = " or ".join(here) or "none"
+        return f"no kernel takes {dtype} on {place}: that needs {rows[-1].gpus}; here there is {others}"
+    has_it = "does not have it" if family else "has it"
+    missing = f"{', '.join(features)}: {wanted} for {operation} with {dtype} on {place} {has_it}"
+    return f"{missing}; NumPy arrays can have all features"
