@@ -92,30 +92,34 @@ def cached_problems() -> Iterable[CachedProblem]:
                     yield CachedProblem("16 x 4096", (4096,) * 16, *sizes, page_size)
 
 
+def _drawn(problem: CachedProblem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """4096 rows of K and of V, which fill a cache by repetition, q, and a block table, on the host."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    batch = len(problem.lengths)
+    rows = rng.standard_normal((2, 4096, problem.head_dim), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    q = rng.standard_normal((batch, problem.seqlen_q, problem.heads[0], problem.head_dim), dtype=np.float32)
+    pages = -(-max(problem.lengths) // problem.page_size) if problem.page_size else 1
+    return rows, q.astype(ml_dtypes.bfloat16), rng.permutation(batch * pages).astype("int32").reshape(batch, pages)
+
+
 class _Inputs:
-    """q, a cache, lengths and a table on the device; the rows of a cache are drawn once and repeated."""
+    """q, a cache, lengths and a table on the device, in memory of their own."""
 
-    def __init__(self, gpu: Gpu, problem: CachedProblem, seed: int):
-        import ml_dtypes
-
-        xp, rng = gpu.xp, np.random.default_rng(seed)
-        batch, (num_heads, num_heads_kv) = len(problem.lengths), problem.heads
-        capacity, drawn = max(problem.lengths), 4096
-        page_size = problem.page_size or capacity
-        pages = -(-capacity // page_size) * batch
-        period = rng.standard_normal((2, drawn, problem.head_dim), dtype=np.float32).astype(ml_dtypes.bfloat16)
-        shape = (pages, page_size, num_heads_kv, problem.head_dim)
+    def __init__(self, gpu: Gpu, problem: CachedProblem, drawn: tuple[np.ndarray, np.ndarray, np.ndarray]):
+        xp = gpu.xp
+        period, q, table = map(xp.asarray, drawn)
+        page_size, num_heads_kv = problem.page_size or max(problem.lengths), problem.heads[1]
+        shape = (table.size, page_size, num_heads_kv, problem.head_dim)
         self.caches = []
-        for rows in map(xp.asarray, period):
-            cache = xp.empty((pages * page_size * num_heads_kv, problem.head_dim), rows.dtype)
-            for first in range(0, len(cache), drawn):
-                cache[first : first + drawn] = rows[: len(cache) - first]
+        for rows in period:
+            cache = xp.empty((table.size * page_size * num_heads_kv, problem.head_dim), rows.dtype)
+            for first in range(0, len(cache), len(rows)):
+                cache[first : first + len(rows)] = rows[: len(cache) - first]
             self.caches.append(cache.reshape(shape))
-        q = rng.standard_normal((batch, problem.seqlen_q, num_heads, problem.head_dim), dtype=np.float32)
-        self.q = xp.asarray(q.astype(ml_dtypes.bfloat16))
-        self.lengths = xp.asarray(np.array(problem.lengths, "int32"))
-        order = rng.permutation(pages).astype("int32").reshape(batch, -1)
-        self.table = xp.asarray(order) if problem.page_size else None
+        self.q, self.lengths = q.copy(), xp.asarray(np.array(problem.lengths, "int32"))
+        self.table = table if problem.page_size else None
 
     def decode(self) -> tuple:
         """Our call. Without a causal mask, so that operators that align it otherwise compute the same."""
@@ -167,7 +171,8 @@ def run_decode(
     with progress(len(work), "decode") as bar:
         for problem in work:
             count = sets_beyond_cache(problem.nbytes, gpu.info.l2_bytes)
-            inputs = [_Inputs(gpu, problem, seed) for seed in range(min(count, 64))]
+            drawn = _drawn(problem)
+            inputs = [_Inputs(gpu, problem, drawn) for _ in range(count)]
             wrong = _check(gpu, problem, inputs[0])
             if wrong:
                 failures.append(wrong)
