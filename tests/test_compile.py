@@ -38,13 +38,12 @@ pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy 
 
 H100 = DeviceInfo.named("sm_90")
 METHODS = (None, "single_pass", "two_pass")
-HEAD_DIMS = (32, 40, 64, 80, 96, 128, 160, 192, 256)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
 # (architectures, dtypes, head dimensions) that are compiled with and without a causal mask, forward and both methods.
 SELECTION = (
     (("sm_80", "sm_90"), ("float16",), HEAD_DIMS),
-    (("sm_80", "sm_90"), ("bfloat16",), (64, 128)),
-    (("sm_86", "sm_100", "sm_120"), ("float16",), (64, 128)),
+    (("sm_90",), ("bfloat16",), (64, 128)),
     (("sm_90",), ("float32", "float64"), (64, 128, 256)),
 )
 # (architectures, dtypes, family) of which every tile that calls get is compiled, causal, for the widest rows that get
@@ -52,7 +51,6 @@ SELECTION = (
 EVERY_TILE = (
     (tuple(arch for arch, device in ARCHITECTURES.items() if device.compute_capability >= 80), ("float16",), None),
     (("sm_90",), ("bfloat16",), None),
-    (("sm_90",), ("bfloat16",), "sm80"),
     (("sm_80", "sm_86"), ("float32", "float64"), None),
     (("sm_75",), ("float32",), None),
 )
@@ -208,8 +206,13 @@ SPILLED_ELSEWHERE = 640
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("dtype", "head_dim"), SPILLED)
-@pytest.mark.parametrize("name", ("softcap", "document", "t5_relative"))
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim"),
+    [
+        ("softcap", "bfloat16", 64), ("document", "bfloat16", 128), ("t5_relative", "bfloat16", 64),
+        ("t5_relative", "float32", 64), ("softcap", "float32", 128),
+    ],
+)  # fmt: skip
 def test_kernels_with_functions_do_not_serialise_wgmma(name, dtype, head_dim):
     options = ready_made(1, 1, 128, 128)[name].options
     for kernel in precompile("sm_90", dtypes=dtype, head_dims=head_dim, causal=True, **options):

@@ -18,6 +18,7 @@ from support.simulator import simulated_gpu
 from support.strided_arrays import packed
 
 import fa2cupy
+from fa2cupy.errors import UnsupportedProblemError
 from fa2cupy.families.device import DeviceInfo
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -70,6 +71,28 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim):
         Case(dtype, (17, 80), head_dim=head_dim, heads=(6, 2), seqlen_q=3, num_new=2),
     ):
         check(on_device, case)
+
+
+#: By GPU and dtype, the last head_dim of which two tiles of keys and values fit in shared memory.
+LAST_HEAD_DIMS = {
+    ("sm_75", "float32"): 192, ("sm_75", "float64"): 96, ("sm_80", "float16"): 256, ("sm_80", "float32"): 256,
+    ("sm_80", "float64"): 256, ("sm_86", "float16"): 256, ("sm_86", "float32"): 256, ("sm_89", "float64"): 160,
+}  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 160, 192, 256))
+@pytest.mark.parametrize(("arch", "dtype"), LAST_HEAD_DIMS)
+def test_tiles_for_less_shared_memory(monkeypatch, arch, dtype, head_dim):
+    device = dataclasses.replace(DeviceInfo.named(arch), multiprocessors=3)
+    case = Case(dtype, (0, 200), head_dim=head_dim, heads=(6, 2), seqlen_q=3, num_new=1)
+    with simulated_gpu(monkeypatch, device) as launched:
+        if head_dim <= LAST_HEAD_DIMS[arch, dtype]:
+            check(on_device, case)
+            assert {stage.spec.arch for stage in launched} == {arch}
+        else:
+            with pytest.raises(UnsupportedProblemError, match="bytes of shared memory for a block$"):
+                check(on_device, case)
 
 
 @pytest.mark.sample(num_new=(21,))

@@ -152,8 +152,8 @@ def dlse_like(inputs: tuple) -> np.ndarray:
 
 
 #: On Hopper a bias is read by the same few lines whatever its shape, and both backward kernels take the same weights.
-OF_BOTH_ON_HOPPER = ("softcap", "bias", "dropout")
-ON_HOPPER = (*OF_BOTH_ON_HOPPER, "mask of rows", "alibi by batch", "padding", "sink")
+OF_BOTH_ON_HOPPER = ("softcap", "dropout")
+ON_HOPPER = (*OF_BOTH_ON_HOPPER, "bias", "mask of rows", "alibi by batch", "padding", "sink")
 
 
 EVERY_FEATURE = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", "dropout", "window left")
@@ -163,7 +163,7 @@ def several_scores() -> list:
     everywhere = [("softcap", "dropout"), ("alibi by batch", "padding", "dropout", "window"), EVERY_FEATURE]
     before_hopper = [("softcap", "bias of heads", "mask of rows", "sink")]
     cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name[:4] != "sm90"]
-    cases += [(everywhere[0], "sm90 wide"), (everywhere[1], "sm90"), (everywhere[2], "sm90")]
+    cases += [(everywhere[0], "sm90 wide"), (everywhere[2], "sm90")]
     cases += [(rows, name) for name in WITH_OWN_SCORES for rows in before_hopper if not name.startswith("sm90")]
     return [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}") for case in cases]
 

@@ -109,6 +109,7 @@ def rows_of_the_table() -> list:
         for family in FAMILIES
         if not family.multiplies_parts  # test_float32_parts_simulated.py has their tiles
         for operation, rows in family.tiles.items()
+        if operation != "decode"  # nor does this file have those of decode: test_decode_simulated.py
         for row in rows
     )
     for family, operation, row in every_row:
