@@ -6,8 +6,13 @@
 //   segment  consecutive steps of a job, which one block computes
 //
 // All steps of all jobs, in the order [sequence][K/V head][row tile][step], form a line of less than 2^31 steps, which is
-// cut into one piece for each working block; the first pieces may be a step longer than the last. A piece may have the end
-// of one job, whole jobs, and the beginning of another.
+// cut into one piece for each working block:
+//
+//   sequences of one length      each job into as many pieces; or, with more jobs than blocks, pieces are whole jobs
+//   others                       the line into pieces of one length: the end of a job, whole jobs, the beginning of one
+//
+// A block that ends one job within its piece and begins another exchanges results twice, and one with a part of a job
+// waits for the merge of all of them: cuts between jobs cost nothing.
 // The cuts depend on the lengths and on the grid alone, so that results are bit-reproducible.
 #pragma once
 #include "common/mask.cuh"
@@ -43,11 +48,25 @@ class WorkLine {
         row_tiles_ = max_of(ceil_div(rows_, Spec::kBr), 1);  // without a query there may be rows to append
         heads_kv_ = params.num_heads / params.heads_per_group;
         int32 sum = 0;
-        for (int32 first = 0; first < params.batch; first += 32) sum += steps_of_lane(first);
-        const int32 total = common::row_sum<32>(sum);
-        workers_ = min_of<int32>(gridDim.x, total);
-        piece_ = total / workers_;
-        longer_ = total - piece_ * workers_;
+        const int32 of_first = __shfl_sync(common::kFullWarp, steps_of_lane(0), 0);
+        bool is_even = true;  // all sequences have as many steps as the first
+        for (int32 first = 0; first < params.batch; first += 32) {
+            const int32 own = steps_of_lane(first);
+            sum += own;
+            is_even &= own == of_first || own == 0;
+        }
+        total_ = common::row_sum<32>(sum);
+        span_ = total_;
+        pieces_ = min_of<int32>(gridDim.x, total_);
+        if (__all_sync(common::kFullWarp, is_even)) {
+            const int32 steps = of_first / jobs_of_sequence(), jobs = params.batch * jobs_of_sequence();
+            const int32 jobs_of_block = ceil_div<int32>(jobs, gridDim.x);
+            span_ = jobs_of_block * steps;
+            pieces_ = jobs_of_block > 1 ? 1 : min_of(min_of<int32>(steps, gridDim.x / jobs), worthwhile_parts(steps));
+        }
+        workers_ = ceil_div(total_, span_) * pieces_;
+        piece_ = span_ / pieces_;
+        longer_ = span_ - piece_ * pieces_;
     }
 
     __device__ __forceinline__ int32 rows() const { return rows_; }
@@ -55,15 +74,17 @@ class WorkLine {
     __device__ __forceinline__ int32 workers() const { return workers_; }
     // The block whose piece has a step of the line, if jobs are cut.
     __device__ __forceinline__ int32 worker_of(int32 position) const {
-        const int32 of_longer = longer_ * (piece_ + 1);
-        return position < of_longer ? position / (piece_ + 1) : longer_ + (position - of_longer) / piece_;
+        const int32 span = position / span_, step = position - span * span_, of_longer = longer_ * (piece_ + 1);
+        const int32 index = step < of_longer ? step / (piece_ + 1) : longer_ + (step - of_longer) / piece_;
+        return span * pieces_ + index;
     }
 
     // The first segment of a block's piece, and the one after a segment; without a step if there is none. If jobs are
     // not cut, a block has those that begin in its piece. All lanes of a warp call these together.
     __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
-        const int32 position = worker * piece_ + min_of(worker, longer_);
-        piece_end_ = position + piece_ + (worker < longer_);
+        const int32 span = worker / pieces_, index = worker - span * pieces_;
+        const int32 position = span * span_ + index * piece_ + min_of(index, longer_);
+        piece_end_ = min_of(position + piece_ + (index < longer_), total_);
         Job job = job_at(position);
         const bool has_begun = position > job.start;
         if (has_begun && !cuts_jobs) job = job_after(job);
@@ -91,6 +112,12 @@ class WorkLine {
     }
 
     __device__ __forceinline__ int32 jobs_of_sequence() const { return heads_kv_ * row_tiles_; }
+
+    // Of a job: more parts take longer to merge than they save, since each has as many elements as rows of O, in float32.
+    __device__ __forceinline__ int32 worthwhile_parts(int32 steps) const {
+        const float keys = static_cast<float>(steps) * Spec::kBc, rows = static_cast<float>(min_of(rows_, Spec::kBr));
+        return max_of(__float2int_rn(sqrtf(keys / max_of(rows, 1.0f))), 1);
+    }
 
     // The key tiles of a sequence of this length, the same for all of its jobs: its last query sees the last key.
     struct Tiles {
@@ -154,7 +181,9 @@ class WorkLine {
 
     const Params& params_;
     int32 rows_, row_tiles_, heads_kv_;
-    int32 workers_, piece_, longer_, piece_end_;  // `longer_` pieces have `piece_` + 1 steps, the others `piece_`
+    // The line has spans of `span_` steps, of which the last may have fewer, and each span `pieces_` pieces: the first
+    // `longer_` of them have `piece_` + 1 steps, the others `piece_`.
+    int32 total_, workers_, span_, pieces_, piece_, longer_, piece_end_;
 };
 
 }  // namespace fa2::decode
