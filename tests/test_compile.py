@@ -102,7 +102,7 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 96, TileConfig(64, 64, 4, 2, 2), 8, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
     Exemption("backward_dkdv", 256, TileConfig(32, 32, 4, 1), 16, SIBLING),
-    Exemption("decode", 256, TileConfig(16, 32, 2, 2), 8, OF_DECODE_ENDS),
+    Exemption("decode", 256, TileConfig(16, 32, 2, 2), 16, OF_DECODE_ENDS),
     # sm90, float32
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 12, 2), 104, OF_PARTS),

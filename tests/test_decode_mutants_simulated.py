@@ -39,7 +39,7 @@ MANY = dataclasses.replace(FEW, multiprocessors=23)
 
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
 DENSE = Case("float16", (200, 90), num_new=1)
-LONG = Case("float16", (22 * 64 - 3,), heads=(2, 1), head_dim=128)
+LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 
@@ -88,7 +88,7 @@ MUTANTS = (
            "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
     Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]",
            "params.pages_per_sequence]",
-           "blocks", PAGED),
+           "cache", PAGED),
     Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
            dataclasses.replace(PAGED, num_new=0), table=1000),

@@ -145,8 +145,7 @@ def test_features(launched, dtype, options):
 def test_merges_in_two_levels(monkeypatch, dtype):
     """More blocks for a job than parts are merged at once, in groups of which the last is smaller."""
     with simulated_gpu(monkeypatch, MANY) as launched:
-        steps = 22 if dtype == "float16" else 37
-        lengths = (steps * (64 if dtype == "float16" else 32) - 3,)
+        lengths = (22 * 128 - 3 if dtype == "float16" else 37 * 32 - 3,)
         head_dim = 128 if dtype == "float16" else 160
         check(on_device, Case(dtype, lengths, heads=(2, 1), head_dim=head_dim), sink=True)
         check(on_device, Case(dtype, (lengths[0] - 70, 60), heads=(2, 1), head_dim=head_dim, seqlen_q=2))

@@ -9,7 +9,7 @@ from .tile import TileConfig
 
 __all__ = ["SM80", "Sm80"]
 
-_H100 = "NVIDIA H100 80GB HBM3, 2026-11-21"
+_H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
@@ -64,11 +64,11 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
-            TileRow(64, TileConfig(32, 64, 4, 4, 3)),
-            TileRow(64, TileConfig(32, 64, 4, 4, 2)),
+            TileRow(64, TileConfig(32, 128, 8, 5), _H200),
+            TileRow(64, TileConfig(32, 128, 8, 4)),
             TileRow(64, TileConfig(32, 64, 4, 4)),
-            TileRow(128, TileConfig(32, 64, 4, 3, 2)),
-            TileRow(128, TileConfig(32, 64, 4, 2, 2)),
+            TileRow(128, TileConfig(32, 128, 8, 3), _H200),
+            TileRow(128, TileConfig(32, 128, 8, 2)),
             TileRow(128, TileConfig(32, 64, 4, 2)),
             TileRow(256, TileConfig(16, 64, 4, 3)),
             TileRow(256, TileConfig(16, 64, 4, 2)),

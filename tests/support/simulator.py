@@ -143,7 +143,7 @@ def _execute(
             continue
         is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features)
         of_several = spec.operation.startswith("clear_") or is_partial or launch.before_fallback
-        if of_several:
+        if of_several and spec.operation != "decode":  # whose workspace is that of one launch
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
