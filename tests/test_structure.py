@@ -63,7 +63,7 @@ FLOORS = (
     {"plan"},
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},
-    {"api", "ahead", "inspection", "sparse", "testing"},
+    {"api", "ahead", "distributed", "inspection", "sparse", "testing"},
     {"closure", "demo"},
     {"cli"},
     {"__init__", "__main__"},

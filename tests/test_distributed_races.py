@@ -1,0 +1,194 @@
+"""Lanes that work late, in memory that is NaN until it is written: a wait that is missing shows in the results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from support import ranks
+from support.feature_cases import numbers
+
+import fa2cupy.distributed as dist
+from fa2cupy.distributed import run as run_module
+from fa2cupy.testing import make_inputs
+
+SCHEMES = ("heads", "gather", "ring")
+
+
+def case(size: int) -> tuple[tuple, dict, dict]:
+    """Inputs, options and head groups of a call with several groups of heads."""
+    heads = 4 * size
+    inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+    return inputs, {"causal": True}, {"heads": {"head_groups": 4}, "gather": {"head_groups": 4}, "ring": {}}
+
+
+@pytest.mark.sample(seed=(0, 1))
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
+    inputs, options, groups = case(size)
+    how = {"scheme": scheme, **groups[scheme]}
+    expected = ranks.on_ranks(size, inputs, how=how, **options)
+    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(size, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
+    inputs = make_inputs("float32", seqlen_q=16, num_heads=4, num_heads_kv=2, head_dim=4)
+    options = {
+        "causal": True,
+        "window": (5, 0),
+        "bias": numbers((4, 16, 16), "float32"),
+        "mask": np.tri(16, dtype=bool),
+        "sink": numbers((4,), "float32"),
+        "dlse": numbers((1, 4, 16), "float32"),
+        "dropout_p": 0.2,
+        "seed": 3,
+    }
+    how = {"scheme": scheme}
+    expected = ranks.on_ranks(2, inputs, how=how, **options)
+    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(2, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+class PickyLane(ranks.SlowLane):
+    """A lane that notes where the package makes it wait, and leaves one of these waits out."""
+
+    seen: ClassVar[set[str]] = set()
+    left_out: ClassVar[str | None] = None
+
+    def wait(self, event) -> None:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "fork":  # the place of the fork is that of its caller
+            site = f"fork from {place_of(frame.f_back)}: {place_of(frame)}"
+        else:
+            site = place_of(frame)
+        self.seen.add(site)
+        if site != self.left_out:
+            super().wait(event)
+
+
+def place_of(frame) -> str:
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
+
+
+def one_slow_lane(slow: int, late_rank: int | None) -> Callable[[int, int], Callable[[], float]]:
+    """One lane of all ranks is late with each of its calls, or of one rank."""
+
+    def of_lane(rank: int, number: int) -> Callable[[], float]:
+        return lambda: 0.004 if number == slow and late_rank in (None, rank) else 0.0
+
+    return of_lane
+
+
+class LateInputs:
+    """A call whose inputs are written on the caller's lane, as by kernels that were queued before it."""
+
+    def __init__(self, size: int, how: dict, **options):
+        self.size, self.how, self.options = size, how, options
+        heads = options.pop("heads", 4 * size)
+        self.inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+        self.expected = self.run()
+
+    def run(self) -> list[list[np.ndarray]]:
+        """The results of the forward and the backward by rank."""
+        return dist.simulate(self.size, self._work, timeout=20)
+
+    def _work(self, comm) -> list[np.ndarray]:
+        q, k, v, do = (dist.shard(comm, x) for x in self.inputs)
+        options = {
+            name: dist.shard(comm, x, axis=-2) if name == "bias" else x for name, x in (self.options | self.how).items()
+        }
+        extra = {"return_dbias": True} if "bias" in options else {}
+        o, lse = self._late(comm, dist.forward, (q, k, v), (q, q[..., 0].swapaxes(1, 2)), options)
+        like = (q, k, v, *([options["bias"]] if extra else []))
+        return [o, lse, *self._late(comm, dist.backward, (q, k, v, o, lse, do), like, options | extra)]
+
+    @staticmethod
+    def _late(comm, call, arrays, like, options) -> tuple[np.ndarray, ...]:
+        given = [ranks.poisoned(x.shape, x.dtype) for x in arrays]
+        out = tuple(ranks.poisoned(x.shape, x.dtype) for x in like)
+
+        def write() -> None:
+            for target, source in zip(given, arrays, strict=True):
+                target[...] = source
+
+        first_work.queued[comm.rank] = write
+        return call(comm, *given, out=out, **options)
+
+
+class first_work:
+    """What the caller's lane of each rank has been given before a call."""
+
+    queued: ClassVar[dict[int, Callable[[], None]]] = {}
+
+
+def lanes_with_first_work(lane: type, delays) -> Callable[[int], tuple]:
+    def lanes(rank: int) -> tuple:
+        made = tuple(lane(delays(rank, number), number == 0) for number in range(3))
+        made[0](first_work.queued.pop(rank))
+        return made
+
+    return lanes
+
+
+class immediate_first_work:
+    """Lanes that do their work at once, with the same first work."""
+
+    def __call__(self, rank: int) -> tuple:
+        lanes = HOST_LANES(rank)
+        lanes[0](first_work.queued.pop(rank))
+        return lanes
+
+
+HOST_LANES = run_module.host_lanes
+CASES = {
+    "heads": {"how": {"scheme": "heads", "head_groups": 4}},
+    "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
+    "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
+    "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
+    "ring": {"how": {"scheme": "ring"}, "heads": 1},
+}
+
+
+def test_every_wait_that_is_left_out_is_caught(monkeypatch):
+    """Each wait is needed by one order of events at least, in which the results of a scheme are wrong without it."""
+    monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
+    monkeypatch.setattr(PickyLane, "seen", set())
+    patterns = [one_slow_lane(slow, late) for late in (None, 0, 2) for slow in range(3)]
+    caught: set[str] = set()
+    for options in CASES.values():
+        monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
+        call = LateInputs(4, causal=True, **options)
+
+        def is_right(pattern) -> bool:
+            monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, pattern))
+            try:
+                found = call.run()
+            except dist.CommunicationError:  # the messages of two calls have met
+                return False
+            return all(
+                np.array_equal(one, other)
+                for mine, theirs in zip(found, call.expected, strict=True)
+                for one, other in zip(mine, theirs, strict=True)
+            )
+
+        monkeypatch.setattr(PickyLane, "left_out", None)
+        assert all(is_right(pattern) for pattern in patterns[:3])
+        for site in sorted(PickyLane.seen - caught):
+            monkeypatch.setattr(PickyLane, "left_out", site)
+            if not all(is_right(pattern) for pattern in patterns):
+                caught.add(site)
+    assert len(caught) > 15
+    assert not PickyLane.seen - caught
