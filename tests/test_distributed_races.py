@@ -26,7 +26,7 @@ def case(size: int) -> tuple[tuple, dict, dict]:
     return inputs, {"causal": True}, {"heads": {"head_groups": 4}, "gather": {"head_groups": 4}, "ring": {}}
 
 
-@pytest.mark.sample(seed=(0, 1))
+@pytest.mark.sample(seed=(0,))
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -70,10 +70,8 @@ class PickyLane(ranks.SlowLane):
 
     def wait(self, event) -> None:
         frame = sys._getframe(1)
-        if frame.f_code.co_name == "fork":  # the place of the fork is that of its caller
-            site = f"fork from {place_of(frame.f_back)}: {place_of(frame)}"
-        else:
-            site = place_of(frame)
+        # All schemes begin with the same line: its place is that of its caller.
+        site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
         self.seen.add(site)
         if site != self.left_out:
             super().wait(event)
@@ -107,9 +105,9 @@ class LateInputs:
 
     def _work(self, comm) -> list[np.ndarray]:
         q, k, v, do = (dist.shard(comm, x) for x in self.inputs)
-        options = {
-            name: dist.shard(comm, x, axis=-2) if name == "bias" else x for name, x in (self.options | self.how).items()
-        }
+        options = self.options | self.how
+        if "bias" in options and options["bias"].ndim > 1:
+            options["bias"] = dist.shard(comm, options["bias"], axis=-2)
         extra = {"return_dbias": True} if "bias" in options else {}
         o, lse = self._late(comm, dist.forward, (q, k, v), (q, q[..., 0].swapaxes(1, 2)), options)
         like = (q, k, v, *([options["bias"]] if extra else []))
@@ -158,6 +156,7 @@ CASES = {
     "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
     "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
     "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
+    "gather bias of keys": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((32,), "float32")},
     "ring": {"how": {"scheme": "ring"}, "heads": 1},
 }
 
@@ -191,4 +190,4 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
             if not all(is_right(pattern) for pattern in patterns):
                 caught.add(site)
     assert len(caught) > 15
-    assert not PickyLane.seen - caught
+    assert sorted(PickyLane.seen - caught) == []

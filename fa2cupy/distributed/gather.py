@@ -74,7 +74,7 @@ class _Gather:
                 for group in range(self.count):
                     place = (group * self.heads, call.queries.start)
                     self.places[place] = run.place(place)
-        run.fork()
+        run.begin()
 
     def calls_of(self, rank: int) -> list[_Call]:
         """The calls of any rank: all ranks know what the others need."""

@@ -70,7 +70,7 @@ class _Heads:
         self.places: list[Array | None] = [None] * self.count
         if needs_place(request.keywords, has_all_queries=True):
             self.places = [run.place((self.q_heads(run.rank, group).start, 0)) for group in range(self.count)]
-        run.fork()
+        run.begin()
 
     def q_heads(self, rank: int, group: int) -> slice:
         """The query heads of a group of a rank."""

@@ -44,7 +44,7 @@ class _Ring:
     def __init__(self, run: Run, operands: Operands):
         self.run, self.operands = run, operands
         self.k, self.v = (run.packed(run.main, x) for x in (operands.k, operands.v))
-        run.fork()
+        run.begin()
         self.slots = [
             [run.empty((x.size,), x.dtype) for x in (self.k, self.v)] for _ in range(min(_SLOTS, run.size - 1))
         ]

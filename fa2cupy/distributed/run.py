@@ -59,11 +59,9 @@ class Run:
         else:
             self.main, self.side, self.comm, self._arena = _device_lanes(array)
 
-    def fork(self) -> None:
-        """Lets all lanes wait for what the caller's lane has been given so far: before the first use of another one."""
-        start = self.main.record()
-        self.side.wait(start)
-        self.comm.wait(start)
+    def begin(self) -> None:
+        """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
+        self.comm.wait(self.main.record())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Array:
         """Memory that any lane may use until the end of the call.
