@@ -6,10 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..problem.array_types import Array
-from .messages import CommunicationError, Transport
+from .messages import CommunicationError, Transport, is_on_host
 
 __all__ = ["Communicator"]
 
@@ -165,7 +163,7 @@ class Communicator:
         """
         if self._broken is not None:
             raise CommunicationError(f"an earlier call on this communicator failed: {self._broken}")
-        if isinstance(array, np.ndarray):
+        if is_on_host(array):
             if self._host is None:
                 raise TypeError(
                     "NumPy arrays travel by MPI, and this communicator has NCCL alone; make it with "

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..problem.array_types import Array
 
-__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "split_own"]
+__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "is_on_host", "split_own"]
 
 #: Contiguous arrays, each with the rank that it goes to or comes from.
 Messages: TypeAlias = "Sequence[tuple[Array, int]]"
@@ -48,6 +48,11 @@ class Transport(Protocol):
 
     def to_host(self, buffer: Any) -> np.ndarray:
         """A received array of bytes on the host."""
+
+
+def is_on_host(array: object) -> bool:
+    """True for a NumPy array."""
+    return isinstance(array, np.ndarray)
 
 
 def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[Array, Array]], Messages, Messages]:

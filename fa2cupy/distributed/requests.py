@@ -25,6 +25,7 @@ from ..problem.function_checks import function_arrays, program_of
 from ..problem.options import CallOptions
 from .agreement import ERROR, agree
 from .communicator import Communicator
+from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
 from .schemes import check_scheme, groups_of, scheme_of
 
@@ -122,7 +123,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
 def _request(comm: Communicator, arguments: CallArguments) -> Request:
     options, arrays = arguments.options, arguments.arrays
     order = check_order(arguments.order)
-    requested_method(options.method, options.deterministic, with_atomics=not isinstance(arrays["q"], np.ndarray))
+    requested_method(options.method, options.deterministic, with_atomics=not is_on_host(arrays["q"]))
     requested_tile("forward", options.config)
     shadows, rows = _shadows(comm.size, order, arguments)
     whole = _whole_request(arguments, shadows, comm.size)
@@ -133,7 +134,7 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     check_outputs(results, given)
     _check_overlap(arguments, results, given)
     scheme = scheme_of(arguments.scheme, problem, comm.size)
-    check_scheme(scheme, problem, queries, on_gpu=not isinstance(arrays["q"], np.ndarray))
+    check_scheme(scheme, problem, queries, on_gpu=not is_on_host(arrays["q"]))
     has_extras = len(results) > 3
     groups = groups_of(scheme, problem, comm.size, arguments.head_groups, has_extras)
     return Request(problem, results, scheme, queries, keys, groups, options, arguments.keywords)
@@ -257,7 +258,7 @@ def _description(arguments: CallArguments) -> dict[str, str]:
             found[name] = repr(value.layout)
         elif name not in found and name not in ("score_args", "mask_args"):
             found[name] = repr(value)
-    if not isinstance(arguments.arrays["q"], np.ndarray):
+    if not is_on_host(arguments.arrays["q"]):
         # A new seed in each step would be a new description, whose comparison synchronises with the GPU.
         found.pop("seed", None)
     return found

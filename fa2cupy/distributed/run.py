@@ -14,7 +14,7 @@ from ..numerics.arrays import array_module
 from ..problem.array_types import Array
 from .communicator import Communicator
 from .lanes import HostLane, Lane, StreamLane
-from .messages import Messages
+from .messages import Messages, is_on_host
 from .requests import Request
 
 __all__ = ["Run"]
@@ -54,7 +54,7 @@ class Run:
         self._transport = comm.transport_of(array)
         self._held: list[Array] = []
         self._arena: Any = None
-        if isinstance(array, np.ndarray):
+        if is_on_host(array):
             self.main, self.side, self.comm = host_lanes(comm.rank)
         else:
             self.main, self.side, self.comm, self._arena = _device_lanes(array)
