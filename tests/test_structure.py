@@ -64,7 +64,7 @@ FLOORS = (
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},
     {"api", "ahead", "distributed", "inspection", "sparse", "testing"},
-    {"closure", "demo"},
+    {"closure", "demo", "scaleout"},
     {"cli"},
     {"__init__", "__main__"},
 )

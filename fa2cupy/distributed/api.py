@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_of
 from ..families.tile import TileConfig
-from ..numerics.arrays import array_module
 from ..problem.arguments import check_bool, unpack_out
 from ..problem.array_types import Array
 from ..problem.feature_checks import extra_gradients
@@ -15,6 +14,7 @@ from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from . import gather, heads, ring
 from .communicator import Communicator
+from .messages import library_of
 from .operands import Operands, result_views
 from .requests import CallArguments, checked
 from .run import Run
@@ -357,7 +357,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     q = arguments.arrays["q"]
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)
-    xp = array_module(q)
+    xp = library_of(q)
     out = tuple(
         xp.empty(result.shape, result.dtype) if array is None else array
         for result, array in zip(request.results, given, strict=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from ..numerics.arrays import array_module
 from ..problem.array_types import Array
 
-__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "is_on_host", "split_own"]
+__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "is_on_host", "library_of", "split_own"]
 
 #: Contiguous arrays, each with the rank that it goes to or comes from.
 Messages: TypeAlias = "Sequence[tuple[Array, int]]"
@@ -53,6 +55,11 @@ class Transport(Protocol):
 def is_on_host(array: object) -> bool:
     """True for a NumPy array."""
     return isinstance(array, np.ndarray)
+
+
+def library_of(array: Array) -> ModuleType:
+    """``numpy`` or ``cupy``. Ranks that are threads must not ask CuPy for it: it imports modules to answer."""
+    return np if is_on_host(array) else array_module(array)
 
 
 def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[Array, Array]], Messages, Messages]:

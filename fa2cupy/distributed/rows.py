@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..numerics.arrays import array_module
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
 from .communicator import Communicator
+from .messages import library_of
 from .orders import RowOrder, check_order, divisor
 
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
@@ -59,7 +59,7 @@ def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order:
     length = padded_length(comm, x.shape[axis], order=order)
     if length == x.shape[axis]:
         return x
-    xp = array_module(x)
+    xp = library_of(x)
     padded = xp.full((*x.shape[:axis], length, *x.shape[axis + 1 :]), value, x.dtype)
     padded[_along(axis, slice(0, x.shape[axis]))] = x
     return padded
@@ -122,7 +122,7 @@ def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag")
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis], order)
     parts = [x[_along(axis, chunk.whole)] for chunk in rows.chunks(comm.rank)]
-    return array_module(x).concatenate(parts, axis=axis)
+    return library_of(x).concatenate(parts, axis=axis)
 
 
 def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
@@ -151,7 +151,7 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
     """
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis] * comm.size, order)
-    xp = array_module(x)
+    xp = library_of(x)
     own = xp.ascontiguousarray(x)
     landing = xp.empty((comm.size, *own.shape), own.dtype)
     peers = range(comm.size)

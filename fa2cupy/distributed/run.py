@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..backends import backend_of
-from ..numerics.arrays import array_module
 from ..problem.array_types import Array
 from .communicator import Communicator
 from .lanes import HostLane, Lane, StreamLane
-from .messages import Messages, is_on_host
+from .messages import Messages, is_on_host, library_of
 from .requests import Request
 
 __all__ = ["Run"]
@@ -50,7 +49,7 @@ class Run:
         self.request = request
         self.options = request.options._replace(layout="bshd")
         self.backend = backend_of("q", array)
-        self.xp = array_module(array)
+        self.xp = library_of(array)
         self._transport = comm.transport_of(array)
         self._held: list[Array] = []
         self._arena: Any = None

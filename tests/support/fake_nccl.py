@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from support.fake_cupy import FakeArray, FakeCupy, place
 
-from fa2cupy.distributed import communicator, requests
+from fa2cupy.distributed import communicator, messages, requests
 from fa2cupy.distributed import run as run_module
 from fa2cupy.gpu import calls
 
@@ -173,7 +173,7 @@ def fake_streams(monkeypatch, modules):
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(FakeArray, "get", lambda self: cupy.host_waits.append("get") or np.array(self), raising=False)
-    for module in (communicator, requests, run_module):
+    for module in (communicator, messages, requests, run_module):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
     run_module._streams.cache_clear()
