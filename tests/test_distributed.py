@@ -503,6 +503,25 @@ class TestFailures:
             dist.simulate(2, lambda comm: None, timeout=bad)
 
 
+class TestTotals:
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64"])
+    @pytest.mark.parametrize("shape", [(), (0,), (2,), (7, 3)])
+    def test_the_sum_of_all_ranks(self, shape, dtype):
+        shares = numbers((4, *shape), "float64").astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        wide = {"float16": "float32", "bfloat16": "float32"}.get(dtype, dtype)
+        expected = shares[0].astype(wide)
+        for share in shares[1:]:
+            expected = expected + share.astype(wide)
+        for found in dist.simulate(4, lambda comm: dist.total(comm, shares[comm.rank])):
+            assert found.dtype == shares.dtype
+            np.testing.assert_array_equal(found, expected.astype(shares.dtype))
+
+    def test_of_strided_arrays(self):
+        whole = np.arange(24.0).reshape(2, 3, 4)
+        found = dist.simulate(2, lambda comm: dist.total(comm, whole[comm.rank, :, ::2]))
+        np.testing.assert_array_equal(found[0], whole.sum(axis=0)[:, ::2])
+
+
 class TestRows:
     @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
     @pytest.mark.parametrize("size", [1, 2, 3, 5])

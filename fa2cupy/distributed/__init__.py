@@ -9,6 +9,7 @@ from .communicator import Communicator
 from .messages import CommunicationError
 from .rows import pad, padded_length, positions, shard, unshard
 from .simulation import simulate
+from .totals import total
 
 __all__ = [
     "CommunicationError",
@@ -21,5 +22,6 @@ __all__ = [
     "positions",
     "shard",
     "simulate",
+    "total",
     "unshard",
 ]

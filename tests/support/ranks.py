@@ -60,13 +60,8 @@ def of_rank(comm, inputs: tuple, dlse, method, how: dict, options: dict) -> dict
         elif name == "dbias" and is_sharded("bias", options["bias"], options):
             whole[name] = dist.unshard(comm, x, axis=-2, **order)
         else:  # shares
-            whole[name] = total(comm, x)
+            whole[name] = dist.total(comm, x)
     return whole
-
-
-def total(comm, x: np.ndarray) -> np.ndarray:
-    """The sum over ranks."""
-    return dist.unshard(comm, x[None], axis=0, order="contiguous").sum(axis=0)
 
 
 class SlowLane:
