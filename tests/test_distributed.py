@@ -5,6 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import ranks
 from support.feature_cases import assert_bits_equal, assert_close, numbers, options_of
 
@@ -579,3 +581,39 @@ class TestRows:
         expected = (o, *fa2cupy.backward(q, k, v, o, lse, do, causal=True))
         for found, wanted in zip(dist.simulate(4, work)[0], expected, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@st.composite
+def calls(draw):
+    """A number of ranks, sizes that they can divide, a scheme, and options."""
+    size, order = draw(st.integers(2, 5)), draw(st.sampled_from(["zigzag", "contiguous"]))
+    scheme = draw(st.sampled_from(["heads", "gather"]))
+    unit = size * (2 if order == "zigzag" else 1)
+    heads_kv = size * draw(st.integers(1, 2)) if scheme == "heads" else draw(st.integers(1, 3))
+    sizes = {
+        "batch": draw(st.integers(1, 2)),
+        "seqlen_q": unit * draw(st.integers(0, 5)),
+        "seqlen_k": unit * draw(st.integers(0, 5)),
+        "num_heads": heads_kv * draw(st.integers(1, 3)),
+        "num_heads_kv": heads_kv,
+        "head_dim": draw(st.integers(1, 5)),
+    }
+    limit = st.none() | st.integers(0, 20)
+    options = {"causal": draw(st.booleans()), "window": draw(st.none() | st.tuples(limit, limit))}
+    if draw(st.booleans()):
+        options |= {"dropout_p": 0.3, "seed": draw(st.integers(0, 2**64 - 1))}
+    if draw(st.booleans()):
+        options["sink"] = np.linspace(-1, 1, sizes["num_heads"])
+    if options["causal"] and draw(st.booleans()):
+        options["alibi_slopes"] = np.linspace(0.1, 0.5, sizes["num_heads"])
+    per_rank = heads_kv // size if scheme == "heads" else heads_kv
+    how = {"scheme": scheme, "order": order, "head_groups": draw(st.sampled_from([None, 1, per_rank]))}
+    return size, sizes, how, options
+
+
+@settings(max_examples=40, deadline=None)
+@given(calls())
+def test_any_call_is_that_of_the_whole_sequence(call):
+    size, sizes, how, options = call
+    inputs = make_inputs("float64", **sizes)
+    assert_close(ranks.on_ranks(size, inputs, how=how, **options), ranks.whole_call(inputs, **options), 1e-11)

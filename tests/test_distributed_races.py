@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +13,7 @@ import pytest
 from support import ranks
 from support.feature_cases import numbers
 
+import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
 from fa2cupy.testing import make_inputs
@@ -191,3 +193,68 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
                 caught.add(site)
     assert len(caught) > 15
     assert sorted(PickyLane.seen - caught) == []
+
+
+class Pool:
+    """CuPy's pool in miniature: memory that is freed is handed out at once, to the stream that it was allocated on.
+
+    A call of the package frees its workspaces when it returns, before its kernels have ended.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._free: dict[object, list[np.ndarray]] = {}
+
+    def take(self, stream: object, nbytes: int) -> np.ndarray:
+        with self._lock:
+            fitting = [block for block in self._free.setdefault(stream, []) if len(block) >= nbytes]
+            if not fitting:
+                return np.full(nbytes, 0xFF, np.uint8)
+            block = min(fitting, key=len)
+            self._free[stream] = [one for one in self._free[stream] if one is not block]
+            return block
+
+    def give(self, stream: object, block: np.ndarray) -> None:
+        with self._lock:
+            self._free[stream].append(block)
+
+
+@pytest.mark.parametrize("arena", ["of its own", "the caller's stream"])
+def test_memory_of_other_lanes_does_not_come_from_the_callers_stream(arena, monkeypatch):
+    """Workspaces of the caller's kernels would be handed out to a lane that does not wait for them."""
+    inputs = make_inputs("float64", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=8)
+    how = {"scheme": "gather", "head_groups": 4}
+    expected = ranks.on_ranks(4, inputs, causal=True, how=how)
+    pool = Pool()
+    backward = fa2cupy.cpu.calls.backward
+
+    class LaneWithWorkspaces(ranks.SlowLane):
+        def __call__(self, function, *args) -> None:
+            if function is not backward:
+                return super().__call__(function, *args)
+            stream = "caller" if self._is_main else self
+            nbytes = 2 * args[0].nbytes
+            workspace = pool.take((threading.get_ident(), stream), nbytes)
+            pool.give((threading.get_ident(), stream), workspace)  # on return, before the kernel runs
+
+            def kernel() -> None:
+                workspace[...] = 0xFF
+                function(*args)
+                workspace[...] = 0xFF
+
+            return super().__call__(kernel)
+
+    def from_pool(shape, dtype) -> np.ndarray:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        key = (threading.get_ident(), "arena" if arena == "of its own" else "caller")
+        array = pool.take(key, nbytes)[:nbytes].view(dtype).reshape(shape)
+        array.reshape(-1).view(np.uint8)[...] = 0xFF
+        return array
+
+    wrong = []
+    for seed in range(3):
+        with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.001, seed), LaneWithWorkspaces):
+            monkeypatch.setattr(run_module, "host_memory", from_pool)
+            found = ranks.on_ranks(4, inputs, causal=True, how=how)
+        wrong += [name for name in found if not np.array_equal(found[name], expected[name])]
+    assert bool(wrong) is (arena == "the caller's stream"), wrong
