@@ -58,18 +58,18 @@ def _environment() -> jinja2.Environment:
 
 
 @functools.lru_cache(maxsize=None)
-def _header_environment() -> jinja2.Environment:
-    """For headers, in which ``{{`` is C++: line statements are the only thing that is not."""
+def _header_template(text: str) -> jinja2.Template:
+    """A header with line statements. ``{{`` is C++ there, so that nothing else is Jinja."""
     names = ("variable", "block", "comment")
     ends = {f"{name}_{end}_string": f"//%{name}-{end}" for name in names for end in ("start", "end")}
-    return _environment().overlay(**ends)  # type: ignore[arg-type]  # the names are those of its parameters
+    return _environment().overlay(**ends).from_string(text)  # type: ignore[arg-type]  # names of its parameters
 
 
 def render_kernel(spec: KernelSpec) -> KernelSource:
     """The flattened source of a kernel.
 
-    Entry files and ``.j2`` headers are templates; other headers are CUDA C++, in which line statements keep what is new
-    out of the kernels that need not change. ``#line`` directives make the compiler's messages name the files in
+    Entry files and ``.j2`` headers are templates; other headers are plain CUDA C++, but for line statements that keep a
+    feature out of the text of kernels without it. ``#line`` directives make the compiler's messages name the files in
     ``kernels/`` and their lines.
     """
     layout = spec.params
@@ -145,8 +145,12 @@ def _neutral(role: str) -> Program:
 
 def _append_file(name: str, values: dict[str, object], lines: list[str], seen: set[str]) -> None:
     seen.add(name)
-    environment = _environment() if name.endswith((".cu", ".j2")) else _header_environment()
-    text = environment.get_template(name).render(values)
+    if name.endswith((".cu", ".j2")):
+        text = _environment().get_template(name).render(values)
+    else:
+        text = (kernel_directory() / name).read_text(encoding="utf-8")
+        if "//%" in text:
+            text = _header_template(text).render(values)
     lines.append(f'#line 1 "kernels/{name}"')
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
