@@ -14,6 +14,7 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
+from fa2cupy.distributed.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 
 SCHEMES = ("heads", "gather", "ring")
@@ -51,6 +52,12 @@ class TestAgainstOneCall:
         inputs = inputs_of(seqlen_q=rows, seqlen_k=keys)
         expected = ranks.whole_call(inputs, causal=causal)
         assert_close(ranks.on_ranks(4, inputs, causal=causal, how={"scheme": scheme}), expected)
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    def test_without_keys(self, scheme):
+        found = ranks.on_ranks(4, inputs_of(seqlen_k=0), how={"scheme": scheme})
+        assert (found["lse"] == -np.inf).all()
+        assert not (found["o"].any() or found["dq"].any())
 
     @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
     @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -176,6 +183,24 @@ class TestFeatures:
         inputs = inputs_of(seqlen_q=rows, seqlen_k=keys)
         expected = ranks.whole_call(inputs, window=window)
         assert_close(ranks.on_ranks(4, inputs, window=window, how={"scheme": scheme}), expected)
+
+    def test_of_a_window_only_the_chunks_that_it_touches_travel(self, monkeypatch):
+        exchange, sent = ThreadTransport.exchange, []
+
+        def counted(transport, sends, recvs):
+            sent.extend(x.shape for x, peer in sends if x.dtype == np.float64 and peer != transport.rank)
+            exchange(transport, sends, recvs)
+
+        monkeypatch.setattr(ThreadTransport, "exchange", counted)
+        q, k, v, _ = inputs_of(batch=1, seqlen_q=64, seqlen_k=64)
+
+        def work(comm):
+            dist.forward(comm, *(dist.shard(comm, x) for x in (q, k, v)), scheme="gather", window=(8, 0))
+
+        dist.simulate(4, work)
+        # Each of the 8 chunks of 8 rows needs the one before it: all but the first, and but chunk 4, which is behind
+        # chunk 3 on the same rank. k and v make it twice as many messages.
+        assert sent == [(8, 4, 8)] * 12
 
     def test_the_ring_takes_soft_caps(self):
         inputs = inputs_of()
