@@ -304,6 +304,16 @@ class TestBits:
             np.testing.assert_array_equal(found != 0, expected != 0)
 
 
+class TestImports:
+    def test_the_package_does_not_import_it(self, run_python):
+        run_python(
+            "import sys, fa2cupy\n"
+            "assert not {name for name in sys.modules if name.startswith('fa2cupy.distributed')}\n"
+            "import fa2cupy.distributed\n"
+            "assert not {'cupy', 'mpi4py', 'nccl'} & set(sys.modules)"
+        )
+
+
 class TestChoice:
     @pytest.mark.parametrize(("heads", "scheme"), [(4, "heads"), (6, "gather"), (2, "gather")])
     def test_heads_where_they_can_be_divided_and_else_gather(self, heads, scheme, monkeypatch):
@@ -463,6 +473,19 @@ class TestAgreement:
         messages = dist.simulate(3, work, timeout=10)
         assert messages[1].startswith("k: expected shape")
         assert all(f"rank 1 cannot make this call: ValueError: {messages[1]}" == messages[rank] for rank in (0, 2))
+
+    def test_a_rank_without_an_array(self):
+        def work(comm):
+            own = [dist.shard(comm, x) for x in inputs_of()[:3]]
+            if comm.rank == 1:
+                own[0] = own[0].tolist()
+            with pytest.raises((TypeError, ValueError)) as caught:
+                dist.forward(comm, *own)
+            return str(caught.value)
+
+        messages = dist.simulate(2, work, timeout=10)
+        assert messages[1].startswith("q: expected a numpy.ndarray or cupy.ndarray, got builtins.list")
+        assert messages[0] == f"rank 1 cannot make this call: TypeError: {messages[1]}"
 
     def test_a_forward_and_a_backward_do_not_meet(self):
         def work(comm):

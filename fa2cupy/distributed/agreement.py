@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from ..problem.array_types import Array
 from .communicator import Communicator
 from .messages import all_texts
 
@@ -15,7 +14,7 @@ __all__ = ["ERROR", "agree"]
 ERROR = "error"
 
 
-def agree(comm: Communicator, array: Array, description: Mapping[str, str]) -> None:
+def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> None:
     """Compares the descriptions of a call by all ranks.
 
     Messages of NumPy arrays wait for the other ranks anyway, so that each call is compared. Those of CuPy arrays do
@@ -24,8 +23,8 @@ def agree(comm: Communicator, array: Array, description: Mapping[str, str]) -> N
     Parameters
     ----------
     comm : Communicator
-    array : ndarray
-        An array of the call's library.
+    array : object
+        An array of the call's library, or what the caller has passed in its place.
     description : mapping of str
         What each argument is, by its name; under `ERROR`, the error that this rank will raise.
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..problem.array_types import Array
 from .messages import CommunicationError, Transport, is_on_host
 
 __all__ = ["Communicator"]
@@ -151,8 +150,8 @@ class Communicator:
 
         return cls(rank, size, None, device)
 
-    def transport_of(self, array: Array) -> Transport:
-        """The messages for arrays of the library of this one.
+    def transport_of(self, array: object) -> Transport:
+        """The messages for arrays of the library of this one, and some for what is no array.
 
         Raises
         ------
@@ -163,7 +162,7 @@ class Communicator:
         """
         if self._broken is not None:
             raise CommunicationError(f"an earlier call on this communicator failed: {self._broken}")
-        if is_on_host(array):
+        if is_on_host(array) or not (hasattr(array, "dtype") or self._host is None):
             if self._host is None:
                 raise TypeError(
                     "NumPy arrays travel by MPI, and this communicator has NCCL alone; make it with "

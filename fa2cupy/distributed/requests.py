@@ -113,8 +113,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
         description = _description(arguments)
     except Exception as error:
         # The others learn of it before they wait for messages that never come.
-        if isinstance(q, np.ndarray) or hasattr(q, "data"):
-            agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
+        agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
         raise
     agree(comm, q, description)
     return request

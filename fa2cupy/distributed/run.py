@@ -157,9 +157,9 @@ def _device_lanes(array: Any) -> tuple[Lane, Lane, Lane, Any]:
 
 @functools.lru_cache(maxsize=None)
 def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any]:
-    """For computing, for messages and to allocate on: those of one stream of the caller.
+    """The streams for computing, for messages and to allocate on that belong to one stream of the caller.
 
-    Of the blocks that wait for a multiprocessor, those of streams with a higher priority go first.
+    Blocks of the stream with a higher priority go first where several wait for a multiprocessor.
     """
     import cupy
 
