@@ -83,11 +83,11 @@ def place_of(frame) -> str:
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
 
 
-def one_slow_lane(slow: int, late_rank: int | None) -> Callable[[int, int], Callable[[], float]]:
+def one_slow_lane(slow: int, late_rank: int | None, delay: float) -> Callable[[int, int], Callable[[], float]]:
     """One lane of all ranks is late with each of its calls, or of one rank."""
 
     def of_lane(rank: int, number: int) -> Callable[[], float]:
-        return lambda: 0.004 if number == slow and late_rank in (None, rank) else 0.0
+        return lambda: delay if number == slow and late_rank in (None, rank) else 0.0
 
     return of_lane
 
@@ -167,30 +167,33 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     """Each wait is needed by one order of events at least, in which the results of a scheme are wrong without it."""
     monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
     monkeypatch.setattr(PickyLane, "seen", set())
-    patterns = [one_slow_lane(slow, late) for late in (None, 0, 2) for slow in range(3)]
+    monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
+    cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
+    orders = [(slow, late) for late in (None, 0, 2) for slow in range(3)]
+
+    def is_right(call: LateInputs, order: tuple, delay: float) -> bool:
+        monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
+        try:
+            found = call.run()
+        except dist.CommunicationError:  # the messages of two calls have met
+            return False
+        return all(
+            np.array_equal(one, other)
+            for mine, theirs in zip(found, call.expected, strict=True)
+            for one, other in zip(mine, theirs, strict=True)
+        )
+
+    def is_caught(call: LateInputs, site: str, delay: float) -> bool:
+        monkeypatch.setattr(PickyLane, "left_out", site)
+        return not all(is_right(call, order, delay) for order in orders)
+
     caught: set[str] = set()
-    for options in CASES.values():
-        monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
-        call = LateInputs(4, causal=True, **options)
-
-        def is_right(pattern) -> bool:
-            monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, pattern))
-            try:
-                found = call.run()
-            except dist.CommunicationError:  # the messages of two calls have met
-                return False
-            return all(
-                np.array_equal(one, other)
-                for mine, theirs in zip(found, call.expected, strict=True)
-                for one, other in zip(mine, theirs, strict=True)
-            )
-
+    for call in cases:
         monkeypatch.setattr(PickyLane, "left_out", None)
-        assert all(is_right(pattern) for pattern in patterns[:3])
-        for site in sorted(PickyLane.seen - caught):
-            monkeypatch.setattr(PickyLane, "left_out", site)
-            if not all(is_right(pattern) for pattern in patterns):
-                caught.add(site)
+        assert all(is_right(call, order, 0.004) for order in orders[:3])
+        caught |= {site for site in sorted(PickyLane.seen - caught) if is_caught(call, site, 0.004)}
+    # A busy machine delays all lanes: what went unnoticed is tried again with longer delays.
+    caught |= {site for site in PickyLane.seen - caught if any(is_caught(call, site, 0.03) for call in cases)}
     assert len(caught) > 15
     assert sorted(PickyLane.seen - caught) == []
 
