@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import types
 from collections import defaultdict
@@ -292,6 +293,14 @@ class TestCommunicators:
 
 
 class TestLateRanks:
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch):
+        """The device that the watching thread has made current."""
+        used = []
+        device = types.SimpleNamespace(use=lambda: used.append(threading.current_thread().name))
+        monkeypatch.setattr(nccl_module, "_current_device", lambda: device)
+        return used
+
     class Binding:
         def __init__(self):
             self.aborts = 0
@@ -299,7 +308,7 @@ class TestLateRanks:
         def abort(self):
             self.aborts += 1
 
-    def test_a_call_that_does_not_end_is_aborted_with_a_message(self, monkeypatch, capfd):
+    def test_a_call_that_does_not_end_is_aborted_with_a_message(self, monkeypatch, capfd, device):
         never = types.SimpleNamespace(done=False)
         monkeypatch.setattr(nccl_module, "_event", lambda: never)
         binding = self.Binding()
@@ -308,7 +317,7 @@ class TestLateRanks:
         end = time.monotonic() + 10
         while not binding.aborts and time.monotonic() < end:
             time.sleep(0.01)
-        assert binding.aborts == 1
+        assert binding.aborts == 1 and device == ["fa2cupy.distributed"]
         assert "rank 1 has waited 0.1 s for messages of other ranks" in capfd.readouterr().err
         with pytest.raises(dist.CommunicationError, match="rank 1 has waited"):
             transport.exchange([], [])

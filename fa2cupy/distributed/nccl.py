@@ -135,10 +135,12 @@ class NcclTransport:
         with self._lock:
             self._watched.append((event, time.monotonic() + self._timeout))
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._look_after, name="fa2cupy.distributed", daemon=True)
+                name, device = "fa2cupy.distributed", _current_device()
+                self._watcher = threading.Thread(target=self._look_after, args=(device,), name=name, daemon=True)
                 self._watcher.start()
 
-    def _look_after(self) -> None:
+    def _look_after(self, device: Any) -> None:
+        device.use()  # a new thread would make a context on the first GPU
         while True:
             time.sleep(min(1.0, self._timeout / 4))
             with self._lock:
@@ -181,6 +183,12 @@ class NcclTransport:
                 raise CommunicationError(self._failure)
             time.sleep(_POLL_S)
         return buffer.get()
+
+
+def _current_device() -> Any:
+    import cupy
+
+    return cupy.cuda.Device()
 
 
 def _event() -> Any:

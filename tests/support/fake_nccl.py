@@ -11,7 +11,7 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
-from support.fake_cupy import FakeArray, FakeCupy, place
+from support.fake_cupy import FakeArray, FakeCupy, current_device, place
 
 from fa2cupy.distributed import communicator, messages, requests
 from fa2cupy.distributed import run as run_module
@@ -22,6 +22,22 @@ try:
     import cupy as REAL
 except ImportError:
     REAL = None
+
+
+class FakeDevice:
+    """``cupy.cuda.Device``."""
+
+    def __init__(self, ordinal: int = 0):
+        self._context = current_device(ordinal)
+
+    def use(self) -> None:
+        """There is one device."""
+
+    def __enter__(self):
+        return self._context.__enter__()
+
+    def __exit__(self, *error):
+        return self._context.__exit__(*error)
 
 
 class StreamsCupy(FakeCupy):
@@ -42,6 +58,7 @@ class StreamsCupy(FakeCupy):
         self.host_waits: list[str] = []
         self.cuda.Stream, self.cuda.Event = self._stream, self._event
         self.cuda.get_current_stream = self._current
+        self.cuda.Device = FakeDevice
 
     def __getattr__(self, name):
         # The package's compiler asks the real one for its version and its libraries.
