@@ -84,8 +84,8 @@ def run_scaleout(
         Query heads and K/V heads.
     """
     count = 0 if device == "cpu" else _device_count()
-    if device == "gpu" and not count:
-        print("There is no GPU to use.")
+    if device == "gpu" and count < 2:
+        print(f"It needs at least two GPUs, and there {'is one' if count else 'is none'}.")
         return 1
     if count > 1:
         used = ranks or count

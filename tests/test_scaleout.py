@@ -55,8 +55,10 @@ def test_numbers_that_do_not_fit(arguments, message, capsys):
 
 
 def test_without_the_gpus_that_are_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr(scaleout, "_device_count", lambda: 0)
-    assert scaleout.run_scaleout("gpu") == 1
+    for count, there in ((0, "there is none"), (1, "there is one")):
+        monkeypatch.setattr(scaleout, "_device_count", lambda: count)
+        assert scaleout.run_scaleout("gpu") == 1
+        assert there in capsys.readouterr().out
     monkeypatch.setattr(scaleout, "_device_count", lambda: 2)
     assert scaleout.run_scaleout("gpu", ranks=4) == 2
     assert "--ranks: expected at most 2, the number of GPUs, got 4" in capsys.readouterr().out

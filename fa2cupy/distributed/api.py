@@ -108,9 +108,10 @@ def forward(
     Notes
     -----
     In ``"heads"`` and ``"gather"`` o and lse are those of one call on the whole sequence, bit for bit, and so is what
-    dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this needs a BLAS whose
-    products do not depend on the number of rows, and on a GPU the same `num_splits`, which shorter calls may choose
-    otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
+    dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this needs chunks of
+    whole tiles of queries (by default 256 rows divided by the query heads of a group; `config` has other ones) and a
+    BLAS whose products do not depend on the number of rows; on a GPU the same `num_splits`, which shorter calls may
+    choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
 
     Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
     of d columns and G groups of heads: ``"heads"`` 4 N / W (H + h) d e; ``"gather"`` 2 (N + N / W) h d e min(2, G) / G;
