@@ -1,4 +1,4 @@
-"""``python -m fa2cupy``: a demonstration, the state of the installation, and the kernel cache."""
+"""``python -m fa2cupy``: a demonstration, a check of several GPUs, the state of the installation, the kernel cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .errors import UnsupportedProblemError
 from .inspection import info
 from .jit.cache import clear_cache
 from .problem.choices import CALL_KEYWORDS
+from .scaleout import run_scaleout
 from .settings import cache_dir
 
 __all__ = ["main", "run_command"]
@@ -62,6 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     demo.set_defaults(run=lambda options: run_demo(options.device))
 
+    ranks = commands.add_parser(
+        "scaleout", help="spread a sequence over the GPUs, or simulated ranks: check, efficiency"
+    )
+    ranks.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    ranks.add_argument(
+        "--ranks", type=int, metavar="N", help="GPUs (by default all), or simulated ranks (by default 4)"
+    )
+    ranks.add_argument("--rows", type=int, metavar="N", help="length of the sequence: 32768, on NumPy 512, by default")
+    ranks.add_argument("--heads", type=int, default=32, metavar="N")
+    ranks.add_argument("--heads-kv", type=int, default=8, metavar="N")
+    ranks.set_defaults(run=_scaleout)
+
     show = commands.add_parser("info", help="versions, device, cache and families, for a bug report")
     show.set_defaults(run=_info)
 
@@ -83,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     clear = commands.add_parser("clear-cache", help="delete all compiled kernels")
     clear.set_defaults(run=_clear_cache)
     return parser
+
+
+def _scaleout(options: argparse.Namespace) -> int:
+    try:
+        return run_scaleout(options.device, options.ranks, options.rows, options.heads, options.heads_kv)
+    except (ValueError, ImportError) as error:  # a number that does not fit, or no NCCL
+        print(f"fa2cupy: {error}", file=sys.stderr)
+        return 2
 
 
 def _info(_: argparse.Namespace) -> int:

@@ -275,7 +275,8 @@ def test_every_feature_has_its_row_and_its_numbers():
     assert everything.record(Sizes(100, 200, everything.window, 0.25)) == {
         "window_left": 3, "window_right": 100, **softcap_values(2.0, 1.0),  # a score function gets scaled products
         "alibi_scale": math.log2(math.e) / softcap_values(2.0, 1.0)["capped_log2"],
-        "dropout_threshold": 0x80008000, "dropout_scale": 2.0, "max_seqlen_q": 8, "max_seqlen_k": 9,
+        "dropout_threshold": 0x80008000, "dropout_scale": 2.0, "dropout_head": 0, "dropout_query_word": 0,
+        "max_seqlen_q": 8, "max_seqlen_k": 9,
         "total_q": 100, "total_k": 200, "num_sequences": 2,
     }  # fmt: skip
     flags = [feature.flag for feature in FEATURES.values()]

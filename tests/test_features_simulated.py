@@ -784,16 +784,20 @@ def run_forward(family: tuple, inputs: tuple, **options) -> tuple:
 
 class TestProperties:
     @pytest.mark.matrix
-    def test_dropout_is_the_definition_bit_for_bit(self, family):
-        """With q = 0 all P are equal, and with the identity for v and do, o and dv show which were kept."""
+    @pytest.mark.parametrize("origin", [(0, 0), (5, 48)], ids=["whole", "part"])
+    def test_dropout_is_the_definition_bit_for_bit(self, family, origin):
+        """With q = 0 all P are equal, and with the identity for v and do, o and dv show which were kept.
+
+        A part has the heads and queries from `origin` on of a whole call, as a rank of fa2cupy.distributed has.
+        """
         name = family[0]
         head_dim = FAMILIES[name][1]
         q, k, v, do = draw(name, (head_dim, head_dim), num_heads_kv=2)
         q[...], v[...], do[...] = 0, *[np.eye(head_dim)[:, None].astype(v.dtype)] * 2
-        options = {"dropout_p": 0.4, "seed": 2**40 + 77}
+        options = {"dropout_p": 0.4, "seed": 2**40 + 77, "dropout_origin": origin}
         o, lse = run_forward(family, (q, k, v), **options)
-        everything = slice(0, head_dim)
-        kept = philox.kept(0.4, 2**40 + 77, 0, slice(0, 2), everything, everything)
+        heads, rows = (slice(first, first + length) for first, length in zip(origin, (2, head_dim), strict=True))
+        kept = philox.kept(0.4, 2**40 + 77, 0, heads, rows, slice(0, head_dim))
         assert np.array_equal(np.asarray(o[0], "float32").transpose(1, 0, 2) != 0, kept)
         options |= {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
         for method in METHODS:

@@ -157,9 +157,12 @@ def test_requirements_are_those_that_the_readme_promises(requirements):
         "cuda-bindings",
     }
     assert requirements["cuda13"] == {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "cuda-bindings"}
+    assert requirements["nccl12"] == {"nvidia-nccl-cu12"}
+    assert requirements["nccl13"] == {"nvidia-nccl-cu13"}
+    assert requirements["mpi"] == {"mpi4py", "mpich"}
     assert requirements["test"] == {"pytest", "pytest-xdist", "hypothesis"}
     assert requirements["lint"] == {"clang-format", "mypy", "ruff"}
-    assert set(requirements) == {"", "cuda12", "cuda13", "test", "lint", "bench"}
+    assert set(requirements) == {"", "cuda12", "cuda13", "nccl12", "nccl13", "mpi", "test", "lint", "bench"}
 
 
 def test_nothing_requires_torch(requirements):

@@ -11,6 +11,7 @@ from support import CHECKOUT
 from support.keyword_functions import FUNCTIONS
 
 import fa2cupy
+import fa2cupy.distributed as dist
 from fa2cupy import ahead, cli
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.problem.features import FeatureKeywords
@@ -36,7 +37,13 @@ def test_its_python_runs(monkeypatch):
         text = text.replace(shown, small)
     names: dict = {}
     exec(compile(text, str(README), "exec"), names)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
+    one_rank = names["training_step"](
+        dist.simulate(1, lambda comm: comm)[0], *(names[name] for name in ("tokens", "table", "weight"))
+    )
+    for rank in names["ranks"]:
+        for found, expected in zip(rank, one_rank, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(names["k_cache"][:, :12], names["k"][:, :12])
     assert names["sparse"].density == pytest.approx(1 / 3)
     assert names["dtable"].any()

@@ -63,8 +63,8 @@ FLOORS = (
     {"plan"},
     {"gpu"},
     {"backends", "lengths", "mods", "reference"},
-    {"api", "ahead", "inspection", "sparse", "testing"},
-    {"closure", "demo"},
+    {"api", "ahead", "distributed", "inspection", "sparse", "testing"},
+    {"closure", "demo", "scaleout"},
     {"cli"},
     {"__init__", "__main__"},
 )

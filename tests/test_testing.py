@@ -9,6 +9,8 @@ import pytest
 
 import fa2cupy
 from fa2cupy import ahead, api, closure, inspection, lengths, reference, testing
+from fa2cupy.distributed import api as distributed_api
+from fa2cupy.distributed import rows, simulation, totals
 from fa2cupy.families import tile as tiles
 from fa2cupy.testing import Expectation, assert_within_baseline, check_delta, make_inputs
 
@@ -215,7 +217,9 @@ def test_inputs_are_reproducible_and_as_asked():
 
 
 @pytest.mark.parametrize(
-    "module", [testing, api, ahead, closure, inspection, lengths, tiles], ids=lambda module: module.__name__
+    "module",
+    [testing, api, ahead, closure, inspection, lengths, tiles, distributed_api, rows, simulation, totals],
+    ids=lambda module: module.__name__,
 )
 def test_docstring_examples(module):
     results = doctest.testmod(module)

@@ -184,11 +184,13 @@ class HeadTerms:
         probability = self.settings.dropout_p
         if not probability:
             return None
-        drawn = philox.kept(
-            probability, self.settings.seed, self.sequence.number, self.group, self.positions(queries), keys
+        heads, rows = (
+            slice(first + part.start, first + part.stop)
+            for first, part in zip(self.settings.dropout_origin, (self.group, self.positions(queries)), strict=True)
         )
-        rows = drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2])
-        return rows * np.asarray(philox.dropout_scale(probability), dtype)
+        drawn = philox.kept(probability, self.settings.seed, self.sequence.number, heads, rows, keys)
+        kept = drawn.transpose(1, 0, 2).reshape(-1, drawn.shape[2])
+        return kept * np.asarray(philox.dropout_scale(probability), dtype)
 
     def positions(self, queries: slice) -> slice:
         """The positions of a tile's rows."""

@@ -293,8 +293,9 @@ class Formulas:
         scale = philox.dropout_scale(settings.dropout_p)
         if at_most:
             return scale * matrix
-        place = (part.sequence.number, slice(part.head, part.head + 1))
-        tile = (slice(0, matrix.shape[0]), slice(0, matrix.shape[1]))
+        head, query = settings.dropout_origin
+        place = (part.sequence.number, slice(head + part.head, head + part.head + 1))
+        tile = (slice(query, query + matrix.shape[0]), slice(0, matrix.shape[1]))
         keep = philox.kept(settings.dropout_p, settings.seed, *place, *tile, self.xp)[0]
         return self.xp.where(keep, matrix * self.xp.asarray(scale, self.work), 0)
 

@@ -142,9 +142,9 @@ class BlockMask:
 
     @classmethod
     def of_states(
-        cls, states: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int], program: Program
+        cls, states: Array, seqlen_q: int, seqlen_k: int, tile: tuple[int, int], program: Program | None
     ) -> BlockMask:
-        """The map of a function, from the states of its tiles: an array of uint8, of the map's shape in C order."""
+        """A map from the states of its tiles, an array of uint8 of its shape in C order, and its function, if any."""
         made = cls.__new__(cls)
         made._set(states, seqlen_q, seqlen_k, tile, program)
         return made

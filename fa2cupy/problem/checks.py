@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -102,9 +103,14 @@ def check_merge(arrays: Mapping[str, Any], options: CallOptions) -> Request:
 def _problem(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> AttentionProblem:
     check_num_splits(options.num_splits)
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    # `fa2cupy.distributed` passes the origin; it is no keyword of the public functions.
+    own = {name: value for name, value in keywords.items() if name != "dropout_origin"}
     problem = problem_from_arrays(
-        q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **keywords
+        q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, layout=options.layout, **own
     )
+    if problem.settings.dropout_p and "dropout_origin" in keywords:
+        settings = dataclasses.replace(problem.settings, dropout_origin=keywords["dropout_origin"])
+        problem = problem.with_settings(settings)
     check_precision(options.precision, problem.dtype)
     return problem
 

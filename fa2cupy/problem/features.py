@@ -62,7 +62,7 @@ from .feature_checks import (
     check_window,
 )
 from .function_checks import check_mask_mod, check_score_mod
-from .philox import dropout_scale, dropout_threshold
+from .philox import dropout_scale, dropout_threshold, first_query_word
 from .softcap import softcap_values
 
 __all__ = [
@@ -136,6 +136,8 @@ class FeatureSettings:
     dropout_p : float
     seed : int
         Below 2**64.
+    dropout_origin : tuple of int
+        Head and query that the first ones of the call are for dropout: a call may be a part of another one.
     num_sequences : int or None
         Number of packed sequences; None if the arrays are not packed.
     max_seqlen_q, max_seqlen_k : int
@@ -153,6 +155,7 @@ class FeatureSettings:
     softcap: float | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    dropout_origin: tuple[int, int] = (0, 0)
     num_sequences: int | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
@@ -273,7 +276,13 @@ def _slope_scale(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | flo
 def _dropout_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
     threshold = dropout_threshold(settings.dropout_p)
     in_both_halves = threshold << 16 | threshold  # kernels compare the draws of two elements at a time
-    return {"dropout_threshold": in_both_halves, "dropout_scale": dropout_scale(settings.dropout_p)}
+    head, query = settings.dropout_origin
+    return {
+        "dropout_threshold": in_both_halves,
+        "dropout_scale": dropout_scale(settings.dropout_p),
+        "dropout_head": head,
+        "dropout_query_word": first_query_word(query),
+    }
 
 
 def _packed_numbers(settings: FeatureSettings, sizes: Sizes) -> dict[str, int | float]:
@@ -345,7 +354,12 @@ FEATURES = {
         "kDropout",
         lambda settings: settings.dropout_p > 0,
         check=check_dropout,
-        values={"dropout_threshold": "word", "dropout_scale": "real"},
+        values={
+            "dropout_threshold": "word",
+            "dropout_scale": "real",
+            "dropout_head": "int",
+            "dropout_query_word": "word",
+        },
         numbers=_dropout_numbers,
         per_call=("seed",),
         registers=2,

@@ -111,13 +111,20 @@ def _public_name(function: Callable[..., Any]) -> str:
     return f"{module}.{function.__qualname__}"
 
 
+def _is_distributed(function: Callable[..., Any]) -> bool:
+    """True for a function of `fa2cupy.distributed`, which has functions of the same names."""
+    return ".distributed." in function.__module__
+
+
 def _hint(function: Callable[..., Any], name: str, value: object, keywords: list[str]) -> str:
     """The suggestion that ends the sentence about an unknown keyword."""
     if name in _RETURN_LSE and "return_lse" in keywords:
         return "; did you mean 'return_lse'?"
     if name.lower() in _ELSEWHERE:
         return f"; write {_converted(name.lower(), value) or _ELSEWHERE[name.lower()]}."
-    others = [one for one in _public_calls if name in _own_keywords(one)]
+    others = [
+        one for one in _public_calls if name in _own_keywords(one) and _is_distributed(one) == _is_distributed(function)
+    ]
     if others:
         return f": it is one of {' and '.join(map(_public_name, others))}."
     close = similar(name, keywords)

@@ -22,7 +22,8 @@ aligned tile of 16 x 16. In the accumulators of mma.sync and wgmma one thread ho
 and needs one call for them. Of a tile of S^T it needs one half of the draws of two calls. Another thread needs the
 other halves; each of the two makes one of the calls, and they exchange halves (kernels/common/dropout.cuh). The mask
 does not depend on the tile, the method, the family or the lengths. The forward and the backward compute the same mask,
-and none is stored.
+and none is stored. A call that is a part of another one, as that of a rank of ``fa2cupy.distributed``, counts h and i
+from an origin of its own (`FeatureSettings.dropout_origin`), so that the elements dropped are those of the whole call.
 
 Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as
 1, 2, 3"; one round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), and
@@ -39,7 +40,7 @@ import numpy as np
 
 from .array_types import Array
 
-__all__ = ["dropout_scale", "dropout_threshold", "kept", "philox4x32"]
+__all__ = ["dropout_scale", "dropout_threshold", "first_query_word", "kept", "philox4x32"]
 
 _ROUNDS = 7
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -60,6 +61,19 @@ def dropout_threshold(dropout_p: float) -> int:
 def dropout_scale(dropout_p: float) -> float:
     """The factor of the elements that are kept."""
     return _DRAWS / (_DRAWS - dropout_threshold(dropout_p))
+
+
+def first_query_word(query: int) -> int:
+    """What kernels add to word 0 of a counter, so that a call's first query counts as this one.
+
+    Raises
+    ------
+    ValueError
+        The query is not at the start of a block of 16, whose draws come from the same words.
+    """
+    if query % 16:
+        raise ValueError(f"dropout_origin: expected a multiple of 16 queries on a GPU, got {query}")
+    return query // 2
 
 
 def philox4x32(counter: Words, key: tuple[int, int], rounds: int = _ROUNDS) -> Words:

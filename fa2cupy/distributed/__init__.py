@@ -1,0 +1,27 @@
+"""Attention of sequences whose rows are spread over several GPUs or processes (sequence or context parallelism).
+
+All ranks call these functions together, each with its own rows. NCCL carries CuPy arrays, and MPI, or simulated ranks,
+NumPy arrays.
+"""
+
+from .api import attention, backward, forward
+from .communicator import Communicator
+from .messages import CommunicationError
+from .rows import pad, padded_length, positions, shard, unshard
+from .simulation import simulate
+from .totals import total
+
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "attention",
+    "backward",
+    "forward",
+    "pad",
+    "padded_length",
+    "positions",
+    "shard",
+    "simulate",
+    "total",
+    "unshard",
+]

@@ -1,0 +1,383 @@
+"""The calls of `fa2cupy.distributed`: those of the package with a communicator in front, on a rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..backends import backend_of
+from ..families.tile import TileConfig
+from ..problem.arguments import check_bool, unpack_out
+from ..problem.array_types import Array
+from ..problem.feature_checks import extra_gradients
+from ..problem.keywords import check_keywords, takes_features
+from ..problem.options import CallOptions, hashable_config
+from . import gather, heads, ring
+from .communicator import Communicator
+from .messages import library_of
+from .operands import Operands, result_views
+from .requests import CallArguments, checked
+from .run import Run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..problem.features import FeatureKeywords
+
+__all__ = ["attention", "backward", "forward"]
+
+_Scheme = Callable[[Run, Operands, Sequence[Array]], None]
+_FORWARD: dict[str, _Scheme] = {"heads": heads.forward, "gather": gather.forward, "ring": ring.forward}
+_BACKWARD: dict[str, _Scheme] = {"heads": heads.backward, "gather": gather.backward, "ring": ring.backward}
+
+
+@takes_features
+def forward(
+    comm: Communicator,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+    scheme: str | None = None,
+    order: str = "zigzag",
+    head_groups: int | None = None,
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+    num_splits: int | None = None,
+    precision: str | None = None,
+    **keywords: Unpack[FeatureKeywords],
+) -> tuple[Array, Array]:
+    """`fa2cupy.forward` of a sequence whose rows are spread over several ranks.
+
+    Parameters
+    ----------
+    comm : Communicator
+        All ranks call this together, with the same shapes, dtypes and options.
+    q, k, v : ndarray
+        This rank's rows, as `shard` takes them from the whole arrays; otherwise as for `fa2cupy.forward`. q may have
+        another number of rows than k and v.
+    causal, softmax_scale, layout, config, family, num_splits, precision
+        As for `fa2cupy.forward`, of the whole sequence.
+    out : tuple of (ndarray or None), optional
+        Arrays ``(o, lse)`` to write this rank's results to.
+    scheme : {None, "heads", "gather", "ring"}, optional
+        ``"heads"``: each rank gets all rows of its share of the heads (all-to-all); the number of K/V heads must be a
+        multiple of the number of ranks. ``"gather"``: each rank gets the keys that its queries see (all-gather).
+        ``"ring"``: each rank meets the keys of one other rank at a time, and results are merged in float32. None is
+        ``"heads"`` where it is possible, and else ``"gather"``.
+    order : {"zigzag", "contiguous"}, optional
+        Which rows a rank has: of twice as many equal chunks as there are ranks, the one of its number from the start
+        and the one of its number from the end, so that causal work is the same on all ranks; or one chunk.
+    head_groups : int, optional
+        Groups of a rank's K/V heads that are computed one after the other, while the messages of the next one pass; a
+        divisor of their number.
+
+    Returns
+    -------
+    o : ndarray, shape of q, with the columns of v
+    lse : ndarray, shape (batch, num_heads, rows of this rank)
+        As from `fa2cupy.forward`, for this rank's rows.
+
+    Other Parameters
+    ----------------
+    bias, mask : ndarray
+        With this rank's queries (``shard(comm, bias, axis=-2)``) and all keys; or with one query, for all of them, and
+        then the same on all ranks.
+    alibi_slopes, sink, key_padding_mask, cu_seqlens_q, cu_seqlens_k, score_args, mask_args, block_mask
+        Those of the whole sequence, the same on all ranks. Packed arrays are divided without regard to the ends of
+        their sequences.
+    window, softcap, dropout_p, seed, max_seqlen_q, max_seqlen_k, score_mod, mask_mod
+        As for `fa2cupy.forward`; b, h, q and k of functions are those of the whole sequence.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa2cupy.forward`, on all ranks; the arguments of other ranks differ, and the text names the argument and
+        the ranks; the ranks cannot divide the rows, or the heads for ``"heads"``.
+    UnsupportedProblemError
+        ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` has no
+        packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on the right; on a GPU,
+        dropout only in chunks of a multiple of 16 rows.
+    CommunicationError
+        Another rank has failed or does not answer in time. The communicator cannot be used any more.
+
+    Notes
+    -----
+    In ``"heads"`` and ``"gather"`` o and lse are those of one call on the whole sequence, bit for bit, and so is what
+    dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this needs chunks of
+    whole tiles of queries (by default 256 rows divided by the query heads of a group; `config` has other ones) and a
+    BLAS whose products do not depend on the number of rows; on a GPU the same `num_splits`, which shorter calls may
+    choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
+
+    Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
+    of d columns and G groups of heads: ``"heads"`` 4 N / W (H + h) d e; ``"gather"`` 2 (N + N / W) h d e min(2, G) / G;
+    ``"ring"`` 3 slots of 2 N / W h d e, and o in float32.
+
+    On GPUs, messages travel by NCCL on a stream of the highest priority, next to a second stream for computing. No call
+    waits for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
+    another call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed
+    when the time is up. The speed of this implementation on GPUs has not been measured yet: the README has the figures
+    of the prototype that it follows.
+
+    Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
+    Attention, Liu et al. 2023 (``"ring"``); the zigzag order of Zhu's ring-flash-attention, 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fa2cupy
+    >>> import fa2cupy.distributed as dist
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 64, 4, 16), dtype=np.float32)
+    >>> def work(comm):
+    ...     o, lse = dist.forward(comm, *(dist.shard(comm, x) for x in (q, k, v)), causal=True)
+    ...     return dist.unshard(comm, o)
+    >>> np.allclose(dist.simulate(4, work)[0], fa2cupy.forward(q, k, v, causal=True)[0], atol=1e-6)
+    True
+    """
+    if keywords:
+        check_keywords(forward, keywords)
+    config_key = None if config is None else hashable_config(config)
+    options = CallOptions(causal, softmax_scale, layout, config_key, family, num_splits=num_splits, precision=precision)
+    given = _given(keywords)
+    arguments = CallArguments("forward", {"q": q, "k": k, "v": v}, out, options, given, scheme, order, head_groups)
+    results = _results(comm, arguments)
+    return results[0], results[1]
+
+
+@takes_features
+def backward(
+    comm: Communicator,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    do: Array,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    delta: Array | None = None,
+    dlse: Array | None = None,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    return_dscore_args: bool = False,
+    method: str | None = None,
+    deterministic: bool = False,
+    layout: str = "bshd",
+    out: tuple[Array | None, ...] | None = None,
+    scheme: str | None = None,
+    order: str = "zigzag",
+    head_groups: int | None = None,
+    config: TileConfig | Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+    num_splits: int | None = None,
+    precision: str | None = None,
+    **keywords: Unpack[FeatureKeywords],
+) -> tuple[Array, ...]:
+    """`fa2cupy.backward` of a sequence whose rows are spread over several ranks.
+
+    Parameters
+    ----------
+    comm : Communicator
+    q, k, v : ndarray
+        The arguments of `forward`, and so are `causal`, `softmax_scale`, `layout`, `order` and features.
+    o, lse, do : ndarray
+        This rank's results of `forward`, and the gradient for o.
+    delta, dlse : ndarray, shape of lse, optional
+        As for `fa2cupy.backward`, for this rank's rows.
+    return_dbias, return_dsink, return_dscore_args : bool, optional
+        Also returns the gradient of `bias`, of `sink`, and of the floating-point arrays in `score_args`.
+    method, deterministic, config, family, num_splits, precision
+        As for `fa2cupy.backward`.
+    scheme, order, head_groups
+        As for `forward`; the schemes of forward and backward may differ.
+    out : tuple of (ndarray or None), optional
+        Arrays for this rank's results.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray, shapes of q, k, v
+        The whole gradients of this rank's rows.
+    dbias : ndarray, shape of bias
+        That of this rank's queries. For a bias that is the same for all queries, or for packed sequences, this rank's
+        share.
+    dsink, *dscore_args : ndarray
+        This rank's shares.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, CommunicationError
+        As for `forward`.
+
+    Notes
+    -----
+    The gradient of an array that all ranks have is the sum of their shares, as it is for the weights of a model, which
+    see a rank's tokens only: a training loop sums all of them at once.
+
+    dq, dk and dv of ``"heads"`` are those of one call bit for bit, if the method is reproducible. ``"gather"`` rounds
+    each rank's share of dk and dv to their dtype and sums the shares once, in float32, in the order of the ranks;
+    ``"ring"`` does the same, and sums dq over its steps. With ``deterministic=True`` results are equal from run to run.
+
+    Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
+    ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for shares and what comes of other ranks;
+    ``"ring"`` that of the forward, 8 N / W h d e for shares, and dq, dk and dv in float32.
+    """
+    if keywords:
+        check_keywords(backward, keywords)
+    config_key = None if config is None else hashable_config(config)
+    options = CallOptions(
+        causal,
+        softmax_scale,
+        layout,
+        config_key,
+        family,
+        method,
+        deterministic,
+        return_dbias,
+        return_dsink,
+        num_splits,
+        precision,
+        return_dscore_args,
+    )
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "delta": delta, "dlse": dlse}
+    given = _given(keywords)
+    return _results(comm, CallArguments("backward", arrays, out, options, given, scheme, order, head_groups))
+
+
+@takes_features
+def attention(
+    comm: Communicator,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    method: str | None = None,
+    deterministic: bool = False,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    return_dscore_args: bool = False,
+    return_lse: bool = False,
+    scheme: str | None = None,
+    order: str = "zigzag",
+    head_groups: int | None = None,
+    config: Mapping[str, TileConfig] | None = None,
+    family: str | None = None,
+    num_splits: int | None = None,
+    precision: str | None = None,
+    **keywords: Unpack[FeatureKeywords],
+) -> tuple[Any, ...]:
+    """`forward`, and its gradient as a closure: `fa2cupy.attention` on several ranks.
+
+    Parameters
+    ----------
+    comm, q, k, v, causal, softmax_scale, layout, scheme, order, head_groups, family, **keywords
+        As for `forward`.
+    method, deterministic, return_dbias, return_dsink, return_dscore_args
+        As for `backward`.
+    return_lse : bool, optional
+        Also returns lse.
+    config, num_splits, precision
+        As for `forward` and `backward`.
+
+    Returns
+    -------
+    o : ndarray
+    lse : ndarray
+        Only with `return_lse`.
+    backprop : callable
+        ``backprop(do, dlse=None)`` returns the results of `backward`. All ranks call it together. It keeps q, k, v, o,
+        lse and the arrays of features alive, and nothing that came from other ranks.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError, CommunicationError
+        As for `forward` and `backward`.
+    """
+    check_keywords(attention, keywords)
+    check_bool("return_lse", return_lse)
+    shared: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "layout": layout,
+        "scheme": scheme,
+        "order": order,
+        "head_groups": head_groups,
+        "config": config,
+        "family": family,
+        "num_splits": num_splits,
+        "precision": precision,
+    }
+    shared |= keywords
+    own: dict[str, Any] = {
+        "method": method,
+        "deterministic": deterministic,
+        "return_dbias": return_dbias,
+        "return_dsink": return_dsink,
+        "return_dscore_args": return_dscore_args,
+    }
+    # Errors are raised before the forward runs.
+    extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
+    o, lse = forward(comm, q, k, v, **shared)
+
+    def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
+        """Gradients of the call of `fa2cupy.distributed.attention` that returned this function.
+
+        Parameters
+        ----------
+        do : ndarray, shape of o
+        dlse : ndarray, shape and dtype of lse, optional
+
+        Returns
+        -------
+        dq, dk, dv : ndarray
+        dbias, dsink, *dscore_args : ndarray
+            The requested ones.
+        """
+        return backward(comm, q, k, v, o, lse, do, dlse=dlse, **own, **shared)
+
+    return (o, lse, backprop) if return_lse else (o, backprop)
+
+
+def _given(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
+    """Checks a call, allocates its results and runs it."""
+    if comm.size == 1:
+        return _alone(arguments)
+    request = checked(comm, arguments)
+    q = arguments.arrays["q"]
+    names = tuple(result.name for result in request.results)
+    given = unpack_out(arguments.out, names)
+    xp = library_of(q)
+    out = tuple(
+        xp.empty(result.shape, result.dtype) if array is None else array
+        for result, array in zip(request.results, given, strict=True)
+    )
+    operands = Operands.of(arguments.arrays, arguments.options.layout)
+    views = result_views(names, out, arguments.options.layout, q.ndim)
+    scheme = (_FORWARD if arguments.call == "forward" else _BACKWARD)[request.scheme]
+    try:
+        run = Run(comm, request, q)
+        scheme(run, operands, views)
+        run.finish()
+    except BaseException as error:
+        comm.give_up(error)
+        raise
+    return out
+
+
+def _alone(arguments: CallArguments) -> tuple[Array, ...]:
+    """The call of a single rank, which has the whole sequence."""
+    arrays, options = arguments.arrays, arguments.options
+    backend = backend_of("q", arrays["q"])
+    return getattr(backend, arguments.call)(*arrays.values(), arguments.out, options, arguments.keywords)

@@ -1,0 +1,214 @@
+"""The ranks of a sequence-parallel call, and how they reach each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .messages import CommunicationError, Transport, is_on_host
+
+__all__ = ["Communicator"]
+
+_TIMEOUT_S = 600.0
+#: Names of a rank and the number of ranks: those of torchrun, Open MPI, MPICH and its relatives, and Slurm.
+_ENVIRONMENTS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+class Communicator:
+    """One rank of several that call `fa2cupy.distributed` together.
+
+    All ranks make the same calls in the same order, each on its own rows. It is made by `from_mpi`, `from_env` or
+    `from_nccl`, or passed to the functions that `fa2cupy.distributed.simulate` runs.
+
+    Attributes
+    ----------
+    rank : int
+        Number of this rank, from 0.
+    size : int
+        Number of ranks.
+
+    Parameters
+    ----------
+    rank, size : int
+    host : Transport or None
+        Messages of NumPy arrays.
+    device : callable or None
+        Makes the messages of CuPy arrays, at the first of them: all ranks call it together.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: Transport | None = None,
+        device: Callable[[], Transport] | None = None,
+    ):
+        self.rank = rank
+        self.size = size
+        self._host = host
+        self._device = device
+        self._made: Transport | None = None
+        self._broken: str | None = None
+        #: Descriptions of the calls that all ranks have agreed on.
+        self.agreed: set[str] = set()
+
+    @classmethod
+    def from_mpi(cls, communicator: Any, *, timeout: float = _TIMEOUT_S) -> Communicator:
+        """The ranks of a communicator of mpi4py.
+
+        NumPy arrays travel by MPI. CuPy arrays travel by NCCL: its communicator is made at the first call with CuPy
+        arrays, on the device that is current then, and MPI passes its identifier on.
+
+        Parameters
+        ----------
+        communicator : mpi4py.MPI.Intracomm
+            Such as ``MPI.COMM_WORLD``. It is duplicated: all ranks call this together.
+        timeout : float, optional
+            Seconds that a rank waits for messages of the others before it raises `CommunicationError`.
+
+        Raises
+        ------
+        ImportError
+            mpi4py is missing.
+        """
+        try:
+            from .mpi import MpiTransport
+
+            transport = MpiTransport(communicator, check_timeout(timeout))
+        except ImportError as error:
+            raise ImportError(f"Communicator.from_mpi needs mpi4py: pip install mpi4py mpich ({error})") from error
+
+        def device() -> Transport:
+            from .nccl import connect
+
+            return connect(transport.rank, transport.size, lambda own: communicator.bcast(own, root=0), timeout)
+
+        return cls(transport.rank, transport.size, transport, device)
+
+    @classmethod
+    def from_nccl(
+        cls, communicator: Any, rank: int | None = None, size: int | None = None, *, timeout: float = _TIMEOUT_S
+    ) -> Communicator:
+        """The ranks of a communicator of NCCL, for CuPy arrays.
+
+        Parameters
+        ----------
+        communicator : cupy.cuda.nccl.NcclCommunicator, cupyx.distributed.NCCLBackend or nccl.core.Communicator
+            The last one is of nccl4py.
+        rank, size : int, optional
+            Those of the communicator, where it does not tell them.
+        timeout : float, optional
+            As for `from_env`.
+
+        Raises
+        ------
+        TypeError
+            The communicator is of another kind, or does not tell its rank or size.
+        """
+        from .nccl import wrap
+
+        transport = wrap(communicator, rank, size, check_timeout(timeout))
+        return cls(transport.rank, transport.size, None, lambda: transport)
+
+    @classmethod
+    def from_env(cls, environment: Mapping[str, str] | None = None, *, timeout: float = _TIMEOUT_S) -> Communicator:
+        """The ranks that a launcher has started, for CuPy arrays: one process for each GPU.
+
+        RANK and WORLD_SIZE are those of torchrun; the variables of Open MPI, MPICH and Slurm are read where they are
+        missing. The process with rank 0 listens at MASTER_ADDR (``127.0.0.1`` by default) and MASTER_PORT (29500) and
+        passes NCCL's identifier on. NCCL's communicator is made at the first call, on the device that is current then.
+
+        Parameters
+        ----------
+        environment : mapping of str, optional
+            Instead of ``os.environ``.
+        timeout : float, optional
+            Seconds after which a rank gives up a call, whose messages then end with an error: see the README.
+
+        Raises
+        ------
+        ValueError
+            The variables are missing or are no numbers.
+        """
+        given = os.environ if environment is None else environment
+        check_timeout(timeout)
+        rank, size = _rank_and_size(given)
+        address = given.get("MASTER_ADDR", "127.0.0.1")
+        port = _number(given, "MASTER_PORT", "29500")
+
+        def device() -> Transport:
+            from .nccl import connect
+            from .rendezvous import broadcast
+
+            return connect(rank, size, lambda own: broadcast(rank, size, own, (address, port), timeout), timeout)
+
+        return cls(rank, size, None, device)
+
+    def transport_of(self, array: object) -> Transport:
+        """The messages for arrays of the library of this one, and some for what is no array.
+
+        Raises
+        ------
+        TypeError
+            The communicator has no messages for it.
+        CommunicationError
+            An earlier call failed.
+        """
+        if self._broken is not None:
+            raise CommunicationError(f"an earlier call on this communicator failed: {self._broken}")
+        if is_on_host(array) or not (hasattr(array, "dtype") or self._host is None):
+            if self._host is None:
+                raise TypeError(
+                    "NumPy arrays travel by MPI, and this communicator has NCCL alone; make it with "
+                    "Communicator.from_mpi, or simulate ranks with fa2cupy.distributed.simulate"
+                )
+            return self._host
+        if self._device is None:
+            raise TypeError(
+                "simulated ranks have NumPy arrays, got a cupy.ndarray; make the communicator of NCCL or MPI"
+            )
+        if self._made is None:
+            self._made = self._device()
+        return self._made
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuses later calls: messages of a call that failed may still be under way."""
+        if self._broken is None:
+            self._broken = f"{type(error).__name__}: {error}"
+
+    def __repr__(self) -> str:
+        return f"<Communicator: rank {self.rank} of {self.size}>"
+
+
+def check_timeout(timeout: object) -> float:
+    """Raises TypeError or ValueError unless it is a positive number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout: expected a number of seconds, got {type(timeout).__name__}")
+    if not timeout > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+    return float(timeout)
+
+
+def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    for names in _ENVIRONMENTS:
+        if all(name in environment for name in names):
+            rank, size = (_number(environment, name) for name in names)
+            if not 0 <= rank < size:
+                raise ValueError(f"{names[0]}: expected 0 to {size - 1}, below {names[1]}, got {rank}")
+            return rank, size
+    wanted = "; ".join(" and ".join(names) for names in _ENVIRONMENTS)
+    raise ValueError(f"environment: expected the variables of a launcher ({wanted}), and there are none")
+
+
+def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environment.get(name, default)
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ValueError(f"{name}: expected an int, got {text!r}") from None

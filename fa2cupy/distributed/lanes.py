@@ -1,0 +1,82 @@
+"""Lanes: where the work of a call is queued.
+
+    lane(function, *args)       queues a call
+    lane.record()               an event that is reached when all that was queued before is done
+    lane.wait(event)            what is queued after it waits for the event
+    lane.join()                 returns when the host may read what the lane has written
+
+A call has three lanes: the caller's, a second one for computing, and one for messages. On a GPU they are streams. On
+NumPy the work is done at once, in the order in which it is queued, which is one of those that the waits allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["HostLane", "Lane", "StreamLane"]
+
+
+class Lane(Protocol):
+    """See the docstring of the module."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> None:
+        """Queues a call."""
+
+    def record(self) -> Any:
+        """An event that is reached when all that was queued before is done."""
+
+    def wait(self, event: Any) -> None:
+        """Lets what is queued after it wait for the event."""
+
+    def join(self) -> None:
+        """Returns when the host may read what the lane has written."""
+
+
+class HostLane:
+    """A lane that does its work at once."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls the function."""
+        function(*args)
+
+    def record(self) -> None:
+        """Nothing: all is done."""
+
+    def wait(self, event: None) -> None:
+        """Nothing: all is done."""
+
+    def join(self) -> None:
+        """Nothing: all is done."""
+
+
+class StreamLane:
+    """A lane on a CUDA stream.
+
+    Parameters
+    ----------
+    stream : cupy.cuda.Stream
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls the function with the stream as CuPy's current one."""
+        with self._stream:
+            function(*args)
+
+    def record(self) -> Any:
+        """An event on the stream."""
+        import cupy
+
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Lets the stream wait for the event; the host does not."""
+        self._stream.wait_event(event)
+
+    def join(self) -> None:
+        """Nothing: results of a GPU are read on the caller's stream, which waits for the other lanes."""

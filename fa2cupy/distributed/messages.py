@@ -1,0 +1,88 @@
+"""What transports have in common: groups of messages, and texts that all ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ..numerics.arrays import array_module
+from ..problem.array_types import Array
+
+__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "is_on_host", "library_of", "split_own"]
+
+#: Contiguous arrays, each with the rank that it goes to or comes from.
+Messages: TypeAlias = "Sequence[tuple[Array, int]]"
+
+
+class CommunicationError(RuntimeError):
+    """A rank failed or did not answer in time, so that the results of a call are not there."""
+
+
+class Transport(Protocol):
+    """Messages between ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+    waits_for_host : bool
+        True if `exchange` returns when the messages have arrived. Messages are otherwise queued on CuPy's current
+        stream, and reading one on the host synchronises with the GPU.
+    """
+
+    rank: int
+    size: int
+    waits_for_host: bool
+
+    def exchange(self, sends: Messages, recvs: Messages) -> None:
+        """Sends and receives a group of arrays. Messages between two ranks arrive in the order they were sent."""
+
+    def watch(self) -> None:
+        """Is called when all messages of a call have been queued."""
+
+    def empty_bytes(self, nbytes: int) -> Any:
+        """An array of bytes that messages can be received in."""
+
+    def to_buffer(self, data: np.ndarray) -> Any:
+        """Bytes of the host as an array that can be sent."""
+
+    def to_host(self, buffer: Any) -> np.ndarray:
+        """A received array of bytes on the host."""
+
+
+def is_on_host(array: object) -> bool:
+    """True for a NumPy array."""
+    return isinstance(array, np.ndarray)
+
+
+def library_of(array: Array) -> ModuleType:
+    """``numpy`` or ``cupy``. Ranks that are threads must not ask CuPy for it: it imports modules to answer."""
+    return np if is_on_host(array) else array_module(array)
+
+
+def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[Array, Array]], Messages, Messages]:
+    """The messages of a rank to itself, as pairs (target, source), and those between ranks, without empty arrays."""
+    own = zip(
+        [array for array, peer in recvs if peer == rank], [array for array, peer in sends if peer == rank], strict=True
+    )
+    copies = [(target, source) for target, source in own if source.size]
+    others = [[pair for pair in pairs if pair[1] != rank and pair[0].size] for pairs in (sends, recvs)]
+    return copies, others[0], others[1]
+
+
+def all_texts(transport: Transport, text: str) -> list[str]:
+    """The texts of all ranks, by rank."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    length = np.array([len(data)], np.int64).view(np.uint8)
+    lengths = [int(found.view(np.int64)[0]) for found in _all_bytes(transport, length, [8] * transport.size)]
+    return [bytes(found).decode() for found in _all_bytes(transport, data, lengths)]
+
+
+def _all_bytes(transport: Transport, data: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    own = transport.to_buffer(data)
+    peers = [peer for peer in range(transport.size) if peer != transport.rank]
+    buffers = {peer: transport.empty_bytes(lengths[peer]) for peer in peers}
+    transport.exchange([(own, peer) for peer in peers], [(buffers[peer], peer) for peer in peers])
+    return [data if peer == transport.rank else transport.to_host(buffers[peer]) for peer in range(transport.size)]

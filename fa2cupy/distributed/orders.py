@@ -1,0 +1,99 @@
+"""The rows of each rank: which chunks of the whole sequence a rank has, and in which order.
+
+``"zigzag"``: of ``2 * size`` equal chunks, rank ``r`` has chunk ``r`` and chunk ``2 * size - 1 - r``. Under a causal
+mask each rank then has the same number of visible pairs of queries and keys. ``"contiguous"``: of ``size`` equal
+chunks, rank ``r`` has chunk ``r``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..problem.array_types import Array
+
+__all__ = ["ORDERS", "Chunk", "RowOrder", "check_order", "divisor"]
+
+ORDERS = ("zigzag", "contiguous")
+
+
+class Chunk(NamedTuple):
+    """Neighbouring rows of the whole sequence that one rank has.
+
+    Attributes
+    ----------
+    local : slice
+        The rows among those of the rank.
+    whole : slice
+        The rows in the whole sequence.
+    """
+
+    local: slice
+    whole: slice
+
+
+def check_order(order: object) -> str:
+    """Raises ValueError unless `order` is the name of an order."""
+    if order not in ORDERS:
+        raise ValueError(f"order: expected {' or '.join(map(repr, ORDERS))}, got {order!r}")
+    return str(order)
+
+
+def divisor(order: str, size: int) -> int:
+    """The number that the length of a sequence must be a multiple of."""
+    return 2 * size if order == "zigzag" and size > 1 else size
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows of all ranks.
+
+    Attributes
+    ----------
+    order : {"zigzag", "contiguous"}
+    size : int
+        Number of ranks.
+    seqlen : int
+        Rows of the whole sequence: a multiple of ``divisor(order, size)``.
+    """
+
+    order: str
+    size: int
+    seqlen: int
+
+    @property
+    def local(self) -> int:
+        """Rows of one rank."""
+        return self.seqlen // self.size
+
+    @property
+    def is_zigzag(self) -> bool:
+        """True if a rank has two chunks."""
+        return self.order == "zigzag" and self.size > 1
+
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        """The chunks of a rank, in the order of its rows."""
+        numbers = (rank, 2 * self.size - 1 - rank) if self.is_zigzag else (rank,)
+        rows = self.local // len(numbers)
+        return tuple(
+            Chunk(slice(i * rows, (i + 1) * rows), slice(number * rows, (number + 1) * rows))
+            for i, number in enumerate(numbers)
+        )
+
+    def by_rank(self, whole: Array, axis: int) -> list[tuple[Array, slice]]:
+        """Views of a whole array with an axis of ranks in front, each with the local rows that it has.
+
+        Parameters
+        ----------
+        whole : ndarray
+        axis : int
+            The axis of the rows, not negative.
+        """
+        parts = 2 if self.is_zigzag else 1
+        rows = self.local // parts
+        shape = (*whole.shape[:axis], parts * self.size, rows, *whole.shape[axis + 1 :])
+        chunks = whole.reshape(shape)
+        front = chunks.transpose(axis, *(i for i in range(chunks.ndim) if i != axis))
+        if parts == 1:
+            return [(front, slice(0, rows))]
+        return [(front[: self.size], slice(0, rows)), (front[self.size :][::-1], slice(rows, 2 * rows))]

@@ -1,0 +1,153 @@
+"""The keywords of features for a part of the whole problem: some heads, neighbouring queries, and the first keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..problem.array_types import Array
+from ..problem.attention import AttentionProblem
+from ..problem.block_mask import BlockMask
+from ..problem.function_checks import program_of
+
+__all__ = ["OVER_SCORES", "Part", "needs_place", "of_part", "over_scores", "part_keywords"]
+
+#: The arrays with an axis of queries: each rank has its own rows, unless it is the same for all.
+OVER_SCORES = ("bias", "mask")
+
+
+class Part(NamedTuple):
+    """A part of the scores that one call computes.
+
+    Attributes
+    ----------
+    heads : slice
+        Query heads.
+    queries : slice
+        Rows in the whole sequence.
+    keys : int
+        Number of keys from the first one on.
+    """
+
+    heads: slice
+    queries: slice
+    keys: int
+
+
+def over_scores(keywords: Mapping[str, Any]) -> dict[str, Array]:
+    """The biases and masks with all four axes: (batch, head, query, key), of length 1 where they are broadcast."""
+    arrays = {name: keywords[name] for name in OVER_SCORES if name in keywords}
+    return {name: array[(None,) * (4 - array.ndim)] for name, array in arrays.items()}
+
+
+def of_part(array: Array, heads: slice, rows: slice, keys: int) -> Array:
+    """A view of a bias or a mask for some heads, rows and the first keys."""
+    wanted = (slice(None), heads, rows, slice(0, keys))
+    return array[tuple(slice(None) if length == 1 else part for length, part in zip(array.shape, wanted, strict=True))]
+
+
+def needs_place(keywords: Mapping[str, Any], has_all_queries: bool) -> bool:
+    """True if functions of the caller's must be told where a part begins."""
+    for role in ("score_mod", "mask_mod"):
+        if role in keywords:
+            program = program_of(role, keywords[role], keywords.get(role.replace("mod", "args"), ()))
+            if not has_all_queries or program.depends_on("h"):
+                return True
+    return False
+
+
+def part_keywords(
+    problem: AttentionProblem,
+    keywords: Mapping[str, Any],
+    part: Part,
+    scores: Mapping[str, Array],
+    place: Array | None,
+) -> dict[str, Any]:
+    """The keywords of features for a part.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        The whole problem.
+    keywords : dict
+        Those of the whole problem.
+    part : Part
+    scores : dict of ndarray
+        The part's biases and masks, with four axes.
+    place : ndarray of int32, or None
+        First head and first query, if functions of the caller's must be told.
+    """
+    found = dict(keywords) | dict(scores)
+    heads = part.heads
+    if "alibi_slopes" in found:
+        found["alibi_slopes"] = found["alibi_slopes"][..., heads]
+    if "sink" in found:
+        found["sink"] = found["sink"][heads]
+    if "key_padding_mask" in found:
+        padding = found["key_padding_mask"]
+        found["key_padding_mask"] = (
+            padding if problem.is_packed else padding.reshape(-1, padding.shape[-1])[:, : part.keys]
+        )
+    if problem.settings.dropout_p:
+        found["dropout_origin"] = (heads.start, part.queries.start)
+    if "window" in found and not problem.is_packed:
+        found["window"] = _window(problem, part)
+    _place_functions(found, part, place)
+    return found
+
+
+def _window(problem: AttentionProblem, part: Part) -> tuple[int | None, int | None] | None:
+    """The window of a part, which counts from the diagonal of the part.
+
+    The diagonal of a call ends at its last query and its last key. Where a part has keys behind the diagonal of its
+    last query, the diagonal lies that much further right in the part.
+    """
+    left, right = problem.settings.window
+    further = part.keys - (part.queries.stop + problem.seqlen_k - problem.seqlen_q)
+    if part.keys == 0 or further < 0:
+        return None  # no key is visible
+    return None if left is None else left + further, None if right is None else max(0, right - further)
+
+
+def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) -> None:
+    sparse = keywords.get("block_mask")
+    if isinstance(sparse, BlockMask) and sparse.shape[1] > 1:
+        sparse = BlockMask.of_states(
+            sparse.states[:, part.heads].copy(),
+            sparse.layout.seqlen_q,
+            sparse.layout.seqlen_k,
+            sparse.tile,
+            sparse.program,
+        )
+    for role in ("score_mod", "mask_mod"):
+        if place is None or role not in keywords:
+            continue
+        args = role.replace("mod", "args")
+        keywords[role] = _placed(role, keywords[role])
+        keywords[args] = (*keywords.get(args, ()), place)
+    if isinstance(sparse, BlockMask):
+        program = sparse.program
+        if program is not None and place is not None:
+            program = program_of("mask_mod", keywords["mask_mod"], keywords["mask_args"])
+        layout = sparse.layout
+        sparse = BlockMask.of_states(sparse.states, layout.seqlen_q, layout.seqlen_k, sparse.tile, program)
+        keywords["block_mask"] = sparse
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for a part: its last array has the part's first head and first query."""
+    if role == "score_mod":
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> Any:
+            *own, place = arrays
+            return function(score, b, h + place[0], q + place[1], k, *own)
+
+        return score_mod
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> Any:
+        *own, place = arrays
+        return function(b, h + place[0], q + place[1], k, *own)
+
+    return mask_mod

@@ -1,0 +1,263 @@
+"""Checks a call and agrees on it with the other ranks.
+
+The checks are those of one call on the whole sequence: they run on shadows, arrays of the whole shapes without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..families.choice import requested_method
+from ..families.tile import requested_tile
+from ..problem.arguments import OverlapCheck, array_backend, check_outputs, output_name, unpack_out
+from ..problem.array_types import Array
+from ..problem.attention import SOURCE_AXES, AttentionProblem
+from ..problem.block_mask import BlockMask
+from ..problem.checks import Request as WholeRequest
+from ..problem.checks import Result, check_backward, check_forward, sizes_of
+from ..problem.feature_checks import extra_gradients
+from ..problem.features import feature_arrays
+from ..problem.function_checks import function_arrays, program_of
+from ..problem.options import CallOptions
+from .agreement import ERROR, agree
+from .communicator import Communicator
+from .messages import is_on_host
+from .orders import RowOrder, check_order, divisor
+from .schemes import check_scheme, groups_of, scheme_of
+
+__all__ = ["CallArguments", "Request", "checked"]
+
+_OVER_SCORES = ("bias", "mask")
+_STATISTICS = ("lse", "delta", "dlse")
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """The arguments of a call on one rank.
+
+    Attributes
+    ----------
+    call : {"forward", "backward"}
+    arrays : dict of ndarray
+        q, k, v, and for a backward o, lse, do, delta and dlse, of which the last two may be None.
+    out : tuple of (ndarray or None), or None
+    options : CallOptions
+    keywords : dict
+        Those of features that are not None.
+    scheme, order, head_groups
+        As for `fa2cupy.distributed.forward`.
+    """
+
+    call: str
+    arrays: Mapping[str, Any]
+    out: Any
+    options: CallOptions
+    keywords: Mapping[str, Any]
+    scheme: str | None
+    order: str
+    head_groups: int | None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arrays that are not None, those of features included."""
+        own = {name: array for name, array in self.arrays.items() if array is not None}
+        return own | feature_arrays(self.keywords) | function_arrays(self.keywords)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call that all ranks agree on.
+
+    Attributes
+    ----------
+    problem : AttentionProblem
+        The problem of the whole sequence, with the axes of the caller's arrays.
+    results : tuple of Result
+        The results of this rank.
+    scheme : {"heads", "gather", "ring"}
+    queries, keys : RowOrder
+        The ranks' rows of q and of k.
+    groups : int
+        Groups of K/V heads that are computed one after the other.
+    options : CallOptions
+    keywords : dict
+        Those of features that are not None.
+    """
+
+    problem: AttentionProblem
+    results: tuple[Result, ...]
+    scheme: str
+    queries: RowOrder
+    keys: RowOrder
+    groups: int
+    options: CallOptions
+    keywords: Mapping[str, Any]
+
+
+def checked(comm: Communicator, arguments: CallArguments) -> Request:
+    """The request of a call.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedProblemError
+        The arguments do not fit each other, or those of other ranks.
+    """
+    q = arguments.arrays["q"]
+    try:
+        array_backend(arguments.given)
+        request = _request(comm, arguments)
+        description = _description(arguments)
+    except Exception as error:
+        # The others learn of it before they wait for messages that never come.
+        agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
+        raise
+    agree(comm, q, description)
+    return request
+
+
+def _request(comm: Communicator, arguments: CallArguments) -> Request:
+    options, arrays = arguments.options, arguments.arrays
+    order = check_order(arguments.order)
+    requested_method(options.method, options.deterministic, with_atomics=not is_on_host(arrays["q"]))
+    requested_tile("forward", options.config)
+    shadows, rows = _shadows(comm.size, order, arguments)
+    whole = _whole_request(arguments, shadows, comm.size)
+    problem = whole.problem
+    queries, keys = (RowOrder(order, comm.size, rows[name] * comm.size) for name in ("q", "k"))
+    results = _own_results(whole.results, arguments)
+    given = unpack_out(arguments.out, tuple(result.name for result in results))
+    check_outputs(results, given)
+    _check_overlap(arguments, results, given)
+    scheme = scheme_of(arguments.scheme, problem, comm.size)
+    check_scheme(scheme, problem, queries, on_gpu=not is_on_host(arrays["q"]))
+    has_extras = len(results) > 3
+    groups = groups_of(scheme, problem, comm.size, arguments.head_groups, has_extras)
+    return Request(problem, results, scheme, queries, keys, groups, options, arguments.keywords)
+
+
+def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arrays of the whole shapes without memory, by name, and the rows that a rank has of q and k."""
+    layout = arguments.options.layout
+    shadows: dict[str, Any] = {}
+    rows: dict[str, int] = {}
+    is_packed = arguments.keywords.get("cu_seqlens_q") is not None
+    for name, array in arguments.arrays.items():
+        if array is None:
+            continue
+        shape = list(array.shape)
+        if name in _STATISTICS:
+            axis = array.ndim - 1
+        else:
+            sizes_of(name, array, layout)
+            axis = SOURCE_AXES[layout, array.ndim][1]
+        if array.ndim:
+            length = shape[axis]
+            step = divisor(order, size) // size
+            if length % step:
+                multiple = divisor(order, size)
+                raise ValueError(
+                    f"{name}: expected an even number of rows on each rank, for the two chunks of zigzag order, got "
+                    f"{length}; pad the whole sequence to a multiple of {multiple}, that is to "
+                    f"{-(-length * size // multiple) * multiple} rows, with fa2cupy.distributed.pad"
+                )
+            rows.setdefault(name, length)
+            shape[axis] = length * size
+        shadows[name] = _shadow(tuple(shape), array.dtype)
+    for name, array in feature_arrays(arguments.keywords).items():
+        shape = list(array.shape)
+        if name in _OVER_SCORES and not is_packed and array.ndim > 1:
+            shape[-2] = _whole_rows(name, array, rows["q"], size)
+        shadows[name] = _shadow(tuple(shape), array.dtype)
+    return shadows, rows
+
+
+def _whole_rows(name: str, array: Array, rows: int, size: int) -> int:
+    """Queries that an array over the scores has, of all ranks together; 1 if it is the same for all queries."""
+    own = array.shape[-2]
+    if size == 1 or own == 1 != rows:
+        return own
+    if rows == 1:
+        raise ValueError(f"{name}: it needs at least 2 rows of q on each rank, got 1")
+    if own != rows:
+        raise ValueError(
+            f"{name}: expected {rows} queries, those of this rank, or 1 for all of them, got shape {array.shape}; "
+            f"fa2cupy.distributed.shard(comm, {name}, axis={array.ndim - 2}) takes them from the whole array"
+        )
+    return own * size
+
+
+def _shadow(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _whole_request(arguments: CallArguments, shadows: Mapping[str, Any], size: int) -> WholeRequest:
+    keywords: dict[str, Any] = {name: shadows.get(name, value) for name, value in arguments.keywords.items()}
+    for name in ("score_args", "mask_args"):
+        if name in keywords and isinstance(keywords[name], tuple | list):
+            keywords[name] = tuple(_shadow(array.shape, array.dtype) for array in keywords[name])
+    if isinstance(keywords.get("block_mask"), BlockMask):
+        keywords["block_mask"] = keywords["block_mask"].layout
+    check = check_forward if arguments.call == "forward" else check_backward
+    try:
+        return check(shadows, arguments.options, keywords)
+    except ValueError as error:
+        if size == 1:
+            raise
+        raise ValueError(f"{error} (shapes are those of the whole sequence: all {size} ranks together)") from error
+
+
+def _own_results(results: tuple[Result, ...], arguments: CallArguments) -> tuple[Result, ...]:
+    """The same results with the shapes that they have on this rank."""
+    arrays, options = arguments.arrays, arguments.options
+    q, v = arrays["q"], arrays["v"]
+    if arguments.call == "forward":
+        batch, rows, heads, _ = sizes_of("q", q, options.layout)
+        shapes = {"o": (*q.shape[:-1], v.shape[-1]), "lse": (batch, heads, rows)[4 - q.ndim :]}
+    else:
+        extra = extra_gradients(
+            arguments.keywords, options.return_dbias, options.return_dsink, options.return_dscore_args
+        )
+        shapes = {f"d{name}": arrays[name].shape for name in ("q", "k", "v")}
+        shapes |= {name: array.shape for name, array in extra.items()}
+    return tuple(result._replace(shape=tuple(shapes[result.name])) for result in results)
+
+
+def _check_overlap(arguments: CallArguments, results: tuple[Result, ...], given: tuple[Any, ...]) -> None:
+    """Raises unless the caller's arrays for results are of the library of q and overlap neither inputs nor another."""
+    inputs = arguments.given
+    written = {output_name(one.name): array for one, array in zip(results, given, strict=True) if array is not None}
+    array_backend(inputs, written)
+    arrays = {**inputs, **written}
+    check = OverlapCheck(
+        [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
+    )
+    check([_address(array) for array in arrays.values()])
+
+
+def _address(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def _description(arguments: CallArguments) -> dict[str, str]:
+    """What each argument is. All ranks must have the same."""
+    options = arguments.options._asdict()
+    options["config"] = str(options["config"])
+    found = {"call": arguments.call, "scheme": str(arguments.scheme), "order": arguments.order}
+    found["head_groups"] = str(arguments.head_groups)
+    found |= {name: repr(value) for name, value in options.items()}
+    found |= {name: f"shape {array.shape}, dtype {array.dtype}" for name, array in arguments.given.items()}
+    for name, value in arguments.keywords.items():
+        if name in ("score_mod", "mask_mod"):
+            found[name] = repr(program_of(name, value, arguments.keywords.get(name.replace("mod", "args"), ())))
+        elif isinstance(value, BlockMask):
+            found[name] = repr(value.layout)
+        elif name not in found and name not in ("score_args", "mask_args"):
+            found[name] = repr(value)
+    if not is_on_host(arguments.arrays["q"]):
+        # A new seed in each step would be a new description, whose comparison synchronises with the GPU.
+        found.pop("seed", None)
+    return found

@@ -1,0 +1,186 @@
+"""The rows of a rank, as users see them: positions, shards of whole arrays, and whole arrays of shards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..problem.arguments import array_backend
+from ..problem.array_types import Array
+from .communicator import Communicator
+from .messages import library_of
+from .orders import RowOrder, check_order, divisor
+
+__all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
+
+
+def padded_length(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> int:
+    """The least length from `seqlen` on that the ranks can divide.
+
+    Parameters
+    ----------
+    comm : Communicator
+    seqlen : int
+    order : {"zigzag", "contiguous"}, optional
+        As for `fa2cupy.distributed.forward`.
+
+    Returns
+    -------
+    int
+        A multiple of the number of ranks, in zigzag order of twice that.
+    """
+    multiple = divisor(check_order(order), comm.size)
+    return -(-seqlen // multiple) * multiple
+
+
+def pad(comm: Communicator, x: Array, *, axis: int = 1, value: float = 0, order: str = "zigzag") -> Array:
+    """A whole array with further elements at its end, so that the ranks can divide it.
+
+    Under a causal mask no query sees the keys behind it, so that padded rows change no other row; without one, hide
+    them with `key_padding_mask`. Losses must leave them out: give labels a value of their own.
+
+    Parameters
+    ----------
+    comm : Communicator
+    x : ndarray
+        The whole array.
+    axis : int, optional
+        The axis of the sequence.
+    value : number, optional
+        The further elements.
+    order : {"zigzag", "contiguous"}, optional
+        As for `fa2cupy.distributed.forward`.
+
+    Returns
+    -------
+    ndarray
+        The array itself, if its length is right.
+    """
+    axis = _checked_axis(x, axis)
+    length = padded_length(comm, x.shape[axis], order=order)
+    if length == x.shape[axis]:
+        return x
+    xp = library_of(x)
+    padded = xp.full((*x.shape[:axis], length, *x.shape[axis + 1 :]), value, x.dtype)
+    padded[_along(axis, slice(0, x.shape[axis]))] = x
+    return padded
+
+
+def positions(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> np.ndarray:
+    """The positions of this rank's rows in the whole sequence: for tokens, labels and rotary angles.
+
+    Parameters
+    ----------
+    comm : Communicator
+    seqlen : int
+        Length of the whole sequence.
+    order : {"zigzag", "contiguous"}, optional
+        As for `fa2cupy.distributed.forward`.
+
+    Returns
+    -------
+    ndarray of int64, shape (seqlen // size,)
+        A NumPy array.
+
+    Raises
+    ------
+    ValueError
+        The ranks cannot divide the length.
+
+    Examples
+    --------
+    >>> from fa2cupy.distributed import simulate
+    >>> [positions(comm, 8).tolist() for comm in simulate(2, lambda comm: comm)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    rows = _row_order("seqlen", comm, seqlen, order)
+    return np.concatenate([np.arange(chunk.whole.start, chunk.whole.stop) for chunk in rows.chunks(comm.rank)])
+
+
+def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
+    """Takes this rank's rows of a whole array, without messages.
+
+    Parameters
+    ----------
+    comm : Communicator
+    x : ndarray
+        The whole array, of any dtype.
+    axis : int, optional
+        The axis of the sequence.
+    order : {"zigzag", "contiguous"}, optional
+        As for `fa2cupy.distributed.forward`.
+
+    Returns
+    -------
+    ndarray
+        A copy of ``x[..., positions(comm, x.shape[axis]), ...]``.
+
+    Raises
+    ------
+    ValueError
+        The ranks cannot divide the length.
+    """
+    axis = _checked_axis(x, axis)
+    rows = _row_order(f"x (axis {axis})", comm, x.shape[axis], order)
+    parts = [x[_along(axis, chunk.whole)] for chunk in rows.chunks(comm.rank)]
+    return library_of(x).concatenate(parts, axis=axis)
+
+
+def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
+    """The whole array of all ranks' rows, on each rank: the reverse of `shard`.
+
+    Parameters
+    ----------
+    comm : Communicator
+    x : ndarray
+        This rank's rows. All ranks have arrays of the same shape and dtype.
+    axis : int, optional
+        The axis of the sequence.
+    order : {"zigzag", "contiguous"}, optional
+        As for `fa2cupy.distributed.forward`.
+
+    Returns
+    -------
+    ndarray
+
+    Raises
+    ------
+    ValueError
+        A rank has an odd number of rows in zigzag order.
+    CommunicationError
+        Another rank failed or does not answer.
+    """
+    axis = _checked_axis(x, axis)
+    rows = _row_order(f"x (axis {axis})", comm, x.shape[axis] * comm.size, order)
+    xp = library_of(x)
+    own = xp.ascontiguousarray(x)
+    landing = xp.empty((comm.size, *own.shape), own.dtype)
+    peers = range(comm.size)
+    comm.transport_of(x).exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
+    whole = xp.empty((*x.shape[:axis], rows.seqlen, *x.shape[axis + 1 :]), x.dtype)
+    for peer in peers:
+        for chunk in rows.chunks(peer):
+            whole[_along(axis, chunk.whole)] = landing[peer][_along(axis, chunk.local)]
+    return whole
+
+
+def _row_order(name: str, comm: Communicator, seqlen: int, order: str) -> RowOrder:
+    multiple = divisor(check_order(order), comm.size)
+    if seqlen % multiple:
+        padded = -(-seqlen // multiple) * multiple
+        raise ValueError(
+            f"{name}: expected a length that is a multiple of {multiple}, for {comm.size} ranks in {order} order, got "
+            f"{seqlen}; pad it to {padded} with fa2cupy.distributed.pad"
+        )
+    return RowOrder(order, comm.size, seqlen)
+
+
+def _checked_axis(x: Array, axis: int) -> int:
+    array_backend({"x": x})
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected one of the {x.ndim} axes of x, got {axis}")
+    return axis % x.ndim
+
+
+def _along(axis: int, rows: slice) -> tuple[slice, ...]:
+    """The index of some rows along an axis."""
+    return (*(slice(None),) * axis, rows)

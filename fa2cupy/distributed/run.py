@@ -1,0 +1,171 @@
+"""What a call works with on one rank: lanes, messages, memory, and the attention calls of its parts."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..backends import backend_of
+from ..problem.array_types import Array
+from .communicator import Communicator
+from .lanes import HostLane, Lane, StreamLane
+from .messages import Messages, is_on_host, library_of
+from .requests import Request
+
+__all__ = ["Run"]
+
+#: CUDA clamps a priority to the highest one of the device.
+_HIGHEST_PRIORITY = -5
+
+
+class Run:
+    """One call on one rank.
+
+    Attributes
+    ----------
+    rank, size : int
+    request : Request
+    backend : module
+        The calls of the package for the arrays' library.
+    xp : module
+        ``numpy`` or ``cupy``.
+    main, side, comm : Lane
+        The caller's stream, a second one for computing, and the one of messages.
+    options : CallOptions
+        Those of the attention calls of parts.
+
+    Notes
+    -----
+    Schemes queue messages before the kernels that need not wait for them: a persistent kernel holds all
+    multiprocessors, and NCCL's blocks wait until it ends.
+    """
+
+    def __init__(self, comm: Communicator, request: Request, array: Array):
+        self.rank, self.size = comm.rank, comm.size
+        self.request = request
+        self.options = request.options._replace(layout="bshd")
+        self.backend = backend_of("q", array)
+        self.xp = library_of(array)
+        self._transport = comm.transport_of(array)
+        self._held: list[Array] = []
+        self._arena: Any = None
+        if is_on_host(array):
+            self.main, self.side, self.comm = host_lanes(comm.rank)
+        else:
+            self.main, self.side, self.comm, self._arena = _device_lanes(array)
+
+    def begin(self) -> None:
+        """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
+        self.comm.wait(self.main.record())
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | str) -> Array:
+        """Memory that any lane may use until the end of the call.
+
+        It does not come from the caller's stream: CuPy's pool would hand out what a call of the package has allocated
+        there and freed on its return, and what its kernels still use, to a lane that does not wait for them. The pool
+        keeps memory by streams, and nothing else allocates on the one of the arena.
+        """
+        if self._arena is None:
+            array = host_memory(shape, dtype)
+        else:
+            with self._arena:
+                array = self.xp.empty(shape, dtype)
+        self._held.append(array)
+        return array
+
+    def place(self, values: Sequence[int]) -> Array:
+        """A small array of int32 on the arrays' device, written on the caller's lane."""
+        array = self.empty((len(values),), np.dtype("int32"))
+        host = np.array(values, "int32")
+        self.main(_write, array, host)
+        self._held.append(host)
+        return array
+
+    def exchange(self, sends: Messages, recvs: Messages) -> None:
+        """Queues a group of messages."""
+        self.comm(self._transport.exchange, sends, recvs)
+
+    def finish(self) -> None:
+        """Lets the caller's lane wait for the others."""
+        self.comm(self._transport.watch)
+        self.main.wait(self.comm.record())
+        self.main.wait(self.side.record())
+        for lane in (self.comm, self.side, self.main):
+            lane.join()
+
+    def packed(self, lane: Lane, view: Array) -> Array:
+        """A view as a contiguous array: itself, or a copy that the lane makes."""
+        if view.flags.c_contiguous:
+            return view
+        array = self.empty(view.shape, view.dtype)
+        lane(copy, array, view)
+        return array
+
+    def forward(self, lane: Lane, inputs: Sequence[Array], out: Sequence[Array], keywords: dict[str, Any]) -> None:
+        """Queues a forward of q, k and v with the axes (batch, row, head, column)."""
+        inputs, out = self._axes(inputs), self._axes(out)
+        lane(self.backend.forward, *inputs, tuple(out), self.options, keywords)
+
+    def backward(
+        self, lane: Lane, inputs: Sequence[Array], delta: Array, out: Sequence[Array], keywords: dict[str, Any]
+    ) -> None:
+        """Queues a backward of q, k, v, o, lse and do, with the delta from which dlse is subtracted."""
+        own, extra = self._axes(out[:3]), out[3:]
+        arrays, (delta,) = self._axes(inputs), self._axes([delta])
+        lane(self.backend.backward, *arrays, delta, None, (*own, *extra), self.options, keywords)
+
+    def _axes(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays without the axis of sequences, which packed ones do not have."""
+        return [array[0] for array in arrays] if self.request.problem.is_packed else list(arrays)
+
+
+def host_lanes(rank: int) -> tuple[Lane, Lane, Lane]:
+    """The lanes of a call on NumPy arrays."""
+    lane = HostLane()
+    return lane, lane, lane
+
+
+def host_memory(shape: tuple[int, ...], dtype: np.dtype | str) -> np.ndarray:
+    """Memory of a call on NumPy arrays."""
+    return np.empty(shape, dtype)
+
+
+def copy(target: Array, source: Array) -> None:
+    """Copies an array to a view of the same shape."""
+    target[...] = source
+
+
+def _write(target: Any, source: np.ndarray) -> None:
+    if isinstance(target, np.ndarray):
+        target[...] = source
+    else:
+        target.set(source)
+
+
+def _device_lanes(array: Any) -> tuple[Lane, Lane, Lane, Any]:
+    """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
+    import cupy
+
+    current = cupy.cuda.get_current_stream()
+    side, comm, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
+    return StreamLane(current), StreamLane(side), StreamLane(comm), arena
+
+
+@functools.lru_cache(maxsize=None)
+def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any]:
+    """The streams for computing, for messages and to allocate on that belong to one stream of the caller.
+
+    Blocks of the stream with a higher priority go first where several wait for a multiprocessor.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return (
+            cupy.cuda.Stream(non_blocking=True),
+            cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY),
+            cupy.cuda.Stream(non_blocking=True),
+        )

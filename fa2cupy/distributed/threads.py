@@ -1,0 +1,97 @@
+"""Simulated ranks: threads of one process, whose messages are copies of NumPy arrays in queues."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from .messages import CommunicationError, Messages, split_own
+
+__all__ = ["ThreadTransport", "World"]
+
+_POLL_S = 0.05
+
+
+class World:
+    """What the ranks share: a queue for each pair of them, and the first failure.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds that a rank waits for a message.
+    """
+
+    def __init__(self, size: int, timeout: float):
+        self.size = size
+        self.timeout = timeout
+        self.queues: list[list[queue.Queue[np.ndarray]]] = [[queue.Queue() for _ in range(size)] for _ in range(size)]
+        self.failed: list[int] = []
+        self._lock = threading.Lock()
+
+    def fail(self, rank: int) -> None:
+        """Ends the waits of all other ranks."""
+        with self._lock:
+            self.failed.append(rank)
+
+
+class ThreadTransport:
+    """Messages between threads of a process: see `fa2cupy.distributed.messages.Transport`."""
+
+    waits_for_host = True
+
+    def __init__(self, world: World, rank: int):
+        self.rank, self.size = rank, world.size
+        self._world = world
+
+    def exchange(self, sends: Messages, recvs: Messages) -> None:
+        """Sends copies, then waits for all messages that are to be received."""
+        copies, sends, recvs = split_own(self.rank, sends, recvs)
+        for array, peer in sends:
+            self._world.queues[self.rank][peer].put(np.array(array))
+        for target, source in copies:
+            target[...] = source
+        for target, peer in recvs:
+            message = self._receive(peer)
+            if message.nbytes != target.nbytes:
+                raise CommunicationError(
+                    f"rank {self.rank} expected {target.nbytes} bytes of rank {peer}, got {message.nbytes}: "
+                    "the ranks make different calls"
+                )
+            target.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)
+
+    def _receive(self, peer: int) -> np.ndarray:
+        world = self._world
+        end = time.monotonic() + world.timeout
+        while True:
+            try:
+                return world.queues[peer][self.rank].get(timeout=_POLL_S)
+            except queue.Empty:
+                if world.failed:
+                    raise CommunicationError(
+                        f"rank {self.rank} waits for a message of rank {peer}, but rank {world.failed[0]} has failed"
+                    ) from None
+                if time.monotonic() > end:
+                    raise CommunicationError(
+                        f"rank {self.rank} has waited {world.timeout:g} s for a message of rank {peer}, "
+                        "which has ended, is late or makes another call"
+                    ) from None
+
+    def watch(self) -> None:
+        """Nothing: all messages have arrived."""
+
+    def empty_bytes(self, nbytes: int) -> Any:
+        """An array of bytes."""
+        return np.empty(nbytes, np.uint8)
+
+    def to_buffer(self, data: np.ndarray) -> Any:
+        """The array itself."""
+        return data
+
+    def to_host(self, buffer: Any) -> np.ndarray:
+        """The array itself."""
+        return buffer

@@ -1,0 +1,149 @@
+"""Calls of fa2cupy.distributed by simulated ranks, with whole arrays in and whole results out."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from support.feature_cases import extras, gradient_names
+
+import fa2cupy
+import fa2cupy.distributed as dist
+from fa2cupy.distributed import run as run_module
+
+ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
+#: What is as it is on all ranks, whatever the number of rows.
+WHOLE = ("alibi_slopes", "sink", "key_padding_mask", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def whole_call(inputs: tuple, *, dlse=None, method=None, **options) -> dict:
+    """All results of one call by name."""
+    q, k, v, do = inputs
+    o, lse = fa2cupy.forward(q, k, v, **options)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, method=method, **options, **extras(options))
+    return {"o": o, "lse": lse, **dict(zip(gradient_names(options), gradients, strict=True))}
+
+
+def is_sharded(name: str, array, options: dict) -> bool:
+    """Whether each rank has rows of its own of a feature's array."""
+    return name in ("bias", "mask") and array.ndim > 1 and array.shape[-2] > 1 and "cu_seqlens_q" not in options
+
+
+def on_ranks(size: int, inputs: tuple, *, dlse=None, method=None, how: dict | None = None, **options) -> dict:
+    """The same of ranks, put together: `how` has the scheme, order and groups of heads."""
+    return dist.simulate(size, lambda comm: of_rank(comm, inputs, dlse, method, how or {}, options), timeout=20)[0]
+
+
+def of_rank(comm, inputs: tuple, dlse, method, how: dict, options: dict) -> dict:
+    order = {"order": how.get("order", "zigzag")}
+    rank = inputs[0].ndim
+    rows = rank - 3 if options.get("layout", "bshd") == "bshd" and rank > 2 else rank - 2
+
+    def own(x, axis=rows):
+        return dist.shard(comm, x, axis=axis, **order)
+
+    q, k, v, do = map(own, inputs)
+    mine = {n: own(x, -2) if hasattr(x, "shape") and is_sharded(n, x, options) else x for n, x in options.items()}
+    o, lse = dist.forward(comm, q, k, v, **mine, **how)
+    own_dlse = None if dlse is None else own(dlse, -1)
+    gradients = dist.backward(comm, q, k, v, o, lse, do, dlse=own_dlse, method=method, **mine, **how, **extras(options))
+    results = {"o": o, "lse": lse, **dict(zip(gradient_names(options), gradients, strict=True))}
+    whole = {}
+    for name, x in results.items():
+        if name in ("o", "lse", "dq", "dk", "dv"):
+            whole[name] = dist.unshard(comm, x, axis=ROW_AXIS.get(name, rows), **order)
+        elif name == "dbias" and is_sharded("bias", options["bias"], options):
+            whole[name] = dist.unshard(comm, x, axis=-2, **order)
+        else:  # shares
+            whole[name] = dist.total(comm, x)
+    return whole
+
+
+class SlowLane:
+    """A lane as a thread with a queue: work starts late, and a wait that is missing is a race, as it is on a GPU.
+
+    Parameters
+    ----------
+    delay : callable
+        Seconds before the next call.
+    is_main : bool
+        Of the caller's lane alone the host waits for the end.
+    """
+
+    def __init__(self, delay: Callable[[], float], is_main: bool):
+        self._queue: queue.Queue = queue.Queue()
+        self._delay = delay
+        self._is_main = is_main
+        self._error: BaseException | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:  # raised by `join`
+                    self._error = error
+
+    def __call__(self, function, *args) -> None:
+        def late() -> None:
+            time.sleep(self._delay())
+            function(*args)
+
+        self._queue.put(late)
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._queue.put(event.set)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        def wait() -> None:
+            assert event.wait(20), "an event was never reached"
+
+        self._queue.put(wait)
+
+    def join(self) -> None:
+        done = threading.Event()
+        self._queue.put(done.set)
+        self._queue.put(None)
+        while self._is_main and not done.wait(0.02) and self._error is None:
+            pass
+        if self._error is not None:
+            raise self._error
+
+
+def random_delays(longest: float, seed: object) -> Callable[[int, int], Callable[[], float]]:
+    """For a rank and the number of a lane: random delays, of some lanes four times as long, of others none."""
+
+    def of_lane(rank: int, number: int) -> Callable[[], float]:
+        drawn = random.Random(repr((seed, rank, number)))
+        factor = longest * drawn.choice((0, 1, 4))
+        return lambda: factor * drawn.random()
+
+    return of_lane
+
+
+def poisoned(shape: tuple, dtype) -> np.ndarray:
+    """Memory that is NaN until it is written."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[...] = 0xFF
+    return array
+
+
+@contextlib.contextmanager
+def slow_lanes(monkeypatch, delays: Callable[[int, int], Callable[[], float]], lane: type = SlowLane):
+    """Lanes that are threads, and poisoned memory."""
+
+    def lanes(rank: int) -> tuple:
+        return tuple(lane(delays(rank, number), number == 0) for number in range(3))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "host_memory", poisoned)
+        patch.setattr(run_module, "host_lanes", lanes)
+        yield

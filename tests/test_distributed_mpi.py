@@ -1,0 +1,185 @@
+"""Ranks as processes: NumPy arrays by MPI, and how processes without it find each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support import CHECKOUT
+
+from fa2cupy.distributed import CommunicationError, Communicator
+from fa2cupy.distributed.rendezvous import broadcast
+
+# Processes leave files: an MPI mixes up the lines that they print, and may lose the last ones.
+SAME_AS_ONE_CALL = """
+import pathlib
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy
+import fa2cupy.distributed as dist
+from fa2cupy.testing import make_inputs
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=60)
+inputs = make_inputs("bfloat16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=8)
+for dtype, tolerance in (("float64", 1e-12), ("bfloat16", 5e-2)):
+    q, k, v, do = (x.astype(x.dtype if dtype == "bfloat16" else dtype) for x in inputs)
+    options = {"causal": True, "sink": np.linspace(-1, 1, 8).astype("float64" if dtype == "float64" else "float32")}
+    o, lse = fa2cupy.forward(q, k, v, **options)
+    expected = (o, *fa2cupy.backward(q, k, v, o, lse, do, **options))
+    own = [dist.shard(comm, x) for x in (q, k, v, do)]
+    for scheme in ("heads", "gather", "ring"):
+        mine = {} if scheme == "ring" else options
+        wanted = expected
+        if scheme == "ring":
+            o, lse = fa2cupy.forward(q, k, v, causal=True)
+            wanted, mine = (o, *fa2cupy.backward(q, k, v, o, lse, do, causal=True)), {"causal": True}
+        o_r, backprop = dist.attention(comm, *own[:3], scheme=scheme, **mine)
+        for found, whole in zip((o_r, *backprop(own[3])), wanted, strict=True):
+            found = dist.unshard(comm, found).astype("float64")
+            np.testing.assert_allclose(found, whole.astype("float64"), rtol=tolerance, atol=tolerance)
+try:
+    dist.forward(comm, *own[:3], causal=comm.rank == 1)
+except ValueError as error:
+    assert "causal: expected the same on all ranks, got False on ranks 0, 2, 3; True on rank 1" in str(error)
+else:
+    raise AssertionError("the ranks made different calls")
+pathlib.Path(f"right.{comm.rank}.of.{comm.size}").touch()
+"""
+
+LATE = """
+import pathlib
+import time
+
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+from fa2cupy.testing import make_inputs
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=0.3)
+if comm.rank == 1:
+    time.sleep(3)
+else:
+    own = [dist.shard(comm, x) for x in make_inputs("float32", seqlen_q=8, num_heads=2, head_dim=4)[:3]]
+    try:
+        dist.forward(comm, *own)
+    except dist.CommunicationError as error:
+        pathlib.Path("message").write_text(str(error))
+        MPI.COMM_WORLD.Abort(3)
+"""
+
+
+@pytest.fixture
+def mpiexec(tmp_path):
+    """Runs a script in several processes; returns the finished process."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("no mpi4py: pip install '.[mpi]'")
+    beside = Path(sys.executable).with_name("mpiexec")
+    command = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if command is None:
+        pytest.skip("no mpiexec: pip install '.[mpi]'")
+
+    def run(count: int, script: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OPENBLAS_NUM_THREADS": "1"}
+        path = tmp_path / "work.py"
+        path.write_text(script)
+        return subprocess.run(
+            [command, "-n", str(count), sys.executable, str(path)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def test_four_processes_compute_what_one_does(mpiexec, tmp_path):
+    run = mpiexec(4, SAME_AS_ONE_CALL)
+    assert run.returncode == 0, run.stderr
+    assert {path.name for path in tmp_path.glob("right.*")} == {f"right.{rank}.of.4" for rank in range(4)}
+
+
+def test_a_late_process_ends_the_others_with_a_message(mpiexec, tmp_path):
+    run = mpiexec(2, LATE)
+    assert run.returncode != 0
+    message = (tmp_path / "message").read_text()
+    assert "rank 0 has waited 0.3 s for messages of ranks [1], one of which has ended, is late" in message
+
+
+def test_without_mpi4py_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match="needs mpi4py: pip install mpi4py mpich"):
+        Communicator.from_mpi(object())
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("RANK", "WORLD_SIZE"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+            ("PMI_RANK", "PMI_SIZE"),
+            ("SLURM_PROCID", "SLURM_NTASKS"),
+        ],
+    )
+    def test_launchers(self, names):
+        comm = Communicator.from_env(dict(zip(names, ("2", "5"), strict=True)))
+        assert (comm.rank, comm.size) == (2, 5)
+
+    @pytest.mark.parametrize(
+        ("environment", "match"),
+        [
+            ({}, "environment: expected the variables of a launcher \\(RANK and WORLD_SIZE; "),
+            ({"RANK": "0"}, "environment: expected the variables"),
+            ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK: expected an int, got 'two'"),
+            ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK: expected 0 to 3, below WORLD_SIZE, got 4"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": ""}, "MASTER_PORT: expected an int, got ''"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, environment, match):
+        with pytest.raises(ValueError, match=match):
+            Communicator.from_env(environment)
+
+    def test_numpy_arrays_are_refused(self):
+        import numpy as np
+
+        comm = Communicator.from_env({"RANK": "0", "WORLD_SIZE": "2"})
+        with pytest.raises(TypeError, match=r"NumPy arrays travel by MPI.*Communicator.from_mpi"):
+            comm.transport_of(np.zeros(3))
+
+
+class TestRendezvous:
+    @staticmethod
+    def free_port() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return server.getsockname()[1]
+
+    def test_all_ranks_get_the_numbers_of_rank_0(self):
+        numbers, address = list(range(-64, 64)), ("127.0.0.1", self.free_port())
+        with ThreadPoolExecutor(4) as pool:
+            # Rank 0 comes last: the others try again until it listens.
+            calls = [pool.submit(broadcast, rank, 4, None if rank else numbers, address, 10.0) for rank in (1, 2, 3, 0)]
+            assert [call.result() for call in calls] == [numbers] * 4
+
+    def test_ranks_that_do_not_come_are_named(self):
+        address = ("127.0.0.1", self.free_port())
+        with pytest.raises(CommunicationError, match=r"rank 0 has waited 0.2 s for ranks \[1, 2\] to connect"):
+            broadcast(0, 3, [1], address, 0.2)
+        with pytest.raises(CommunicationError, match="rank 2 has tried for 0.2 s to reach rank 0 at 127.0.0.1"):
+            broadcast(2, 3, None, address, 0.2)
+
+    def test_one_rank_meets_nobody(self):
+        assert broadcast(0, 1, [5], ("127.0.0.1", 1), 0.1) == [5]
+
+    def test_a_port_that_is_taken(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with pytest.raises(CommunicationError, match="rank 0 cannot listen at 127.0.0.1:"):
+                broadcast(0, 2, [1], server.getsockname(), 1.0)

@@ -1,0 +1,341 @@
+"""CuPy arrays by NCCL, on a fake GPU: what is queued where, in which order, and what waits for the host."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from support.fake_cupy import FakeArray, place
+from support.fake_gpu import fake_gpu
+from support.fake_nccl import INT8, FakeCommunicator, FakeNccl, fake_streams
+from support.simulator import simulated_gpu
+
+import fa2cupy
+import fa2cupy.distributed as dist
+from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
+from fa2cupy.testing import Expectation, make_inputs
+
+MODULES = (calls, copies, device_memory, placement, prepare, prepared, tile_states)
+SIZE = 4
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Fake GPUs: (launched stages, CuPy, NCCL)."""
+    with fake_gpu(monkeypatch) as launched, fake_streams(monkeypatch, MODULES) as cupy:
+        nccl = FakeNccl(SIZE)
+        monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+        yield launched, cupy, nccl
+
+
+def shards(comm, arrays, order="zigzag"):
+    rows = dist.positions(comm, arrays[0].shape[1], order=order)
+    return [place(x[:, rows]) for x in arrays]
+
+
+def run_all(nccl: FakeNccl, work) -> list:
+    """work(comm) on each rank, with communicators of NCCL."""
+    return dist.simulate(
+        SIZE, lambda comm: work(dist.Communicator.from_nccl(FakeCommunicator(nccl, comm.rank), timeout=20))
+    )
+
+
+def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
+    """The whole array of all ranks' rows, in zigzag order."""
+    halves = [np.split(np.asarray(part), 2, axis=axis) for part in parts]
+    return np.concatenate([low for low, _ in halves] + [high for _, high in reversed(halves)], axis=axis)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
+    _, _, nccl = gpus
+    inputs = make_inputs(dtype, batch=2, seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    options = {"causal": True}
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        o, backprop = dist.attention(comm, q, k, v, scheme=scheme, **options)
+        assert isinstance(o, FakeArray)
+        return (o, *backprop(do))
+
+    o, dq, dk, dv = (together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True))
+    expected = Expectation(*inputs, **options)
+    if scheme != "ring":
+        expected.check(o=o, dq=dq)
+    # Shares of dk and dv, and in the ring of o and dq, are rounded before they are summed.
+    wide = [x.astype("float64") for x in inputs]
+    whole, backprop = fa2cupy.attention(*wide[:3], **options)
+    tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
+    for found, wanted in zip((o, dq, dk, dv), (whole, *backprop(wide[3])), strict=True):
+        assert np.abs(found.astype("float64") - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
+    launches, nccl = [], FakeNccl(SIZE)
+    monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+    inputs = make_inputs("float16", seqlen_q=128, num_heads=8, num_heads_kv=4, head_dim=16)
+    options = {"window": (40, 8), "dropout_p": 0.3, "seed": 2**63 + 5}
+    with fake_gpu(monkeypatch, run=launches.append), fake_streams(monkeypatch, MODULES):
+        run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme=scheme, **options))
+    records = [launch.values for launch in launches if launch.spec.operation == "forward"]
+    origins = {(record["dropout_head"], record["dropout_query_word"]) for record in records}
+    if scheme == "heads":
+        assert origins == {(head, 0) for head in (0, 2, 4, 6)}
+        assert {(record["window_left"], record["window_right"]) for record in records} == {(40, 8)}
+    else:
+        assert origins == {(0, row // 2) for row in range(0, 128, 16)}
+        # All but the last chunk have the 8 keys behind their last query: the window lies that much further left, and
+        # has no more keys than the call.
+        chunks = {(min(48, row + 16 + 8), 0) for row in range(0, 112, 16)} | {(40, 8)}
+        assert {(record["window_left"], record["window_right"]) for record in records} == chunks
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_kernels_compute_what_one_call_does(scheme, monkeypatch):
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=2, num_heads_kv=2, head_dim=16)
+    options = {"causal": True, "window": (20, 0), "dropout_p": 0.3, "seed": 2**63 + 5}
+    nccl = FakeNccl(2)
+    monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+
+    def work(comm):
+        comm = dist.Communicator.from_nccl(FakeCommunicator(nccl, comm.rank), timeout=200)
+        o, backprop = dist.attention(comm, *shards(comm, inputs)[:3], scheme=scheme, family="sm80", **options)
+        return (o, *backprop(shards(comm, inputs)[3]))
+
+    with simulated_gpu(monkeypatch), fake_streams(monkeypatch, MODULES):
+        found = dist.simulate(2, work, timeout=200)
+    o, dq, dk, dv = (together(parts, 2) for parts in zip(*found, strict=True))
+    expected = Expectation(*inputs, **options)
+    expected.check(o=o, dq=dq)
+    if scheme == "heads":
+        expected.check(dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
+    _, cupy, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=16, num_heads_kv=16, head_dim=16)
+    streams = {}
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        streams[comm.rank] = cupy.cuda.get_current_stream().ptr
+        groups = None if scheme == "ring" else 2
+        o, backprop = dist.attention(comm, q, k, v, causal=True, scheme=scheme, head_groups=groups)
+        backprop(do)
+
+    run_all(nccl, work)
+    sent, received, used = defaultdict(list), defaultdict(list), defaultdict(set)
+    for rank, kind, peer, count, dtype, stream in nccl.log:
+        assert dtype == INT8 and count > 0 and peer != rank
+        (sent[rank, peer] if kind == "send" else received[peer, rank]).append(count)
+        used[rank].add(stream)
+    assert sent == received
+    assert sent.keys() == {(a, b) for a in range(SIZE) for b in range(SIZE) if a != b}
+    for rank in range(SIZE):  # the agreement is on the caller's stream, all else on one of its own
+        assert len(used[rank]) == 2 and streams[rank] in used[rank]
+
+
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+def test_streams_and_memory(scheme, gpus):
+    """Kernels run on the caller's stream and one beside it, and memory for them all comes from a stream of its own."""
+    launched, cupy, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=16)
+    made = []
+    stream = cupy.cuda.Stream
+    cupy.cuda.Stream = lambda **options: made.append(stream(**options)) or made[-1]
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        caller = cupy.cuda.get_current_stream().ptr
+        _, backprop = dist.attention(
+            comm, q, k, v, causal=True, scheme=scheme, head_groups=None if scheme == "ring" else 2
+        )
+        backprop(do)
+        return caller
+
+    callers = set(run_all(nccl, work))
+    assert len(made) == 3 * SIZE and all(one.non_blocking for one in made)
+    by_priority = defaultdict(set)
+    for one in made:
+        by_priority[one.priority].add(one.ptr)
+    (urgent,) = (ptrs for priority, ptrs in by_priority.items() if priority < 0)
+    assert len(urgent) == SIZE
+    computing = {stream for _, stream in cupy.launches}
+    assert not computing & urgent
+    arenas = by_priority[0] - computing if scheme != "ring" else by_priority[0]
+    assert computing <= callers | by_priority[0]
+    allocating = {stream for stream, _ in cupy.allocated}
+    assert not allocating & urgent
+    assert allocating <= callers | arenas
+
+
+def test_the_host_waits_in_the_first_call_of_a_kind_alone(gpus):
+    _, cupy, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    waits = []
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs)
+        for seed in range(4):
+            dist.forward(comm, q, k, v, causal=True, dropout_p=0.1, seed=seed)
+            if comm.rank == 0:
+                waits.append(len([wait for wait in cupy.host_waits if wait == "get"]))
+
+    run_all(nccl, work)
+    assert waits[0] > 0 and len([wait for wait in cupy.host_waits if wait == "get"]) == SIZE * 2 * (SIZE - 1)
+
+
+def test_ranks_that_differ_get_an_error(gpus):
+    _, _, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, head_dim=16)
+
+    def work(comm):
+        with pytest.raises(ValueError, match="softcap: expected the same on all ranks, got absent on ranks 0, 1, 2; 3"):
+            dist.forward(comm, *shards(comm, inputs)[:3], **({"softcap": 3.0} if comm.rank == 3 else {}))
+
+    run_all(nccl, work)
+
+
+def test_dropout_in_chunks_of_other_lengths_is_refused(gpus):
+    _, _, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, head_dim=16)
+
+    def work(comm):
+        with pytest.raises(
+            fa2cupy.UnsupportedProblemError, match="multiple of 16 rows on a GPU, got 8; pad .* of 128,"
+        ):
+            dist.forward(comm, *shards(comm, inputs)[:3], scheme="gather", dropout_p=0.1, seed=0)
+
+    run_all(nccl, work)
+
+
+class TestCommunicators:
+    def test_of_mpi_makes_one_with_the_identifier_of_rank_0(self, gpus):
+        _, _, nccl = gpus
+        transport = nccl_module.connect(2, SIZE, lambda own: list(nccl.get_unique_id()), 5.0)
+        assert (transport.rank, transport.size) == (2, SIZE)
+        assert not transport.waits_for_host
+
+    def test_of_cupyx(self, gpus):
+        _, _, nccl = gpus
+        backend = types.SimpleNamespace(_comm=FakeCommunicator(nccl, 1))
+        comm = dist.Communicator.from_nccl(backend)
+        assert (comm.rank, comm.size) == (1, SIZE)
+        with pytest.raises(ValueError, match="rank: expected 1, that of the communicator, got 2"):
+            dist.Communicator.from_nccl(backend, rank=2)
+        with pytest.raises(TypeError, match="simulated ranks|NumPy arrays travel by MPI"):
+            comm.transport_of(np.zeros(2))
+
+    def test_of_nccl4py(self, gpus, monkeypatch):
+        """Its methods take arrays, and a group is a context."""
+        calls_made = []
+
+        class Communicator:
+            __module__ = "nccl.core.communicator"
+            rank, nranks = 0, 2
+
+            def send(self, buffer, peer, *, stream=None):
+                calls_made.append(("send", buffer.dtype.name, buffer.shape, peer, stream))
+
+            def recv(self, buffer, peer, *, stream=None):
+                calls_made.append(("recv", buffer.dtype.name, buffer.shape, peer, stream))
+
+        class Group:
+            def __enter__(self):
+                calls_made.append("start")
+
+            def __exit__(self, *_):
+                calls_made.append("end")
+
+        core = types.ModuleType("nccl.core")
+        core.group = Group
+        package = types.ModuleType("nccl")
+        package.core = core
+        monkeypatch.setitem(sys.modules, "nccl", package)
+        monkeypatch.setitem(sys.modules, "nccl.core", core)
+        _, cupy, _ = gpus
+        comm = dist.Communicator.from_nccl(Communicator())
+        array = place(np.zeros((3, 2), "float16"))
+        comm.transport_of(array).exchange([(array, 1)], [(array, 1)])
+        stream = cupy.cuda.get_current_stream().ptr
+        assert calls_made == ["start", ("send", "int8", (12,), 1, stream), ("recv", "int8", (12,), 1, stream), "end"]
+
+    def test_other_objects_are_refused(self):
+        with pytest.raises(
+            TypeError, match=r"communicator: expected a cupy.cuda.nccl.NcclCommunicator.*got builtins.int"
+        ):
+            dist.Communicator.from_nccl(3)
+
+    def test_simulated_ranks_refuse_cupy_arrays(self, gpus):
+        def work(comm):
+            with pytest.raises(TypeError, match="simulated ranks have NumPy arrays, got a cupy.ndarray"):
+                comm.transport_of(place(np.zeros(2)))
+
+        dist.simulate(2, work)
+
+    def test_without_the_library_the_message_says_what_to_install(self, monkeypatch):
+        package = types.ModuleType("cupy.cuda")
+        package.nccl = types.SimpleNamespace(available=False)
+        monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+        monkeypatch.setitem(sys.modules, "cupy.cuda", package)
+        with pytest.raises(ImportError, match=r"CuPy finds no NCCL; .*'\.\[cuda12,nccl12\]'"):
+            nccl_module.connect(0, 1, lambda own: own, 1.0)
+
+
+class TestLateRanks:
+    @pytest.fixture(autouse=True)
+    def device(self, monkeypatch):
+        """The device that the watching thread has made current."""
+        used = []
+        device = types.SimpleNamespace(use=lambda: used.append(threading.current_thread().name))
+        monkeypatch.setattr(nccl_module, "_current_device", lambda: device)
+        return used
+
+    class Binding:
+        def __init__(self):
+            self.aborts = 0
+
+        def abort(self):
+            self.aborts += 1
+
+    def test_a_call_that_does_not_end_is_aborted_with_a_message(self, monkeypatch, capfd, device):
+        never = types.SimpleNamespace(done=False)
+        monkeypatch.setattr(nccl_module, "_event", lambda: never)
+        binding = self.Binding()
+        transport = nccl_module.NcclTransport(binding, 1, 4, 0.1)
+        transport.watch()
+        end = time.monotonic() + 10
+        while not binding.aborts and time.monotonic() < end:
+            time.sleep(0.01)
+        assert binding.aborts == 1 and device == ["fa2cupy.distributed"]
+        assert "rank 1 has waited 0.1 s for messages of other ranks" in capfd.readouterr().err
+        with pytest.raises(dist.CommunicationError, match="rank 1 has waited"):
+            transport.exchange([], [])
+
+    def test_calls_that_end_are_forgotten(self, monkeypatch):
+        event = types.SimpleNamespace(done=True)
+        monkeypatch.setattr(nccl_module, "_event", lambda: event)
+        binding = self.Binding()
+        transport = nccl_module.NcclTransport(binding, 1, 4, 0.05)
+        for _ in range(3):
+            transport.watch()
+            time.sleep(0.1)
+        assert not binding.aborts and len(transport._watched) <= 1
+
+    def test_a_first_call_that_does_not_end(self, monkeypatch):
+        monkeypatch.setattr(nccl_module, "_event", lambda: types.SimpleNamespace(done=False))
+        binding = self.Binding()
+        transport = nccl_module.NcclTransport(binding, 0, 2, 0.05)
+        with pytest.raises(dist.CommunicationError, match="rank 0 has waited 0.05 s"):
+            transport.to_host(object())
+        assert binding.aborts == 1

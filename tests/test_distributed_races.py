@@ -1,0 +1,263 @@
+"""Lanes that work late, in memory that is NaN until it is written: a wait that is missing shows in the results."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from support import ranks
+from support.feature_cases import numbers
+
+import fa2cupy
+import fa2cupy.distributed as dist
+from fa2cupy.distributed import run as run_module
+from fa2cupy.testing import make_inputs
+
+SCHEMES = ("heads", "gather", "ring")
+
+
+def case(size: int) -> tuple[tuple, dict, dict]:
+    """Inputs, options and head groups of a call with several groups of heads."""
+    heads = 4 * size
+    inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+    return inputs, {"causal": True}, {"heads": {"head_groups": 4}, "gather": {"head_groups": 4}, "ring": {}}
+
+
+@pytest.mark.sample(seed=(0,))
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
+    inputs, options, groups = case(size)
+    how = {"scheme": scheme, **groups[scheme]}
+    expected = ranks.on_ranks(size, inputs, how=how, **options)
+    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(size, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
+    inputs = make_inputs("float32", seqlen_q=16, num_heads=4, num_heads_kv=2, head_dim=4)
+    options = {
+        "causal": True,
+        "window": (5, 0),
+        "bias": numbers((4, 16, 16), "float32"),
+        "mask": np.tri(16, dtype=bool),
+        "sink": numbers((4,), "float32"),
+        "dlse": numbers((1, 4, 16), "float32"),
+        "dropout_p": 0.2,
+        "seed": 3,
+    }
+    how = {"scheme": scheme}
+    expected = ranks.on_ranks(2, inputs, how=how, **options)
+    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(2, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+class PickyLane(ranks.SlowLane):
+    """A lane that notes where the package makes it wait, and leaves one of these waits out."""
+
+    seen: ClassVar[set[str]] = set()
+    left_out: ClassVar[str | None] = None
+
+    def wait(self, event) -> None:
+        frame = sys._getframe(1)
+        # All schemes begin with the same line: its place is that of its caller.
+        site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
+        self.seen.add(site)
+        if site != self.left_out:
+            super().wait(event)
+
+
+def place_of(frame) -> str:
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}, line {frame.f_lineno}"
+
+
+def one_slow_lane(slow: int, late_rank: int | None, delay: float) -> Callable[[int, int], Callable[[], float]]:
+    """One lane of all ranks is late with each of its calls, or of one rank."""
+
+    def of_lane(rank: int, number: int) -> Callable[[], float]:
+        return lambda: delay if number == slow and late_rank in (None, rank) else 0.0
+
+    return of_lane
+
+
+class LateInputs:
+    """A call whose inputs are written on the caller's lane, as by kernels that were queued before it."""
+
+    def __init__(self, size: int, how: dict, **options):
+        self.size, self.how, self.options = size, how, options
+        heads = options.pop("heads", 4 * size)
+        self.inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+        self.expected = self.run()
+
+    def run(self) -> list[list[np.ndarray]]:
+        """The results of the forward and the backward by rank."""
+        return dist.simulate(self.size, self._work, timeout=20)
+
+    def _work(self, comm) -> list[np.ndarray]:
+        q, k, v, do = (dist.shard(comm, x) for x in self.inputs)
+        options = self.options | self.how
+        if "bias" in options and options["bias"].ndim > 1:
+            options["bias"] = dist.shard(comm, options["bias"], axis=-2)
+        extra = {"return_dbias": True} if "bias" in options else {}
+        o, lse = self._late(comm, dist.forward, (q, k, v), (q, q[..., 0].swapaxes(1, 2)), options)
+        like = (q, k, v, *([options["bias"]] if extra else []))
+        return [o, lse, *self._late(comm, dist.backward, (q, k, v, o, lse, do), like, options | extra)]
+
+    @staticmethod
+    def _late(comm, call, arrays, like, options) -> tuple[np.ndarray, ...]:
+        given = [ranks.poisoned(x.shape, x.dtype) for x in arrays]
+        out = tuple(ranks.poisoned(x.shape, x.dtype) for x in like)
+
+        def write() -> None:
+            for target, source in zip(given, arrays, strict=True):
+                target[...] = source
+
+        first_work.queued[comm.rank] = write
+        return call(comm, *given, out=out, **options)
+
+
+class first_work:
+    """What the caller's lane of each rank has been given before a call."""
+
+    queued: ClassVar[dict[int, Callable[[], None]]] = {}
+
+
+def lanes_with_first_work(lane: type, delays) -> Callable[[int], tuple]:
+    def lanes(rank: int) -> tuple:
+        made = tuple(lane(delays(rank, number), number == 0) for number in range(3))
+        made[0](first_work.queued.pop(rank))
+        return made
+
+    return lanes
+
+
+class immediate_first_work:
+    """Lanes that do their work at once, with the same first work."""
+
+    def __call__(self, rank: int) -> tuple:
+        lanes = HOST_LANES(rank)
+        lanes[0](first_work.queued.pop(rank))
+        return lanes
+
+
+HOST_LANES = run_module.host_lanes
+CASES = {
+    "heads": {"how": {"scheme": "heads", "head_groups": 4}},
+    "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
+    "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
+    "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
+    "gather bias of keys": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((32,), "float32")},
+    "ring": {"how": {"scheme": "ring"}, "heads": 1},
+}
+
+
+def test_every_wait_that_is_left_out_is_caught(monkeypatch):
+    """Each wait is needed by one order of events at least, in which the results of a scheme are wrong without it."""
+    monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
+    monkeypatch.setattr(PickyLane, "seen", set())
+    monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
+    cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
+    orders = [(slow, late) for late in (None, 0, 2) for slow in range(3)]
+
+    def is_right(call: LateInputs, order: tuple, delay: float) -> bool:
+        monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
+        try:
+            found = call.run()
+        except dist.CommunicationError:  # the messages of two calls have met
+            return False
+        return all(
+            np.array_equal(one, other)
+            for mine, theirs in zip(found, call.expected, strict=True)
+            for one, other in zip(mine, theirs, strict=True)
+        )
+
+    def is_caught(call: LateInputs, site: str, delay: float) -> bool:
+        monkeypatch.setattr(PickyLane, "left_out", site)
+        return not all(is_right(call, order, delay) for order in orders)
+
+    caught: set[str] = set()
+    for call in cases:
+        monkeypatch.setattr(PickyLane, "left_out", None)
+        assert all(is_right(call, order, 0.004) for order in orders[:3])
+        caught |= {site for site in sorted(PickyLane.seen - caught) if is_caught(call, site, 0.004)}
+    # A busy machine delays all lanes: what went unnoticed is tried again with longer delays.
+    caught |= {site for site in PickyLane.seen - caught if any(is_caught(call, site, 0.03) for call in cases)}
+    assert len(caught) > 15
+    assert sorted(PickyLane.seen - caught) == []
+
+
+class Pool:
+    """CuPy's pool in miniature: memory that is freed is handed out at once, to the stream that it was allocated on.
+
+    A call of the package frees its workspaces when it returns, before its kernels have ended.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._free: dict[object, list[np.ndarray]] = {}
+
+    def take(self, stream: object, nbytes: int) -> np.ndarray:
+        with self._lock:
+            fitting = [block for block in self._free.setdefault(stream, []) if len(block) >= nbytes]
+            if not fitting:
+                return np.full(nbytes, 0xFF, np.uint8)
+            block = min(fitting, key=len)
+            self._free[stream] = [one for one in self._free[stream] if one is not block]
+            return block
+
+    def give(self, stream: object, block: np.ndarray) -> None:
+        with self._lock:
+            self._free[stream].append(block)
+
+
+@pytest.mark.parametrize("arena", ["of its own", "the caller's stream"])
+def test_memory_of_other_lanes_does_not_come_from_the_callers_stream(arena, monkeypatch):
+    """Workspaces of the caller's kernels would be handed out to a lane that does not wait for them."""
+    inputs = make_inputs("float64", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=8)
+    how = {"scheme": "gather", "head_groups": 4}
+    expected = ranks.on_ranks(4, inputs, causal=True, how=how)
+    pool = Pool()
+    backward = fa2cupy.cpu.calls.backward
+
+    class LaneWithWorkspaces(ranks.SlowLane):
+        def __call__(self, function, *args) -> None:
+            if function is not backward:
+                return super().__call__(function, *args)
+            stream = "caller" if self._is_main else self
+            nbytes = 2 * args[0].nbytes
+            workspace = pool.take((threading.get_ident(), stream), nbytes)
+            pool.give((threading.get_ident(), stream), workspace)  # on return, before the kernel runs
+
+            def kernel() -> None:
+                workspace[...] = 0xFF
+                function(*args)
+                workspace[...] = 0xFF
+
+            return super().__call__(kernel)
+
+    def from_pool(shape, dtype) -> np.ndarray:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        key = (threading.get_ident(), "arena" if arena == "of its own" else "caller")
+        array = pool.take(key, nbytes)[:nbytes].view(dtype).reshape(shape)
+        array.reshape(-1).view(np.uint8)[...] = 0xFF
+        return array
+
+    wrong = []
+    for seed in range(3):
+        with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.001, seed), LaneWithWorkspaces):
+            monkeypatch.setattr(run_module, "host_memory", from_pool)
+            found = ranks.on_ranks(4, inputs, causal=True, how=how)
+        wrong += [name for name in found if not np.array_equal(found[name], expected[name])]
+    assert bool(wrong) is (arena == "the caller's stream"), wrong
