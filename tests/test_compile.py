@@ -407,25 +407,11 @@ def test_nvrtc_is_given_no_include_path():
 JINJA = r"\{\{\s*[\w.]+\s*\}\}|\{%-?\s*[a-z]|\{#|^\s*//%"
 
 
-#: Headers with line statements, which keep the origin of dropout out of the text of kernels without dropout.
-WITH_LINE_STATEMENTS = {"dropout.cuh", "score_mod.cuh"}
-
-
 def test_jinja_is_in_entry_files_and_templates_only():
     files = [path for path in kernel_directory().rglob("*") if path.is_file()]
     with_jinja = {path.name for path in files if re.search(JINJA, path.read_text(), re.MULTILINE)}
     assert with_jinja
-    assert {name for name in with_jinja if not name.endswith((".cu", ".j2"))} == WITH_LINE_STATEMENTS
-
-
-def test_line_statements_of_headers_are_of_dropout_alone():
-    with_origin, without = (
-        render_kernel(forward_spec(features=features)).text for features in (("dropout_p",), ("sink", "bias"))
-    )
-    for text in ("first_query_word", "dropout_head"):
-        assert text in with_origin
-        assert text not in without
-    assert "//%" not in with_origin + without
+    assert not {name for name in with_jinja if not name.endswith((".cu", ".j2"))}
 
 
 def test_every_file_of_kernels_is_used_by_some_kernel():

@@ -57,20 +57,11 @@ def _environment() -> jinja2.Environment:
     )
 
 
-@functools.lru_cache(maxsize=None)
-def _header_template(text: str) -> jinja2.Template:
-    """A header with line statements. ``{{`` is C++ there, so that nothing else is Jinja."""
-    names = ("variable", "block", "comment")
-    ends = {f"{name}_{end}_string": f"//%{name}-{end}" for name in names for end in ("start", "end")}
-    return _environment().overlay(**ends).from_string(text)  # type: ignore[arg-type]  # names of its parameters
-
-
 def render_kernel(spec: KernelSpec) -> KernelSource:
     """The flattened source of a kernel.
 
-    Entry files and ``.j2`` headers are templates; other headers are plain CUDA C++, but for line statements that keep a
-    feature out of the text of kernels without it. ``#line`` directives make the compiler's messages name the files in
-    ``kernels/`` and their lines.
+    Entry files and ``.j2`` headers are templates; other headers are plain CUDA C++. ``#line`` directives make the
+    compiler's messages name the files in ``kernels/`` and their lines.
     """
     layout = spec.params
     values = {
@@ -90,7 +81,6 @@ def render_kernel(spec: KernelSpec) -> KernelSource:
         "num_warps": spec.tile.num_warps,
         "num_stages": spec.tile.num_stages,
         "blocks_per_sm": spec.tile.blocks_per_sm,
-        "has_dropout": "dropout_p" in spec.features,
         "shared_bytes": spec.shared_memory_bytes,
         "fields": layout.fields,
         "params_bytes": layout.nbytes,
@@ -149,8 +139,6 @@ def _append_file(name: str, values: dict[str, object], lines: list[str], seen: s
         text = _environment().get_template(name).render(values)
     else:
         text = (kernel_directory() / name).read_text(encoding="utf-8")
-        if "//%" in text:
-            text = _header_template(text).render(values)
     lines.append(f'#line 1 "kernels/{name}"')
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)

@@ -30,10 +30,8 @@ __device__ __forceinline__ Words philox4x32(uint32 c0, uint32 c1, uint32 c2, uin
 
 struct Dropout {
     uint64 seed;
-    uint32 threshold;  // once in each half
-    //% if has_dropout
+    uint32 threshold;         // once in each half
     uint32 first_query_word;  // that of the call's first query, which may be a later one of the whole problem
-    //% endif
     int32 head, batch;
 
     // True if the element of column `e` of a pair is kept. `pair`: its draws, that of the even column in the lower half.
@@ -93,13 +91,9 @@ struct Dropout {
     }
 
   private:
-    //% if has_dropout
     __device__ __forceinline__ uint32 query_word(uint32 query) const {
         return first_query_word + 8 * (query / 16) + query % 8;
     }
-    //% else
-    __device__ static __forceinline__ uint32 query_word(uint32 query) { return 8 * (query / 16) + query % 8; }
-    //% endif
     __device__ static __forceinline__ uint32 key_word(uint32 key) { return 4 * (key / 16) + key % 8 / 2; }
     __device__ __forceinline__ Words call(uint32 query_word, uint32 key_word) const {
         return philox4x32(query_word, key_word, head, batch, seed);

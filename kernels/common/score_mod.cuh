@@ -220,12 +220,8 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     }
 
     __device__ __forceinline__ Dropout dropout() const {
-        //% if has_dropout
         return {params_.seed, params_.dropout_threshold, params_.dropout_query_word, params_.dropout_head + head_,
                 batch_};
-        //% else
-        return {params_.seed, params_.dropout_threshold, head_, batch_};
-        //% endif
     }
 
   private:
