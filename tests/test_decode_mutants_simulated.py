@@ -40,6 +40,7 @@ MANY = dataclasses.replace(FEW, multiprocessors=23)
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
 DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
+TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
 SIXTEEN = Case("float16", (70,), heads=(16, 1))
 TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 
@@ -124,6 +125,8 @@ MUTANTS = (
     Mutant("no merge at all", FENCES, "last = atomicAdd(counter, 1) == expected;", "unwritten"),
     Mutant("groups of other sizes", "3 * (blocks.first + s * size) + 2 :", "3 * (blocks.first + s) + 2 :",
            "uninitialised", LONG, device=MANY),
+    Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
+           TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
     Mutant("keys before they are there", "wait();\n            __syncwarp();\n            load", "load", "race"),
     Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",

@@ -152,6 +152,15 @@ def test_merges_in_two_levels(monkeypatch, dtype):
         assert all(stage.blocks > 16 for stage in launched)
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatch, seed):
+    """Of 21 parts, ceil(sqrt(21)) = 5 in a group would leave the last one in a group of its own."""
+    device = dataclasses.replace(H100, multiprocessors=24)
+    with simulated_gpu(monkeypatch, device, seed=seed) as launched:
+        check(on_device, Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160))
+        assert [stage.blocks for stage in launched] == [24]
+
+
 def test_without_counters_no_job_is_cut(monkeypatch):
     """As for calls that are captured when all counters are taken: each block has the jobs that begin in its piece."""
     for device in (FEW, MANY):

@@ -18,8 +18,8 @@ namespace fa2::decode {
 // The most blocks of a launch; the same number is in fa2cupy/plan/decode.py.
 inline constexpr int kMostBlocks = 1024;
 // The most parts that are merged at once, in one level, and the most of a group, and the most groups.
-inline constexpr int kPartsOfOneLevel = 16, kMostParts = 32;
-static_assert(kMostParts * kMostParts >= kMostBlocks);
+inline constexpr int kPartsOfOneLevel = 16, kMostParts = 33;
+static_assert((kMostParts - 1) * (kMostParts - 1) >= kMostBlocks);
 
 // 16 rows of O in shared memory. Of eight adjacent rows, chunks of eight columns are permuted, so that the eight lanes
 // of a store that write to the same columns reach different banks.
@@ -38,9 +38,12 @@ struct ExchangeRows {
 struct Contributors {
     int32 first, count;
 
-    // Blocks of a group, of which the last may have fewer.
+    // Blocks of a group, of which the last may have fewer, but at least two: the job's last block may be the first one of
+    // the next job, whose first group then has the counter and the part of the groups that begin there.
     __device__ __forceinline__ int32 group_size() const {
-        return count <= kPartsOfOneLevel ? count : __float2int_ru(sqrtf(static_cast<float>(count)));
+        if (count <= kPartsOfOneLevel) return count;
+        const int32 size = __float2int_ru(sqrtf(static_cast<float>(count)));
+        return (count - 1) % size == 0 ? size + 1 : size;  // both cannot divide count - 1 < size (size + 1)
     }
 };
 
