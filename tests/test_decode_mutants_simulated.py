@@ -89,7 +89,7 @@ MUTANTS = (
            "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
     Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]",
            "params.pages_per_sequence]",
-           "cache", PAGED),
+           "blocks", PAGED),
     Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
            dataclasses.replace(PAGED, num_new=0), table=1000),

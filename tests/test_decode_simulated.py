@@ -161,6 +161,13 @@ def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatc
         assert [stage.blocks for stage in launched] == [24]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_jobs_have_small_blocks(launched, head_dim):
+    check(on_device, Case("float16", (60, 70, 3, 200), heads=(4, 2), head_dim=head_dim))
+    check(on_device, Case("float16", (200,), heads=(4, 2), head_dim=head_dim))
+    assert [stage.spec.tile.num_warps for stage in launched] == [4, 8]
+
+
 def test_without_counters_no_job_is_cut(monkeypatch):
     """As for calls that are captured when all counters are taken: each block has the jobs that begin in its piece."""
     for device in (FEW, MANY):

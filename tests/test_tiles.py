@@ -48,8 +48,8 @@ KERNELS = [
 ]
 
 
-def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False) -> AttentionProblem:
-    return AttentionProblem(dtype, 1, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
+def problem(dtype: str = "float16", head_dim: int = 64, causal: bool = False, batch: int = 1) -> AttentionProblem:
+    return AttentionProblem(dtype, batch, 256, 256, 4, 4, head_dim, causal, 0.125, "bshd", 4)
 
 
 def choose_tile(operation: str, family: str, call: AttentionProblem, device: DeviceInfo, config=None) -> TileConfig:
@@ -322,10 +322,13 @@ def chosen_rows() -> set[int]:
         for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
             if operation not in row.operations or not row.supports(operation, dtype, device):
                 continue
-            for head_dim, causal, features in itertools.product(
-                head_dims_of(dtype), (False, True), (NO_SETTINGS, DROPPED, OF_A_FUNCTION)
+            for head_dim, causal, features, batch in itertools.product(
+                head_dims_of(dtype),
+                (False, True),
+                (NO_SETTINGS, DROPPED, OF_A_FUNCTION),
+                (1, 512) if operation == "decode" else (1,),
             ):
-                call = problem(dtype, head_dim, causal).with_settings(features)
+                call = problem(dtype, head_dim, causal, batch).with_settings(features)
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:

@@ -246,6 +246,8 @@ class Family(ABC):
         ]
         if problem.settings.block_mask is not None:
             applying = self._tiles_for_map(problem.settings.block_mask, applying, kernel, device)
+        if operation == "decode":
+            applying = _tiles_for_jobs(problem, applying, device)
         if applying:
             return applying[0]
         remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
@@ -331,6 +333,22 @@ def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str
     if accumulators + operands > available:
         return f"its accumulators take {accumulators} of the {available} registers that a thread can have"
     return None
+
+
+def _tiles_for_jobs(problem: AttentionProblem, tiles: list[TileConfig], device: DeviceInfo) -> list[TileConfig]:
+    """The tiles of ``decode`` for a number of jobs: row tiles of K/V heads, of all sequences.
+
+    The first of them is for few jobs, which are cut into as many parts as there are blocks: one large block on each
+    multiprocessor leaves the fewest parts to merge. A block that has several jobs waits between two of them, and other
+    blocks of the multiprocessor go on meanwhile.
+    """
+    many = [tile for tile in tiles if _jobs(problem, tile) >= 2 * device.multiprocessors and tile.blocks_per_sm > 1]
+    return many or tiles
+
+
+def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:
+    row_tiles = -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
+    return problem.batch * problem.num_heads_kv * row_tiles
 
 
 def why_no_decode(tile: TileConfig, rows: tuple[int, ...]) -> str | None:

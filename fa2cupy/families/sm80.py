@@ -66,9 +66,12 @@ class Sm80(Family):
         "decode": (
             TileRow(64, TileConfig(32, 128, 8, 5), _H200),
             TileRow(64, TileConfig(32, 128, 8, 4)),
+            TileRow(64, TileConfig(32, 64, 4, 4, 3), _H200),
+            TileRow(64, TileConfig(32, 64, 4, 4, 2)),
             TileRow(64, TileConfig(32, 64, 4, 4)),
             TileRow(128, TileConfig(32, 128, 8, 3), _H200),
             TileRow(128, TileConfig(32, 128, 8, 2)),
+            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200),
             TileRow(128, TileConfig(32, 64, 4, 2)),
             TileRow(256, TileConfig(16, 64, 4, 3)),
             TileRow(256, TileConfig(16, 64, 4, 2)),

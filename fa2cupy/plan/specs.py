@@ -101,13 +101,14 @@ def decode_specs(
 ) -> list[KernelSpec]:
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
-    `features` are of ``"window"``, ``"softcap"``, ``"alibi_slopes"`` and ``"sink"``, all combined.
+    They differ also between few sequences and many. `features` are of ``"window"``, ``"softcap"``, ``"alibi_slopes"``
+    and ``"sink"``, all combined.
     """
     specs: dict[KernelSpec, None] = {}
-    for rows in (1, 8, 16, 32):
+    for batch, rows in itertools.product((1, 2 * device.multiprocessors), (1, 8, 16, 32)):
         (keywords,) = _examples(features, dtype, {})
-        q, cache = _array((1, rows, 1, head_dim), dtype), _array((1, _ROWS, 1, head_dim), dtype)
-        arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(1, "int32")}
+        q, cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
+        arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(batch, "int32")}
         absent = dict.fromkeys(("k", "v", "block_table"))
         problem, shape, _ = check_decode({**arrays, **absent}, CallOptions(causal), keywords)
         strides: dict[str, AnyStrides] = dict.fromkeys(
