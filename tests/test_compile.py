@@ -51,6 +51,7 @@ SELECTION = (
 EVERY_TILE = (
     (tuple(arch for arch, device in ARCHITECTURES.items() if device.compute_capability >= 80), ("float16",), None),
     (("sm_90",), ("bfloat16",), None),
+    (("sm_90",), ("bfloat16",), "sm80"),
     (("sm_80", "sm_86"), ("float32", "float64"), None),
     (("sm_75",), ("float32",), None),
 )
