@@ -11,8 +11,9 @@
 //   sequences of one length      each job into as many pieces; or, with more jobs than blocks, pieces are whole jobs
 //   others                       the line into pieces of one length: the end of a job, whole jobs, the beginning of one
 //
-// A block that ends one job within its piece and begins another exchanges results twice, and one with a part of a job
-// waits for the merge of all of them: cuts between jobs cost nothing.
+// Cuts between jobs cost nothing. A block that ends one job within its piece and begins another exchanges results twice,
+// and the parts of a job have to be merged.
+//
 // The cuts depend on the lengths and on the grid alone, so that results are bit-reproducible.
 #pragma once
 #include "common/mask.cuh"
@@ -64,7 +65,7 @@ class WorkLine {
             span_ = jobs_of_block * steps;
             pieces_ = jobs_of_block > 1 ? 1 : min_of(min_of<int32>(steps, gridDim.x / jobs), worthwhile_parts(steps));
         }
-        workers_ = ceil_div(total_, span_) * pieces_;
+        workers_ = ((total_ - 1) / span_ + 1) * pieces_;  // a sum of both may have more than 31 bits
         piece_ = span_ / pieces_;
         longer_ = span_ - piece_ * pieces_;
     }
@@ -84,7 +85,7 @@ class WorkLine {
     __device__ __forceinline__ Segment first(int32 worker, bool cuts_jobs) {
         const int32 span = worker / pieces_, index = worker - span * pieces_;
         const int32 position = span * span_ + index * piece_ + min_of(index, longer_);
-        piece_end_ = min_of(position + piece_ + (index < longer_), total_);
+        piece_end_ = position + min_of(piece_ + (index < longer_), total_ - position);
         Job job = job_at(position);
         const bool has_begun = position > job.start;
         if (has_begun && !cuts_jobs) job = job_after(job);
