@@ -11,7 +11,16 @@ import numpy as np
 from ..numerics.arrays import array_module
 from ..problem.array_types import Array
 
-__all__ = ["CommunicationError", "Messages", "Transport", "all_texts", "is_on_host", "library_of", "split_own"]
+__all__ = [
+    "CommunicationError",
+    "HostMemory",
+    "Messages",
+    "Transport",
+    "all_texts",
+    "is_on_host",
+    "library_of",
+    "split_own",
+]
 
 #: Contiguous arrays, each with the rank that it goes to or comes from.
 Messages: TypeAlias = "Sequence[tuple[Array, int]]"
@@ -50,6 +59,27 @@ class Transport(Protocol):
 
     def to_host(self, buffer: Any) -> np.ndarray:
         """A received array of bytes on the host."""
+
+
+class HostMemory:
+    """What transports of NumPy arrays have in common: `exchange` returns when messages have arrived."""
+
+    waits_for_host = True
+
+    def watch(self) -> None:
+        """Nothing: all messages have arrived."""
+
+    def empty_bytes(self, nbytes: int) -> Any:
+        """An array of bytes."""
+        return np.empty(nbytes, np.uint8)
+
+    def to_buffer(self, data: np.ndarray) -> Any:
+        """The array itself."""
+        return data
+
+    def to_host(self, buffer: Any) -> np.ndarray:
+        """The array itself."""
+        return buffer
 
 
 def is_on_host(array: object) -> bool:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from .messages import CommunicationError, Messages, split_own
+from .messages import CommunicationError, HostMemory, Messages, split_own
 
 __all__ = ["MpiTransport"]
 
 _SHORT_S, _POLL_S = 1e-3, 1e-4
 
 
-class MpiTransport:
+class MpiTransport(HostMemory):
     """Messages by an intracommunicator of mpi4py: see `fa2cupy.distributed.messages.Transport`.
 
     Parameters
@@ -24,8 +24,6 @@ class MpiTransport:
     timeout : float
         Seconds that a rank waits for its messages.
     """
-
-    waits_for_host = True
 
     def __init__(self, communicator: Any, timeout: float):
         from mpi4py import MPI
@@ -53,21 +51,6 @@ class MpiTransport:
                 )
             if waited > _SHORT_S:  # short waits are not worth a sleep
                 time.sleep(_POLL_S)
-
-    def watch(self) -> None:
-        """Nothing: all messages have arrived."""
-
-    def empty_bytes(self, nbytes: int) -> Any:
-        """An array of bytes."""
-        return np.empty(nbytes, np.uint8)
-
-    def to_buffer(self, data: np.ndarray) -> Any:
-        """The array itself."""
-        return data
-
-    def to_host(self, buffer: Any) -> np.ndarray:
-        """The array itself."""
-        return buffer
 
 
 def _bytes(array: Any) -> np.ndarray:

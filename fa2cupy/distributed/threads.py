@@ -5,11 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Any
 
 import numpy as np
 
-from .messages import CommunicationError, Messages, split_own
+from .messages import CommunicationError, HostMemory, Messages, split_own
 
 __all__ = ["ThreadTransport", "World"]
 
@@ -39,10 +38,8 @@ class World:
             self.failed.append(rank)
 
 
-class ThreadTransport:
+class ThreadTransport(HostMemory):
     """Messages between threads of a process: see `fa2cupy.distributed.messages.Transport`."""
-
-    waits_for_host = True
 
     def __init__(self, world: World, rank: int):
         self.rank, self.size = rank, world.size
@@ -80,18 +77,3 @@ class ThreadTransport:
                         f"rank {self.rank} has waited {world.timeout:g} s for a message of rank {peer}, "
                         "which has ended, is late or makes another call"
                     ) from None
-
-    def watch(self) -> None:
-        """Nothing: all messages have arrived."""
-
-    def empty_bytes(self, nbytes: int) -> Any:
-        """An array of bytes."""
-        return np.empty(nbytes, np.uint8)
-
-    def to_buffer(self, data: np.ndarray) -> Any:
-        """The array itself."""
-        return data
-
-    def to_host(self, buffer: Any) -> np.ndarray:
-        """The array itself."""
-        return buffer
