@@ -42,6 +42,10 @@ class TileRow:
         Dtypes to which the row applies; None is all of the family.
     features : tuple of str
         The row applies only to calls with at least one of these features. If empty, it applies to all calls.
+    many_jobs : bool
+        The row applies only to calls of ``decode`` with several jobs for each block. A block waits between two of them,
+        and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as there are blocks: one
+        large block on each multiprocessor leaves the fewest parts to merge.
     """
 
     head_dim: int
@@ -49,6 +53,7 @@ class TileRow:
     measured: str = ""
     dtypes: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()
+    many_jobs: bool = False
 
 
 class Family(ABC):
@@ -241,13 +246,12 @@ class Family(ABC):
             if self.padded_head_dim(problem.head_dim) <= row.head_dim
             and (row.dtypes is None or problem.dtype in row.dtypes)
             and (not row.features or not used.isdisjoint(row.features))
+            and (not row.many_jobs or _has_many_jobs(problem, row.tile, device))
             and self.why_illegal(*kernel, row.tile, device) is None
             and self.fits_blocks(*kernel, row.tile, device)
         ]
         if problem.settings.block_mask is not None:
             applying = self._tiles_for_map(problem.settings.block_mask, applying, kernel, device)
-        if operation == "decode":
-            applying = _tiles_for_jobs(problem, applying, device)
         if applying:
             return applying[0]
         remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
@@ -335,20 +339,10 @@ def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str
     return None
 
 
-def _tiles_for_jobs(problem: AttentionProblem, tiles: list[TileConfig], device: DeviceInfo) -> list[TileConfig]:
-    """The tiles of ``decode`` for a number of jobs: row tiles of K/V heads, of all sequences.
-
-    The first of them is for few jobs, which are cut into as many parts as there are blocks: one large block on each
-    multiprocessor leaves the fewest parts to merge. A block that has several jobs waits between two of them, and other
-    blocks of the multiprocessor go on meanwhile.
-    """
-    many = [tile for tile in tiles if _jobs(problem, tile) >= 2 * device.multiprocessors and tile.blocks_per_sm > 1]
-    return many or tiles
-
-
-def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:
+def _has_many_jobs(problem: AttentionProblem, tile: TileConfig, device: DeviceInfo) -> bool:
+    """True if there are two row tiles of K/V heads or more for each multiprocessor."""
     row_tiles = -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
-    return problem.batch * problem.num_heads_kv * row_tiles
+    return problem.batch * problem.num_heads_kv * row_tiles >= 2 * device.multiprocessors
 
 
 def why_no_decode(tile: TileConfig, rows: tuple[int, ...]) -> str | None:

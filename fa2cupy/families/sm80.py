@@ -64,14 +64,14 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
+            TileRow(64, TileConfig(32, 64, 4, 4, 3), _H200, many_jobs=True),
+            TileRow(64, TileConfig(32, 64, 4, 4, 2), many_jobs=True),
+            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, many_jobs=True),
             TileRow(64, TileConfig(32, 128, 8, 5), _H200),
             TileRow(64, TileConfig(32, 128, 8, 4)),
-            TileRow(64, TileConfig(32, 64, 4, 4, 3), _H200),
-            TileRow(64, TileConfig(32, 64, 4, 4, 2)),
             TileRow(64, TileConfig(32, 64, 4, 4)),
             TileRow(128, TileConfig(32, 128, 8, 3), _H200),
             TileRow(128, TileConfig(32, 128, 8, 2)),
-            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200),
             TileRow(128, TileConfig(32, 64, 4, 2)),
             TileRow(256, TileConfig(16, 64, 4, 3)),
             TileRow(256, TileConfig(16, 64, 4, 2)),
