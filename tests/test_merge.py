@@ -147,6 +147,16 @@ class TestKernel:
     def test_parts_give_what_all_keys_give(self, merge_simulated, dtype, head_dim, layout):
         check(merge_simulated, dtype, layout, head_dim)
 
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_more_parts_than_are_read_at_once(self, merge_simulated, dtype):
+        check(merge_simulated, dtype, bounds=(0, 3, 7, 7, 12, 30, 30, 41, 60, 61, 75))
+
+    def test_a_late_part_with_a_large_statistic(self, merge_simulated):
+        o_parts = np.repeat(np.arange(6, dtype="float32"), 8).reshape(6, 1, 1, 1, 8)
+        lse_parts = np.array([0, 1, 2, 3, 4, 5000], "float32").reshape(6, 1, 1, 1)
+        o, lse = merge_simulated(o_parts, lse_parts)
+        assert (o == 5).all() and (lse == 5000).all()
+
     def test_arrays_that_are_not_contiguous(self, merge_simulated):
         *_, o_parts, lse_parts = parts_of("float16", (0, 9, 30))
         expected = fa2cupy.merge(o_parts, lse_parts)

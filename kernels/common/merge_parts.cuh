@@ -13,7 +13,7 @@ struct MergeParts {
     using Accum = typename ElementTraits<Element>::Accum;
     static constexpr bool kInChunks = sizeof(Element) == 2 && Spec::kHeadDim % 8 == 0;
     static constexpr int kVector = kInChunks ? 8 : 1;
-    static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr;
+    static constexpr int kLanes = 32 * Spec::kWarps / Spec::kBr, kPartsAtOnce = 4;
     using Chunk = Vector<Element, kVector>;
 
     __device__ static void run(const Params& params) {
@@ -26,7 +26,7 @@ struct MergeParts {
         const Element* parts = params.o_parts + params.o_parts_strides.offset(batch, row, head);
         Element* o = params.o + params.o_strides.offset(batch, row, head);
         for (int32 column = lane * kVector; column < Spec::kHeadDim; column += kLanes * kVector) {
-            const auto merged = merge_row<Accum, kVector>(
+            const auto merged = merge_row<Accum, kVector, kPartsAtOnce>(
                 params.num_parts, -infinity<Accum>(), [&](int32 s) { return params.lse_parts[s * rows + index]; },
                 [&](int32 s) {
                     const Chunk chunk = *reinterpret_cast<const Chunk*>(parts + s * params.part_stride + column);

@@ -15,7 +15,8 @@
 //   O [warp][16 rows], in a free slot     the warp               all warps
 //   lse [warp][kBr]                       the warp               all warps
 //
-// Barriers: one at each end of a segment, and two for every 16 rows, one at its beginning, and those of a merge of blocks.
+// Barriers: one at the beginning of a segment, at its end one behind every 16 rows of O and one between them, and those of
+// a merge of blocks.
 // The arithmetic of a warp is that of its family: DecodeWarp of sm80/decode.cuh and simt/decode.cuh.
 #pragma once
 #include "decode/cache.cuh"
@@ -37,7 +38,7 @@ struct Decode {
     static constexpr int kLseBytes = kWarps * kBr * sizeof(Accum);
     static constexpr int kSharedBytes = 2 * Warp::kQueryBytes + kWarps * kWarpBytes + kLseBytes;
     static_assert(kBc == kKeys * kWarps && kStages >= 2);
-    static_assert(max_of(Exchange::kBytes, Parts::Weights::kBytes) <= Warp::kSlotBytes);
+    static_assert(Exchange::kBytes <= Warp::kSlotBytes);
     static_assert(kSharedBytes == Spec::kSharedBytes);
     static constexpr int kFirstSlot = 2 * Warp::kQueryBytes, kFirstLse = kFirstSlot + kWarps * kWarpBytes;
 
@@ -167,27 +168,23 @@ struct Decode {
             blocks.count = line.worker_of(job.start + job.steps - 1) - blocks.first + 1;
         }
         const int32 part = Parts::part_of_block(blocks, worker - blocks.first);
-        // Of each warp, one behind the other.
-        const typename Parts::Weights weights{smem + kFirstLse, kBr * static_cast<int32>(sizeof(Accum))};
+        Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
         char* exchange = smem + kFirstSlot + distance;
-        state.finish(&weights.at(warp, 0));
-        __syncthreads();  // lse of all warps is there
-        parts.weigh(weights, kWarps, is_whole, part);
+        state.finish(lse + warp * kBr);
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
             state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
-            __syncthreads();  // and these rows of O, and the weights
-            parts.for_items(begin, min_of(begin + kRowsAtOnce, parts.num_rows), [&](int32 row, int32 column) {
-                const int32 offset = Exchange::offset(row - begin, column);
-                const auto columns_of = [&](int32 s) {
-                    return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) + offset;
-                };
-                const auto x = Parts::template weighted_sum<kWarps>(weights, row, kWarps, columns_of);
-                parts.store(row, column, x, is_whole, part);
-            });
+            __syncthreads();  // lse of all warps and these rows of their O are there
+            const auto columns_of = [&](int32 s, int32 row, int32 column) {
+                return reinterpret_cast<const Accum*>(exchange + s * kWarpBytes) +
+                       Exchange::offset(row - begin, column);
+            };
+            parts.template merge_rows<kWarps>(
+                begin, min_of(begin + kRowsAtOnce, parts.num_rows), kWarps,
+                [&](int32 s, int32 row) { return lse[s * kBr + row]; }, columns_of, is_whole, part);
             if (begin + kRowsAtOnce < kBr) __syncthreads();
         }
-        if (!is_whole) parts.merge(blocks, worker, {exchange, kWarpBytes});
+        if (!is_whole) parts.merge(blocks, worker);
     }
 };
 

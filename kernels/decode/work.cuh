@@ -48,24 +48,32 @@ class WorkLine {
         rows_ = params.seqlen_q * params.heads_per_group;
         row_tiles_ = max_of(ceil_div(rows_, Spec::kBr), 1);  // without a query there may be rows to append
         heads_kv_ = params.num_heads / params.heads_per_group;
+        const int32 jobs_of_sequence = heads_kv_ * row_tiles_;
         int32 sum = 0;
-        const int32 of_first = __shfl_sync(common::kFullWarp, steps_of_lane(0), 0);
+        const int32 steps_of_first = tiles_of(length_of(0)).steps;
         bool is_even = true;  // all sequences have as many steps as the first
         for (int32 first = 0; first < params.batch; first += 32) {
             const int32 own = steps_of_lane(first);
             sum += own;
-            is_even &= own == of_first || own == 0;
+            is_even &= own == steps_of_first || own == 0;
         }
-        total_ = common::row_sum<32>(sum);
+        total_ = common::row_sum<32>(sum) * jobs_of_sequence;
         span_ = total_;
-        pieces_ = min_of<int32>(gridDim.x, total_);
+        pieces_ = workers_ = min_of<int32>(gridDim.x, total_);
         if (__all_sync(common::kFullWarp, is_even)) {
-            const int32 steps = of_first / jobs_of_sequence(), jobs = params.batch * jobs_of_sequence();
-            const int32 jobs_of_block = ceil_div<int32>(jobs, gridDim.x);
-            span_ = jobs_of_block * steps;
-            pieces_ = jobs_of_block > 1 ? 1 : min_of(min_of<int32>(steps, gridDim.x / jobs), worthwhile_parts(steps));
+            // Keys wait for these numbers: where each job has blocks of its own, they take one division.
+            const int32 jobs = params.batch * jobs_of_sequence, grid = gridDim.x;
+            if (jobs <= grid) {
+                span_ = steps_of_first;
+                pieces_ = min_of(min_of(steps_of_first, grid / jobs), worthwhile_parts(steps_of_first));
+                workers_ = jobs * pieces_;
+            } else {
+                const int32 jobs_of_block = ceil_div(jobs, grid);
+                span_ = jobs_of_block * steps_of_first;
+                pieces_ = 1;
+                workers_ = ceil_div(jobs, jobs_of_block);
+            }
         }
-        workers_ = ((total_ - 1) / span_ + 1) * pieces_;  // a sum of both may have more than 31 bits
         piece_ = span_ / pieces_;
         longer_ = span_ - piece_ * pieces_;
     }
@@ -130,16 +138,19 @@ class WorkLine {
         return {first, max_of(ceil_div(length, Spec::kBc) - first, 1)};
     }
 
-    // The steps of the sequence that belongs to this lane, of 32 sequences.
+    // The rows of a sequence, with those that the call appends.
+    __device__ __forceinline__ int32 length_of(int32 batch) const {
+        return cached_rows(params_, batch) + params_.seqlen_new;
+    }
+
+    // The steps of each job of the sequence that belongs to this lane, of 32 sequences.
     __device__ __forceinline__ int32 steps_of_lane(int32 first) const {
         const int32 batch = first + static_cast<int32>(threadIdx.x) % 32;
-        if (batch >= params_.batch) return 0;
-        const int32 length = cached_rows(params_, batch) + params_.seqlen_new;
-        return tiles_of(length).steps * jobs_of_sequence();
+        return batch < params_.batch ? tiles_of(length_of(batch)).steps : 0;
     }
 
     __device__ __forceinline__ Job make_job(int32 batch, int32 index, int32 start) const {
-        const int32 cached = cached_rows(params_, batch), length = cached + params_.seqlen_new;
+        const int32 cached = cached_rows(params_, batch), length = length_of(batch);
         const Tiles tiles = tiles_of(length);
         const int32 head_kv = index / row_tiles_;
         return {batch, head_kv, index - head_kv * row_tiles_, cached, length, tiles.first, tiles.steps, start};
@@ -150,7 +161,7 @@ class WorkLine {
         const int32 lane = threadIdx.x % 32;
         int32 start = 0;  // of the first of 32 sequences
         for (int32 first = 0;; first += 32) {
-            const int32 own = steps_of_lane(first);
+            const int32 steps = steps_of_lane(first), own = steps * jobs_of_sequence();
             int32 sum = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -161,9 +172,9 @@ class WorkLine {
             if (behind != 0) {
                 const int32 found = __ffs(behind) - 1;
                 const int32 of_sequence = start + __shfl_sync(common::kFullWarp, sum - own, found);
-                const int32 steps = __shfl_sync(common::kFullWarp, own, found) / jobs_of_sequence();
-                const int32 index = (position - of_sequence) / steps;
-                return make_job(first + found, index, of_sequence + index * steps);
+                const int32 of_job = __shfl_sync(common::kFullWarp, steps, found);
+                const int32 index = (position - of_sequence) / of_job;
+                return make_job(first + found, index, of_sequence + index * of_job);
             }
             start += __shfl_sync(common::kFullWarp, sum, 31);
         }
