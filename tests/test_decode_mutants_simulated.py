@@ -83,7 +83,8 @@ class Mutant:
 
 
 SINK = (("sink", True),)
-FENCES = "last = atomicAdd(counter, 1) == expected - 1;"
+ARRIVAL = "atom.add.acq_rel.gpu"
+SINK_OF_RESULTS = "sink = is_result ? sink_of(row) : -common::infinity<Accum>();"
 MUTANTS = (
     Mutant("a page of the sequence before", "static_cast<int64>(batch) * params.pages_per_sequence + index",
            "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
@@ -112,18 +113,17 @@ MUTANTS = (
     Mutant("parts of equal weight", "weight = exp_accurate(lse[i] - shift);", "weight = 1;", "numbers"),
     Mutant("weights without their sum", "total += weight;", "total = 1;", "numbers"),
     Mutant("lse without the shift", "row.lse = shift + log(total);", "row.lse = log(total);", "numbers"),
-    Mutant("the sink in every part", "sink = is_result ? sink_of(row) : -common::infinity<Accum>();", "sink = sink_of(row);", "numbers",
+    Mutant("the sink in every part", SINK_OF_RESULTS, "sink = sink_of(row);", "numbers",
            LONG, SINK, device=MANY),
-    Mutant("the sink in parts of blocks", "sink = is_result ? sink_of(row) : -common::infinity<Accum>();", "sink = sink_of(row);", "numbers",
+    Mutant("the sink in parts of blocks", SINK_OF_RESULTS, "sink = sink_of(row);", "numbers",
            DENSE, SINK),
     Mutant("O of warps that have not left it", "__syncthreads();  // lse of all warps", "__syncwarp();  //", "race"),
-    Mutant("nothing is released", f"__threadfence();\n            {FENCES}", FENCES, "blocks"),
-    Mutant("nothing is acquired", "if (last) atomicExch(counter, 0);\n            __threadfence();",
-           "if (last) atomicExch(counter, 0);", "blocks"),
+    Mutant("nothing is released", ARRIVAL, "atom.add.acquire.gpu", "blocks"),
+    Mutant("nothing is acquired", ARRIVAL, "atom.add.release.gpu", "blocks"),
     Mutant("arrival ahead of the other warps", "__syncthreads();  // all threads have written their items",
            "__syncwarp();  //", "blocks", Case("float16", (300,), heads=(8, 1), head_dim=64)),
-    Mutant("a counter that stays", "if (last) atomicExch(counter, 0);", "", "counter"),
-    Mutant("no merge at all", FENCES, "last = atomicAdd(counter, 1) == expected;", "unwritten"),
+    Mutant("a counter that stays", "if (last) *counter = 0;", "", "counter"),
+    Mutant("no merge at all", "arrive(counter) == expected - 1;", "arrive(counter) == expected;", "unwritten"),
     Mutant("groups of other sizes", "3 * (blocks.first + s * size) + 2 :", "3 * (blocks.first + s) + 2 :",
            "uninitialised", LONG, device=MANY),
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",

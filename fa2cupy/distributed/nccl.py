@@ -216,7 +216,7 @@ def connect(rank: int, size: int, broadcast: Callable[[Any], Any], timeout: floa
     """
     module = _module()
     identifier = broadcast(module.get_unique_id() if rank == 0 else None)
-    return NcclTransport(_OfCupy(module.NcclCommunicator(size, tuple(identifier), rank), module), rank, size, timeout)
+    return NcclTransport(_OfCupy(module.NcclCommunicator(size, bytes(identifier), rank), module), rank, size, timeout)
 
 
 def wrap(communicator: Any, rank: int | None, size: int | None, timeout: float) -> NcclTransport:

@@ -47,6 +47,20 @@ struct Contributors {
     }
 };
 
+// Adds one to a counter and returns what it was. Whoever arrives later sees what this thread knows of.
+__device__ __forceinline__ int32 arrive(int32* counter) {
+#if __CUDA_ARCH__ >= 700
+    int32 before;
+    asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+#else
+    __threadfence();
+    const int32 before = atomicAdd(counter, 1);
+    __threadfence();
+    return before;
+#endif
+}
+
 template <class Spec, int kD, class Record = Params>
 struct Parts {
     using Element = typename Spec::Element;
@@ -164,10 +178,8 @@ struct Parts {
         __shared__ bool last;
         __syncthreads();  // all threads have written their items, and have read `last` of the call before
         if (threadIdx.x == 0) {
-            __threadfence();
-            last = atomicAdd(counter, 1) == expected - 1;
-            if (last) atomicExch(counter, 0);
-            __threadfence();
+            last = arrive(counter) == expected - 1;
+            if (last) *counter = 0;  // nobody else comes to it in this launch
         }
         __syncthreads();
         return last;
