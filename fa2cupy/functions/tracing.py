@@ -29,6 +29,8 @@ _KINDS = {"b": BOOL, "i": INT, "u": INT}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: The longest vector that np.dot and .sum() take.
 MAX_LOOP = 256
+#: The most operations of a text that is repeated for each element of a fragment.
+_SHORT = 16
 
 
 class ArgumentKind(NamedTuple):
@@ -79,6 +81,21 @@ class Program:
     def depends_on(self, name: str) -> bool:
         """True if the result depends on an input: the score, b, h, q or k."""
         return any(node.op == "input" and node.value == name for node in reachable([self.result]))
+
+    @functools.cached_property
+    def is_short(self) -> bool:
+        """True if a kernel may repeat the text for every element of a fragment.
+
+        It has few operations, no sum, and reads no element that depends on the query or the key.
+        """
+        nodes = reachable([self.result])
+        moving: set[Node] = set()  # what depends on q or k
+        for node in nodes:
+            if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
+                moving.add(node)
+        if any(node.op == "sum" or (node.op == "element" and node in moving) for node in nodes):
+            return False
+        return sum(node.op not in ("input", "constant") for node in nodes) <= _SHORT
 
     @functools.cached_property
     def loops(self) -> list[tuple[int, ...]]:

@@ -116,6 +116,7 @@ def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
         "name": program.arguments_name,
         "arrays": arrays,
         "gradients": dict(zip(program.floats, gradients, strict=False)),
+        "is_short": program.is_short,
         "text": program.text,
     }
 

@@ -1,7 +1,8 @@
 // A sparse map: which tiles of the scores the caller's mask function hides as a whole (0), in part (1) or not at all (2).
 //
-// A block evaluates the function for all pairs of a tile; the mask is not formed. A lane has one key at a time and takes
-// a warp's share of the queries with it, so that what depends on the key alone is computed once for all of them.
+// A block evaluates the function for all pairs of a tile; the mask is not formed. A lane has a few keys at a time and takes
+// a warp's share of the queries with them, so that what depends on a key alone, or on a query alone, is computed once for
+// several pairs.
 #pragma once
 #include "common/functions.cuh.j2"
 
@@ -18,15 +19,18 @@ struct TileStates {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const auto args = mask_args_of(params);
 
+        constexpr int kKeys = 4;
         bool is_seen = false, is_hidden = false;
-        for (int32 keys = first_key; keys < end_key; keys += 32) {
-            const int32 key = min_of(keys + lane, end_key - 1);  // lanes past the last key repeat it
+        for (int32 keys = first_key; keys < end_key; keys += 32 * kKeys) {
 #pragma unroll 4
-            for (int32 query = first_query + warp; query < end_query; query += Spec::kWarps) {
-                const bool visible = is_visible<float>(args, batch, head, query, key);
-                is_seen |= visible;
-                is_hidden |= !visible;
-            }
+            for (int32 query = first_query + warp; query < end_query; query += Spec::kWarps)
+#pragma unroll
+                for (int i = 0; i < kKeys; ++i) {
+                    const int32 key = min_of(keys + 32 * i + lane, end_key - 1);  // past the last key it is repeated
+                    const bool visible = is_visible<float>(args, batch, head, query, key);
+                    is_seen |= visible;
+                    is_hidden |= !visible;
+                }
             // A tile with pairs of both kinds is mixed, whatever the others are.
             if (__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)) break;
         }

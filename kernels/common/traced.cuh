@@ -16,7 +16,8 @@ struct TracedArray {
         static_assert(sizeof...(Index) == kRank, "one index for each axis");
         int64 sum = 0;
         int axis = 0;
-        ((sum += layout.strides[axis] * max_of(min_of(indices, static_cast<int32>(layout.lengths[axis]) - 1), 0),
+        ((sum += layout.strides[axis] *
+                 static_cast<uint32>(max_of(min_of(indices, static_cast<int32>(layout.lengths[axis]) - 1), 0)),
           ++axis),
          ...);
         return sum;
@@ -83,13 +84,18 @@ __device__ __forceinline__ int32 absolute(int32 x) { return x < 0 ? -x : x; }
 __device__ __forceinline__ float absolute(float x) { return magnitude(x); }
 __device__ __forceinline__ double absolute(double x) { return magnitude(x); }
 
-// The quotient rounded down, and what it leaves, which has the sign of b; 0 if b is 0, as in NumPy.
+// The quotient rounded down, and what it leaves, which has the sign of b; 0 if b is 0, as in NumPy. If b is a constant,
+// as in most functions, the conditions on b are decided by the compiler.
 __device__ __forceinline__ int32 floor_divide(int32 a, int32 b) {
+    if (b > 0 && (b & (b - 1)) == 0) return a >> (31 - __clz(b));
     if (b == 0) return 0;
     const int32 quotient = a / b;
     return quotient - (quotient * b != a && (a < 0) != (b < 0));
 }
-__device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) { return b == 0 ? 0 : a - floor_divide(a, b) * b; }
+__device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) {
+    if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
+    return b == 0 ? 0 : a - floor_divide(a, b) * b;
+}
 
 template <class Real>
 __device__ __forceinline__ Real not_a_number() {
