@@ -37,6 +37,8 @@ TILES = {
         "backward": TileConfig(128, 128, 12, 2), "backward_dkdv": TileConfig(64, 128, 12, 2),
     },
 }  # fmt: skip
+#: Of sm80, whose lanes have more columns than are evaluated at once.
+WIDE = TileConfig(64, 64, 4)
 LENGTHS = {"simt": (29, 37), "sm80": (90, 100), "sm90": (270, 290)}
 DTYPES = {"simt": "float32", "sm80": "float16", "sm90": "bfloat16"}
 #: Whose blocks take several query tiles.
@@ -381,7 +383,10 @@ def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
 MUTANTS = {
     "hidden pairs are not seen": ("tile_states", "is_hidden |= !visible;", "", "maps"),
     "visible pairs are not seen": ("tile_states", "is_seen |= visible;", "", "maps"),
-    "lanes read past the last key": ("tile_states", "min_of(keys + lane, end_key - 1)", "keys + lane", "maps"),
+    "lanes read past the last key": (
+        "tile_states", "min_of(keys + 32 * i + lane, end_key - 1)", "keys + 32 * i + lane", "maps",
+    ),
+    "a lane has one key only": ("tile_states", "keys + 32 * i + lane", "keys + lane", "maps"),
     "a warp leaves out a query": ("tile_states", "query += Spec::kWarps", "query += 2 * Spec::kWarps", "maps"),
     "a warp stops at its first kind": (
         "tile_states", "__any_sync(kFullWarp, is_seen) && __any_sync(kFullWarp, is_hidden)", "true", "maps",
@@ -399,6 +404,13 @@ MUTANTS = {
     "the function is not evaluated": (
         "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
     ),
+    "a short function has one row only": (
+        "forward", "is_seen(Fragment::row(i, lane), Fragment::col(j, lane))",
+        "is_seen(Fragment::row(0, lane), Fragment::col(j, lane))", "short",
+    ),
+    "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "documents"),
+    "columns of the first word again": ("forward", "32 * word + first + j", "32 * word + j", "documents"),
+    "bits of other rows": ("forward", "visible[i][j / 32] >>", "visible[0][j / 32] >>", "documents"),
 }  # fmt: skip
 
 
@@ -415,11 +427,11 @@ def test_mutants_are_caught(monkeypatch, name):
         return text.replace(old, new)
 
     def maps(patch=None) -> None:
-        ids = np.repeat([0, 0, 0, 1], 12)[None, :45]
-        for tile in ((8, 40), (4, 12)):
-            wanted = fa2cupy.block_mask(mods.document, (ids,), 1, 1, 40, 45, tile=tile).states
+        for length, keys, tile in ((12, 45, (8, 40)), (12, 45, (4, 12)), (45, 170, (8, 150))):
+            ids = np.repeat([0, 0, 0, 1], length)[None, :keys]
+            wanted = fa2cupy.block_mask(mods.document, (ids,), 1, 1, 40, keys, tile=tile).states
             with simulated_gpu(monkeypatch, patch=patch):
-                found = fa2cupy.block_mask(mods.document, (place(ids),), 1, 1, 40, 45, tile=tile).states
+                found = fa2cupy.block_mask(mods.document, (place(ids),), 1, 1, 40, keys, tile=tile).states
             np.testing.assert_array_equal(found, wanted)
 
     def lists(patch=None) -> None:
@@ -434,7 +446,25 @@ def test_mutants_are_caught(monkeypatch, name):
             o, lse = forward(*map(place, inputs[:3]), **own)
         expected.check(o=o, lse=lse)
 
-    check_unbroken = {"maps": maps, "lists": lists, "results": results}[caught_by]
+    def of_sm80(function, arrays: tuple, patch=None) -> None:
+        inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
+        own = {"mask_mod": function, "mask_args": arrays}
+        sparse = fa2cupy.block_mask(function, arrays, 1, 2, 90, 100, tile=(64, 64))
+        expected = Expectation(*inputs, block_mask=sparse, **own)
+        with simulated_gpu(monkeypatch, patch=patch):
+            o, lse = forward(
+                *map(place, inputs[:3]), **on_gpu({"block_mask": sparse, **own}), config=WIDE, family="sm80"
+            )
+        expected.check(o=o, lse=lse)
+
+    def short(patch=None) -> None:
+        of_sm80(mods.causal(5), (), patch)
+
+    def of_documents(patch=None) -> None:
+        of_sm80(mods.document, (documents("sm80")[:1],), patch)
+
+    checks = {"maps": maps, "lists": lists, "results": results, "short": short, "documents": of_documents}
+    check_unbroken = checks[caught_by]
     check_unbroken()
     with pytest.raises((AssertionError, ptxsim.PtxError)):
         check_unbroken(patch)

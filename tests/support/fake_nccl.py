@@ -132,7 +132,7 @@ class FakeNccl:
         self.aborted: list[int] = []
 
     def get_unique_id(self):
-        return tuple(range(128))
+        return bytes(range(128))
 
     def NcclCommunicator(self, size, identifier, rank):
         assert (size, identifier) == (self.size, self.get_unique_id())
