@@ -137,6 +137,13 @@ class TestForwardSplits:
         assert self.shares(0, 16384, (8, 8)) == self.shares(1, 0, (8, 8)) == 1
 
 
+def test_heads_that_do_not_fit_in_the_cache_have_blocks_of_their_own():
+    """Q, dO and dQ of a head of 64k rows are larger than the L2 cache, those of 32k rows are not."""
+    assert splits(problem((16, 4), 32768), method="single_pass") == 2
+    for group in (4, 8):
+        assert splits(problem((2 * group, 2), 65536), method="single_pass") == group
+
+
 def test_what_the_caller_asks_for_is_taken():
     for number in (1, 3, MAX_SPLITS):
         assert splits(problem(batch=16), num_splits=number) == number

@@ -63,7 +63,8 @@ class Costs:
         Summing the copies of shares; elements of k, for each copy.
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
-        in the L2 cache. Under a causal mask blocks of different lengths drift apart and work on different heads.
+        in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
+        and work on different heads.
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
@@ -178,12 +179,13 @@ def _time_of_blocks(
 def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:
     """The factor by which blocks that drift apart slow down each other's steps."""
     heads = problem.heads_per_group / splits
-    touched = 8 * problem.batch * problem.num_heads * problem.seqlen_q * problem.head_dim  # Q, dO and float32 dQ
+    of_head = 8 * problem.seqlen_q * problem.head_dim  # bytes of Q, dO and float32 dQ
     left, right = problem.band
     has_equal_blocks = right is None or left is not None  # but for the first and the last of a window
-    if has_equal_blocks or heads <= 2 or touched <= device.l2_bytes:
+    harmless = 1 if of_head > device.l2_bytes else 2
+    if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0
-    return 1 + costs.drift * math.log2(heads / 2)
+    return 1 + costs.drift * math.log2(heads / harmless)
 
 
 class _Sequences(NamedTuple):
