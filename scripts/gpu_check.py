@@ -54,7 +54,9 @@ TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_A
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SECONDS_FOR_A_TOOL = 120
 #: Of tests/support/sanitized_calls.py. They run side by side: a tool uses little of the GPU and one CPU.
-SANITIZED_PARTS = ("plain", "features", "functions", "packed", "sparse", "float32", "decode")
+SANITIZED_PARTS = (
+    "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250", "decode",
+)  # fmt: skip
 # Those of the benchmark that a change is held to; the others, beside peers alone, would take it beyond ten minutes.
 BENCHMARK_SECTIONS = ("speed", "training", "memory", "host", "startup")
 SANITIZED = ROOT / "tests" / "support" / "sanitized_calls.py"

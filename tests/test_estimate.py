@@ -142,6 +142,8 @@ def test_heads_that_do_not_fit_in_the_cache_have_blocks_of_their_own():
     assert splits(problem((16, 4), 32768), method="single_pass") == 2
     for group in (4, 8):
         assert splits(problem((2 * group, 2), 65536), method="single_pass") == group
+    few_queries = dataclasses.replace(problem((8, 2), 65536), seqlen_k=262144)  # all blocks are in step
+    assert splits(few_queries, method="single_pass") == 1
 
 
 def test_what_the_caller_asks_for_is_taken():

@@ -64,7 +64,7 @@ class Costs:
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
-        and work on different heads.
+        and work on different heads. Where keys are twice as many as queries, or more, most blocks have the same length.
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
@@ -181,7 +181,8 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     heads = problem.heads_per_group / splits
     of_head = 8 * problem.seqlen_q * problem.head_dim  # bytes of Q, dO and float32 dQ
     left, right = problem.band
-    has_equal_blocks = right is None or left is not None  # but for the first and the last of a window
+    # But for the last, and for those at the ends of a window.
+    has_equal_blocks = right is None or left is not None or problem.seqlen_k >= 2 * problem.seqlen_q
     harmless = 1 if of_head > device.l2_bytes else 2
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0

@@ -171,6 +171,7 @@ struct Decode {
         Accum* lse = reinterpret_cast<Accum*>(smem + kFirstLse);
         char* exchange = smem + kFirstSlot + distance;
         state.finish(lse + warp * kBr);
+        __syncwarp();  // no lane reads the slot of the last step any more: O goes there
 #pragma unroll
         for (int32 begin = 0; begin < kBr; begin += kRowsAtOnce) {
             state.template put<Exchange>(exchange + warp * kWarpBytes, begin);
