@@ -6,9 +6,11 @@
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
-skipped, the same once more with each array alone in pages of its own (``pytest --isolate``), what each tool of
-compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a receipt can be held against the code
-that it is about (``--verify`` does). Commit it with the change that it checks.
+skipped, those of large arrays (``large``) and the others once more with each array alone in pages of its own (``pytest
+--isolate``), what each tool of compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a
+receipt can be held against the code that it is about (``--verify`` does). It is written after each step, and a run that
+skips steps keeps what an earlier one noted of the same code, so that short runs make one receipt. Commit it with the
+change that it checks.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +40,13 @@ from common.measure import Gpu, find_gpu, positive_int, results_folder
 from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
 
-STEPS = ("tests", "isolated", "sanitizers", "benchmark")
+STEPS = ("tests", "large", "isolated", "sanitizers", "benchmark")
+#: Those that run pytest: its marker, and further options.
+SUITES = {
+    "tests": ("gpu and not large", ()),
+    "large": ("gpu and large", ()),
+    "isolated": ("gpu and not large", ("--isolate",)),
+}
 # What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the
 # block's barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model
 # the second and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one
@@ -102,24 +109,19 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     # Written after each step, so that a run that is broken off leaves what it found.
     path = folder / "check.json"
     before = _receipt_of(receipt, path)
-    steps = {
-        "tests": functools.partial(
-            _run_tests, markers=("gpu and not large", "gpu and large"), processes=options.processes
-        ),
-        "isolated": functools.partial(
-            _run_tests, markers=("gpu and not large",), processes=options.processes, more=("--isolate",)
-        ),
-        "sanitizers": _run_sanitizers,
-        "benchmark": _run_benchmark,
+    steps: dict[str, Callable[[Path], object]] = {
+        name: functools.partial(_run_tests, marker=marker, processes=options.processes, more=more)
+        for name, (marker, more) in SUITES.items()
     }
+    steps |= {"sanitizers": _run_sanitizers, "benchmark": _run_benchmark}
     if not {"tests", "isolated"} <= set(options.skip):
         _compile_ahead()
+    receipt |= {name: before.get(name, "skipped") if name in options.skip else "not finished" for name in STEPS}
+    path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
     for name, step in steps.items():
-        receipt[name] = before.get(name, "skipped") if name in options.skip else "not finished"
         if name not in options.skip:
-            path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
             receipt[name] = step(folder)
-        path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
     print(path.read_text(encoding="utf-8"))
     return 0 if _passed(receipt) else 1
 
@@ -152,17 +154,16 @@ def _verify(path: Path) -> int:
     return 0 if same else 1
 
 
-def _run_tests(folder: Path, markers: Sequence[str], processes: int, more: Sequence[str] = ()) -> dict[str, object]:
+def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -> dict[str, object]:
     start = time.perf_counter()
-    parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
-    counts = Counter()
-    for marker in markers:
-        options = [*more, *(parallel if "not large" in marker else [])]
-        report = folder / "tests.xml"
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *options], cwd=ROOT)
-        suite = next(ElementTree.parse(report).iter("testsuite"))
-        counts.update({name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
-        report.unlink()
+    # Those of large arrays need the GPU's memory for themselves.
+    parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 and "not large" in marker else []
+    report = folder / "tests.xml"
+    options = [f"--junitxml={report}", *more, *parallel]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, *options], cwd=ROOT)
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    report.unlink()
     failed = counts["failures"] + counts["errors"]
     return {
         "passed": counts["tests"] - failed - counts["skipped"],
@@ -227,7 +228,7 @@ def _run_benchmark(folder: Path) -> str:
 
 
 def _passed(receipt: dict) -> bool:
-    suites, sanitizers = (receipt["tests"], receipt["isolated"]), receipt["sanitizers"]
+    suites, sanitizers = [receipt[name] for name in SUITES], receipt["sanitizers"]
     return (
         all(suite == "skipped" or (isinstance(suite, dict) and suite["failed"] == 0) for suite in suites)
         and (sanitizers == "skipped" or (isinstance(sanitizers, dict) and all(map(_CLEAN.match, sanitizers.values()))))

@@ -6,12 +6,14 @@ import contextlib
 import csv
 import dataclasses
 import importlib.util
+import json
 import os
 import random
 import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1099,6 +1101,40 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
     receipt = dict.fromkeys(gpu_check.STEPS, "skipped")
     assert gpu_check._passed(receipt | {"sanitizers": found | {"memcheck": "0 errors"}})
     assert not gpu_check._passed(receipt | {"sanitizers": found})
+
+
+def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
+    """A step that breaks off leaves what earlier runs have noted of the same code."""
+    versions = {"nvrtc": "13.0", "cupy": "14", "python": "3.12"}
+    suite = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 2}
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: types.SimpleNamespace(name="Test GPU", driver="1"))
+    monkeypatch.setattr(gpu_check, "info", lambda: versions)
+    monkeypatch.setattr(gpu_check, "_compile_ahead", lambda: None)
+    monkeypatch.setattr(gpu_check, "_run_sanitizers", lambda folder: {"memcheck": "0 errors"})
+    monkeypatch.setattr(gpu_check, "_run_tests", lambda folder, marker, processes, more: suite)
+    monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    run = ["--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--skip"]
+    assert gpu_check.main([*run, "tests", "large", "isolated", "benchmark"]) == 0
+
+    def killed(folder, marker, processes, more):
+        if "not large" not in marker:
+            raise KeyboardInterrupt
+        return suite
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gpu_check, "_run_tests", killed)
+        gpu_check.main([*run, "sanitizers", "benchmark"])
+    receipt = json.loads((tmp_path / "check.json").read_text())
+    assert [receipt[step] for step in gpu_check.STEPS] == [
+        suite, "not finished", "not finished", {"memcheck": "0 errors"}, "skipped",
+    ]  # fmt: skip
+    assert gpu_check.main([*run, "tests", "sanitizers", "benchmark"]) == 0
+    receipt = json.loads((tmp_path / "check.json").read_text())
+    assert [receipt[step] for step in gpu_check.STEPS] == [suite, suite, suite, {"memcheck": "0 errors"}, "skipped"]
+    monkeypatch.setattr(gpu_check, "code_digest", lambda root: "other code")
+    assert gpu_check.main([*run, *gpu_check.STEPS]) == 0
+    receipt = json.loads((tmp_path / "check.json").read_text())
+    assert {receipt[step] for step in gpu_check.STEPS} == {"skipped"}
 
 
 def test_gpu_check_without_a_gpu_says_so(monkeypatch, capsys, tmp_path):
