@@ -5,10 +5,14 @@
     python scripts/train_lm.py --attention both             fused and unfused, one after the other
     python scripts/train_lm.py --dtype float32              the same model without a cast on the GPU
     python scripts/train_lm.py --resume runs/gpu-fused.npz  goes on exactly where Ctrl-C or --time-limit stopped a run
+    python scripts/train_lm.py --ranks 2                    each context spread over two GPUs, or two threads on NumPy
 
 Model, gradients and optimizer are in ``language_model/model.py`` and use the array module alone, with
 ``fa2cupy.attention`` for attention. With ``--attention unfused`` the same training, from the same weights on the same
 bytes, goes through a written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
+
+With ``--ranks`` the rows of every context are spread over several ranks (``fa2cupy.distributed``), each with all
+weights, whose gradients are summed: the loss curve is that of one rank but for rounding.
 
 Everything is measured in bits per byte. The line to beat is what zlib at level 9 needs for the held-out files in one
 stream. The model gets them in windows of its context length, each byte predicted once, and knows nothing from before a
@@ -31,8 +35,10 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +53,12 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
 import numpy as np
 from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
+from language_model.ranks import OneRank, SeveralRanks
 from language_model.report import Result, plot_curves, report_lines
 from language_model.sampling import sample_with_cache, sample_without_cache
 from language_model.training import LOG_EVERY, Settings, Training
 
+from fa2cupy import distributed as dist
 from fa2cupy.cli import run_command
 
 PRESETS = {
@@ -70,18 +78,24 @@ PRESETS = {
         evaluate_every=50, evaluate_windows=64, final_windows=0,
     ),
 }  # fmt: skip
+_TIMEOUT_S = 300.0  # that ranks wait for each other: the first calls compile
 _NO_SIZES = ("attention", "deterministic", "dtype")
 _SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not in _NO_SIZES]
 
 
 class Interrupt:
-    """While entered, Ctrl-C only sets a flag, so that no step is left half done; a second one ends the program."""
+    """While entered, Ctrl-C only sets a flag, so that no step is left half done; a second one ends the program.
 
-    def __init__(self):
+    Ranks cannot stop each for itself: `enabled` is False for several, which Ctrl-C ends at once.
+    """
+
+    def __init__(self, enabled: bool):
         self.requested = False
+        self._enabled = enabled
 
     def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._note)
+        if self._enabled:
+            self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def _note(self, number: int, frame: object) -> None:
@@ -90,7 +104,8 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if self._enabled:
+            signal.signal(signal.SIGINT, self._before)
 
 
 class Progress:
@@ -137,10 +152,10 @@ def train(
     interrupted : bool
         Whether it was Ctrl-C.
     """
-    settings = training.settings
+    settings, is_first = training.settings, training.ranks.is_first
     periods = (LOG_EVERY, settings.evaluate_every, checkpoint_every)
-    progress = Progress(f"{settings.attention} attention", training.step, settings.steps)
-    with Interrupt() as interrupt:
+    progress = Progress(f"{settings.attention} attention", training.step, settings.steps) if is_first else None
+    with Interrupt(enabled=training.ranks.size == 1) as interrupt:
 
         def over() -> bool:
             return interrupt.requested or training.seconds >= time_limit
@@ -150,20 +165,22 @@ def train(
             # The first step goes alone: its time is not that of the others, and memory is counted in it.
             stops = [training.step + 1] if first else [(training.step // p + 1) * p for p in periods]
             training.run_to(min(until, *stops), over)
-            if first:
+            if first and is_first:
                 training.arrays.peak_bytes()
-                first = False
+            first = False
             if training.step % settings.evaluate_every == 0 or training.step == settings.steps:
                 training.record_evaluation()
-            progress.show(training)
-            if training.step % checkpoint_every == 0:
+            if progress:
+                progress.show(training)
+            if is_first and training.step % checkpoint_every == 0:
                 training.save(checkpoint)
-        progress.close()
         seconds = training.seconds
-        training.save(checkpoint)
+        if progress:
+            progress.close()
+            training.save(checkpoint)
         interrupted = interrupt.requested and training.step < until
         bits, evaluated = (None, 0) if interrupted else training.evaluate(settings.final_windows)
-    speed, peak = training.tokens_per_second, training.arrays.peak_bytes()
+    speed, peak = training.tokens_per_second, training.arrays.peak_bytes() if is_first else 0
     return Result(settings, training.curve, seconds, bits, evaluated, speed, peak), interrupted
 
 
@@ -183,6 +200,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--deterministic", action="store_true", default=None, help="the same result every time on a GPU, too"
     )
     parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="GPUs, or threads on NumPy, that share a context"
+    )
+    parser.add_argument(
         "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop training after this time"
     )
     parser.add_argument("--checkpoint-every", type=int, default=500, metavar="STEPS", help="default: %(default)s")
@@ -200,7 +220,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     ]
     if options.resume and given:
         parser.error(f"--resume takes its settings from the checkpoint: leave out --{given[0].replace('_', '-')}")
-    for name in ("checkpoint_every", *_SIZES):
+    if options.ranks > 1:
+        for name, is_given in (
+            ("--resume", options.resume),
+            ("--time-limit", options.time_limit != math.inf),
+            ("--attention " + str(options.attention), options.attention in ("unfused", "both")),
+        ):
+            if is_given:
+                parser.error(f"--ranks: not together with {name}")
+    for name in ("checkpoint_every", "ranks", *_SIZES):
         value = getattr(options, name)
         zero_is_allowed = name in ("seed", "final_windows")
         if value is not None and (value < 0 or (value == 0 and not zero_is_allowed)):
@@ -210,7 +238,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def plan_runs(options: argparse.Namespace, arrays: Arrays, corpus: Corpus) -> dict[str, Callable[[], Training]]:
+def plan_runs(
+    options: argparse.Namespace, arrays: Arrays, corpus: Corpus, ranks: OneRank
+) -> dict[str, Callable[[], Training]]:
     """What begins each run, by the name of its files."""
     if options.resume:
         return {options.resume.stem: functools.partial(Training.load, options.resume, corpus, arrays)}
@@ -220,7 +250,10 @@ def plan_runs(options: argparse.Namespace, arrays: Arrays, corpus: Corpus) -> di
     kinds = ("fused", "unfused") if options.attention == "both" else (options.attention or "fused",)
     settings = [dataclasses.replace(PRESETS[preset], attention=kind, **given) for kind in kinds]
     suffix = "-float32" if options.dtype == "float32" else ""
-    return {f"{preset}{suffix}-{s.attention}": functools.partial(Training, s, corpus, arrays) for s in settings}
+    end = f"-{ranks.size}-ranks" if ranks.size > 1 else ""
+    return {
+        f"{preset}{suffix}-{s.attention}{end}": functools.partial(Training, s, corpus, arrays, ranks) for s in settings
+    }
 
 
 def sample_lines(training: Training, count: int) -> list[str]:
@@ -247,15 +280,19 @@ def run_all(
     results: dict[str, Result] = {}
     for name, begin in plans.items():
         training, checkpoint = begin(), folder / f"{name}.npz"
-        folder.mkdir(parents=True, exist_ok=True)
-        print(f"{name}: {training.parameters.flat.size:,} weights, {training.settings}", flush=True)
+        is_first = training.ranks.is_first
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            print(f"{name}: {training.parameters.flat.size:,} weights, {training.settings}", flush=True)
         until = min([training.settings.steps, *(r.steps for r in results.values())])
         result, interrupted = train(training, checkpoint, until, math.inf if results else time_limit, checkpoint_every)
-        if sampled and not interrupted:
+        if is_first and sampled and not interrupted:
             print(*sample_lines(training, sampled), sep="\n", flush=True)
         del training  # before the next one allocates
-        result.curve.write_csv(folder / f"{name}.csv", result.settings.tokens_per_step)
         results[name] = result
+        if not is_first:
+            continue
+        result.curve.write_csv(folder / f"{name}.csv", result.settings.tokens_per_step)
         if result.steps < result.settings.steps:
             print(f"stopped at step {result.steps}; to go on: python scripts/train_lm.py --resume {checkpoint}")
         if interrupted:
@@ -266,17 +303,32 @@ def run_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if the training diverged and 2 if it could not begin."""
     options = parse_arguments(arguments)
-    folder = options.out or (options.resume.parent if options.resume else Path("runs"))
     try:
-        dtype = Training.saved_settings(options.resume).dtype if options.resume else options.dtype or "bfloat16"
-        arrays, corpus = select_arrays(options.device, dtype), load_corpus()
-        line = zlib_bits_per_byte(corpus.held_out)
-        print(f"{arrays.device}; {corpus}; zlib -9 needs {line:.3f} bit/byte for the held-out files")
-        plans = plan_runs(options, arrays, corpus)
-        results = run_all(plans, folder, options.time_limit, options.checkpoint_every, options.sample)
+        if options.ranks == 1:
+            return run(options, OneRank())
+        count = 0 if options.device == "cpu" else device_count()
+        if count == 0 and options.device != "gpu":
+            return run_simulated(options)
+        if count < options.ranks:
+            raise SetupError(f"--ranks: expected at most {count}, the number of GPUs, got {options.ranks}")
+        return run_processes(options)
     except (SetupError, FloatingPointError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, SetupError) else 1
+
+
+def run(options: argparse.Namespace, ranks: OneRank) -> int:
+    """One rank's trainings; the first rank reports them."""
+    folder = options.out or (options.resume.parent if options.resume else Path("runs"))
+    dtype = Training.saved_settings(options.resume).dtype if options.resume else options.dtype or "bfloat16"
+    arrays, corpus = select_arrays(options.device, dtype), load_corpus()
+    line = zlib_bits_per_byte(corpus.held_out)
+    if ranks.is_first:
+        print(f"{arrays.device}; {corpus}; zlib -9 needs {line:.3f} bit/byte for the held-out files")
+    plans = plan_runs(options, arrays, corpus, ranks)
+    results = run_all(plans, folder, options.time_limit, options.checkpoint_every, options.sample)
+    if not ranks.is_first:
+        return 0
     print(*report_lines(list(results.values()), line, arrays.memory_meaning), sep="\n")
     first = next(iter(results))
     name = first if len(results) == 1 else first.removesuffix("-fused")
@@ -287,6 +339,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot_curves(folder / f"{name}.png", title, list(results.values()), line)
     print(f"written to {folder}")
     return 0
+
+
+def device_count() -> int:
+    """The number of GPUs; 0 without CuPy or a driver."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # CuPy without a driver raises its own kind
+        return 0
+
+
+def run_simulated(options: argparse.Namespace) -> int:
+    """Ranks as threads on NumPy."""
+    options.device = "cpu"
+    return max(dist.simulate(options.ranks, lambda comm: run(options, SeveralRanks(comm)), timeout=_TIMEOUT_S))
+
+
+def run_processes(options: argparse.Namespace) -> int:
+    """A process for each GPU; one that fails ends the others."""
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [context.Process(target=run_process, args=(options, rank, port)) for rank in range(options.ranks)]
+    for process in processes:
+        process.start()
+    try:
+        while any(process.is_alive() for process in processes) and not any(p.exitcode for p in processes):
+            processes[0].join(0.5)
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            if any(p.exitcode for p in processes):
+                process.terminate()
+            process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
+
+
+def run_process(options: argparse.Namespace, rank: int, port: int) -> None:
+    """The process of one GPU."""
+    import cupy
+
+    cupy.cuda.Device(rank).use()
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1"}
+    comm = dist.Communicator.from_env({**environment, "MASTER_PORT": str(port)}, timeout=_TIMEOUT_S)
+    try:
+        sys.exit(run(options, SeveralRanks(comm)))
+    except (SetupError, FloatingPointError) as error:
+        print(f"train_lm.py: rank {rank}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, SetupError) else 1)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from common import SCRIPTS
 from language_model.arrays import CupyArrays, NumpyArrays, SetupError
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.model import ModelConfig, Parameters, Transformer, _gelu_gradient, cross_entropy, unfused_attention
+from language_model.ranks import SeveralRanks
 from language_model.sampling import sample_with_cache, sample_without_cache
 from language_model.training import LOG_EVERY, Curve, Settings, Training
 
 import fa2cupy
+from fa2cupy import distributed as dist
 
 SMALL = Settings(
     layers=2, heads=2, width=32, context=48, batch=4, steps=10, learning_rate=3e-3, warmup=3, evaluate_every=5,
@@ -266,6 +268,9 @@ def test_a_time_limit_stops_the_first_run_and_sets_the_length_of_the_second(shor
         (["--resume", "nowhere.npz"], "there is no file nowhere.npz"),
         (["--resume", "nowhere.npz", "--batch", "3"], "leave out --batch"),
         (["--resume", "nowhere.npz", "--compare"], "leave out --attention"),
+        (["--ranks", "0"], "--ranks must be positive"),
+        (["--ranks", "2", "--compare"], "--ranks: not together with --attention both"),
+        (["--ranks", "2", "--time-limit", "3"], "--ranks: not together with --time-limit"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -359,3 +364,42 @@ def test_a_training_ends_with_a_sample(corpus):
     lines = train_lm.sample_lines(training, 5)
     assert lines[0] == "a sample of 5 bytes behind 24:"
     assert re.fullmatch(r"sampled with a cache: [\d,]+ tokens/s, without: [\d,]+", lines[-1])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_the_curve_of_one(corpus, ranks):
+    """All of them the same, to the last bit of the weights."""
+    one = train(SMALL, corpus, SMALL.steps)
+    wanted = one.evaluate(SMALL.final_windows)
+
+    def run(comm):
+        training = Training(SMALL, corpus, NumpyArrays(), SeveralRanks(comm))
+        training.run_to(SMALL.steps)
+        found = training.evaluate(SMALL.final_windows)
+        if training.ranks.is_first:
+            training.arrays.peak_bytes()
+        return training.curve.losses, training.parameters.flat, found
+
+    (losses, weights, (bits, count)), *others = dist.simulate(ranks, run)
+    assert losses == pytest.approx(one.curve.losses, rel=1e-4)
+    assert (bits, count) == (pytest.approx(wanted[0], rel=1e-4), wanted[1])
+    for other in others:
+        assert other[0] == losses and np.array_equal(other[1], weights) and other[2] == (bits, count)
+
+
+def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys):
+    assert train_lm.main([*SIZES, "--steps", "4", "--ranks", "2", "--sample", "0", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("weights, Settings(") == 1 and told.count("written to") == 1
+    assert (tmp_path / "tiny-fused-2-ranks.csv").read_text().count("\n") == 3
+
+
+def test_a_context_that_ranks_do_not_divide(short_corpus, tmp_path, capsys):
+    assert train_lm.main([*SIZES, "--ranks", "5", "--out", str(tmp_path)]) == 2
+    assert "the context must be a multiple of 10 for 5 ranks" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(train_lm, "device_count", lambda: 1)
+    assert train_lm.main(["--ranks", "2"]) == 2
+    assert capsys.readouterr().err == "train_lm.py: --ranks: expected at most 1, the number of GPUs, got 2\n"

@@ -129,7 +129,7 @@ class Transformer:
 
     Attributes
     ----------
-    positions : slice
+    positions : slice or ndarray of int
         Of the bytes that the model gets, in each sequence; by default the whole context.
     """
 
@@ -188,7 +188,9 @@ class Transformer:
         wide, (heads, head_dim) = self.arrays.wide, (self.config.heads, self.config.head_dim)
         normed, norm_backprop = self._norm(x)
         qkv, qkv_backprop = self._linear(normed, f"{layer}.qkv")
-        qkv = qkv.reshape(-1, self.positions.stop - self.positions.start, 3, heads, head_dim)
+        positions = self.positions
+        count = positions.stop - positions.start if isinstance(positions, slice) else len(positions)
+        qkv = qkv.reshape(-1, count, 3, heads, head_dim)
         qk = self._rotate(qkv[:, :, :2], self._sin)
         o, attention_backprop = self.attention(qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2], causal=True)
         y, out_backprop = self._linear(o.reshape(len(x), -1), f"{layer}.out", wide)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -18,8 +17,7 @@ import numpy as np
 from language_model.arrays import Arrays, SetupError
 from language_model.data import Corpus, training_windows
 from language_model.model import Adam, ModelConfig, Parameters, Transformer, cross_entropy, unfused_attention
-
-import fa2cupy
+from language_model.ranks import OneRank
 
 __all__ = ["LOG_EVERY", "Curve", "Settings", "Training"]
 
@@ -106,14 +104,20 @@ class Training:
     step : int
         Steps done.
     curve : Curve
+        Losses are those of all ranks.
     """
 
-    def __init__(self, settings: Settings, corpus: Corpus, arrays: Arrays):
-        arrays.start_memory_count()
+    def __init__(self, settings: Settings, corpus: Corpus, arrays: Arrays, ranks: OneRank | None = None):
+        self.ranks = ranks or OneRank()
+        rows = self.ranks.rows(settings.context)
+        self._rows = rows if isinstance(rows, slice) else arrays.xp.asarray(rows)
+        if self.ranks.is_first:
+            arrays.start_memory_count()
         self.settings, self.corpus, self.arrays = settings, corpus, arrays
         config = ModelConfig(settings.layers, settings.heads, settings.width, settings.context)
         self.parameters = Parameters(config, arrays, settings.seed)
-        self.model = Transformer(config, arrays, self.parameters, _choose_attention(settings, arrays))
+        self.model = Transformer(config, arrays, self.parameters, self._choose_attention())
+        self.model.positions = self._rows
         self.optimizer = Adam(arrays, self.parameters)
         self.step = 0
         self.curve = Curve()
@@ -155,12 +159,16 @@ class Training:
         xp, context = self.arrays.xp, self.settings.context
         starts = training_windows(len(self._text), context, self.settings.batch, self.settings.seed, self.step)
         windows = self._text[xp.asarray(starts)[:, None] + xp.arange(context + 1)]
-        logits, backprop = self.model(windows[:, :-1])
-        losses, loss_backprop = cross_entropy(xp, logits, windows[:, 1:].reshape(-1))
-        backprop(loss_backprop())
+        ids, targets = windows[:, :-1][:, self._rows], windows[:, 1:][:, self._rows]
+        logits, backprop = self.model(ids)
+        losses, loss_backprop = cross_entropy(xp, logits, targets.reshape(-1))
+        backprop(loss_backprop())  # of the mean over this rank's rows
+        if self.ranks.size > 1:
+            gradient = self.parameters.flat_gradient
+            gradient[...] = self.ranks.total(gradient) / self.ranks.size
         self.step += 1
         self.optimizer.update(self.step, self.settings.learning_rate_at(self.step))
-        self._unread_losses.append(losses.mean())
+        self._unread_losses.append(self.ranks.total(losses.mean()) / self.ranks.size)
 
     def _read_losses(self) -> None:
         if not self._unread_losses:
@@ -179,11 +187,11 @@ class Training:
         sums = []
         for start in range(0, len(texts), batch):
             text = xp.asarray(texts[start : start + batch])
-            logits = self.model(text[:, :-1])[0]
-            losses = cross_entropy(xp, logits, text[:, 1:].reshape(-1))[0].reshape(-1, context)
-            real = xp.arange(context) < xp.asarray(lengths[start : start + batch])[:, None]
+            logits = self.model(text[:, :-1][:, self._rows])[0]
+            losses = cross_entropy(xp, logits, text[:, 1:][:, self._rows].reshape(-1))[0].reshape(len(text), -1)
+            real = xp.arange(context)[self._rows] < xp.asarray(lengths[start : start + batch])[:, None]
             sums.append((losses * real).sum())
-        total = self.arrays.to_host(xp.stack(sums)).astype(float).sum()
+        total = self.arrays.to_host(self.ranks.total(xp.stack(sums))).astype(float).sum()
         return total / math.log(2) / lengths.sum(), int(lengths.sum())
 
     def record_evaluation(self) -> float:
@@ -258,8 +266,7 @@ class Training:
     def _state(self) -> dict[str, object]:
         return {"weights": self.parameters.flat, "mean": self.optimizer.mean, "square": self.optimizer.square}
 
-
-def _choose_attention(settings: Settings, arrays: Arrays) -> Callable:
-    if settings.attention == "unfused":
-        return unfused_attention(arrays)
-    return functools.partial(fa2cupy.attention, deterministic=settings.deterministic)
+    def _choose_attention(self) -> Callable:
+        if self.settings.attention == "unfused":
+            return unfused_attention(self.arrays)
+        return self.ranks.attention(deterministic=self.settings.deterministic)
