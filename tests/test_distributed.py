@@ -280,6 +280,13 @@ class TestBits:
         expected = ranks.whole_call(inputs, **options)
         found = ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options)
         exact = ("o", "lse", "dq") if scheme == "gather" else ("o", "lse", "dq", "dk", "dv")
+        if scheme == "gather" and name == "window":
+            # The query tiles of a key tile begin at its first row, which may be in another chunk. Whether a row of a
+            # product then has the same bits depends on BLAS and the CPU.
+            exact = ("o", "lse")
+            dq, wanted = (x["dq"].astype("float64") for x in (found, expected))
+            rounding = np.finfo("float32").eps if dtype == "float32" else 2.0**-7
+            np.testing.assert_allclose(dq, wanted, rtol=rounding, atol=8 * np.finfo("float32").eps * abs(wanted).max())
         assert_bits_equal({n: found[n] for n in exact}, {n: expected[n] for n in exact})
 
     @pytest.mark.parametrize("scheme", SCHEMES)
