@@ -13,6 +13,7 @@ pytest.importorskip("cupy")
 
 from support.fake_cupy import place
 from support.fake_gpu import backward, forward
+from support.fake_gpu import delta as run_delta
 from support.simulator import simulated_gpu
 
 pytestmark = pytest.mark.simulated
@@ -42,22 +43,23 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
 @pytest.mark.parametrize("head_dim", (64, 128, 176))
 @pytest.mark.parametrize("kind", ("normal", "channels"))
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
-    """But for the order in which statistics are added up."""
+    """But for the order in which sums of exponentials are added up. Both have the kernel's delta, whose sums NumPy adds
+    up in an order that depends on the CPU."""
     inputs = data(kind, 190, head_dim)
     head, rows, everything = head_of(inputs, True), slice(64, 192), slice(0, 192)
     with simulated_gpu(monkeypatch, cuts_sums=True):
         q, k, v, do = map(place, inputs)
         o, lse = forward(q, k, v, causal=True, precision="split")
         gradients = backward(q, k, v, o, lse, do, causal=True, precision="split", method="two_pass")
+        delta = np.asarray(run_delta(o, do))[0, 0]
     o, lse = np.asarray(o)[0, :, 0], np.asarray(lse)[0, 0]
-    delta = (head.do * o).sum(axis=1)
     dq, dk, dv = (np.asarray(x)[0, :, 0] for x in gradients)
     pairs = zip((o[64:], lse[64:]), head.forward(rows), strict=True)
     pairs = [*pairs, (dq[64:], head.of_queries(rows, lse, delta))]
     pairs += zip((dk, dv), head.of_keys(everything, lse, delta), strict=True)
     exact = exact_results(inputs, True)
     for name, (kernels, emulated) in zip(("o", "lse", *GRADIENTS), pairs, strict=True):
-        assert abs(kernels - emulated).max() <= 3e-7 * abs(exact[name]).max(), name
+        assert abs(kernels - emulated).max() <= 1e-7 * abs(exact[name]).max(), name
 
 
 @pytest.mark.sample(head_dim=(64,))
