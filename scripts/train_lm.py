@@ -36,6 +36,7 @@ import functools
 import importlib.util
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -365,16 +366,18 @@ def run_processes(options: argparse.Namespace) -> int:
     processes = [context.Process(target=run_process, args=(options, rank, port)) for rank in range(options.ranks)]
     for process in processes:
         process.start()
+    running, status = {process.sentinel: process for process in processes}, 0
     try:
-        while any(process.is_alive() for process in processes) and not any(p.exitcode for p in processes):
-            processes[0].join(0.5)
-            time.sleep(0.1)
+        while running and status == 0:
+            for ended in multiprocessing.connection.wait(list(running)):
+                process = running.pop(ended)
+                process.join()
+                status = status or abs(process.exitcode)  # that of the first to fail
     finally:
-        for process in processes:
-            if any(p.exitcode for p in processes):
-                process.terminate()
+        for process in running.values():  # after a failure or Ctrl-C
+            process.terminate()
             process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
+    return status
 
 
 def run_process(options: argparse.Namespace, rank: int, port: int) -> None:
