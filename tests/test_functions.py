@@ -490,6 +490,48 @@ def test_simplification(function, wanted):
     assert wanted in traced(function).text.split("score_value_and_slope")[0]
 
 
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda b, h, q, k: k <= q, "0 <= distance;"),
+        (lambda b, h, q, k: q > k - 3, "-3 < distance;"),
+        (lambda b, h, q, k: q - 5 < k, "distance < 5;"),
+        (lambda b, h, q, k: 2 - q >= 7 - k, "distance <= -5;"),
+        (lambda b, h, q, k: q == k + 1, "distance == 1;"),
+        (lambda b, h, q, k: k - q != 0, "0 != distance;"),
+        (lambda b, h, q, k: abs(q - k) < 9, "absolute(distance);"),
+        (lambda b, h, q, k: (k - q + 4) % 5 == 0, "= 4 - distance;"),
+        (lambda b, h, q, k: (q + 1 - (k - 1)) % 5 == 0, "= distance + 2;"),
+    ],
+)
+def test_what_depends_on_the_distance_alone_is_written_in_terms_of_it(function, wanted):
+    text = traced(function, role="mask_mod").text
+    assert text.count("const int32 distance = q - k;") == 1
+    assert wanted in text
+    assert " q " not in text.split("distance = q - k;")[1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, k: q + k < 5,
+        lambda b, h, q, k: 2 * q - k < 5,
+        lambda b, h, q, k: q - (k + k) < 5,
+        lambda b, h, q, k: q < 5,
+        lambda b, h, q, k: q - k + b < 5 + b,
+        lambda b, h, q, k: 1.0 * q < k,
+    ],
+)
+def test_what_depends_on_more_is_not(function):
+    assert "distance <" not in traced(function, role="mask_mod").text
+
+
+def test_the_distance_is_declared_where_the_slope_does_not_need_it():
+    program = traced(lambda s, b, h, q, k: s * s - (q - k))
+    for text in program.text.split("__device__")[1:3]:
+        assert text.count("distance = q - k;") == 1
+
+
 def test_a_program_shows_what_it_is():
     program = traced(mods.causal(), role="mask_mod")
     assert str(program).startswith("Program(mask_mod, ")

@@ -70,8 +70,17 @@ class Node:
         return self.op == "constant"
 
 
-def reachable(roots: Iterable[Node], into_sums: bool = True) -> list[Node]:
-    """All nodes that expressions consist of, operands first; terms of sums only with `into_sums`."""
+def _operands(node: Node) -> tuple[Node, ...]:
+    return node.operands
+
+
+def reachable(
+    roots: Iterable[Node], into_sums: bool = True, operands: Callable[[Node], tuple[Node, ...]] = _operands
+) -> list[Node]:
+    """All nodes that expressions consist of, operands first; terms of sums only with `into_sums`.
+
+    `operands` gives those of a node that count.
+    """
     found: dict[int, Node] = {}
     waiting = list(roots)
     while waiting:
@@ -79,7 +88,7 @@ def reachable(roots: Iterable[Node], into_sums: bool = True) -> list[Node]:
         if node.number not in found:
             found[node.number] = node
             if into_sums or node.op != "sum":
-                waiting.extend(node.operands)
+                waiting.extend(operands(node))
     return [found[number] for number in sorted(found)]
 
 

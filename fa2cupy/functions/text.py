@@ -11,7 +11,8 @@ and a mask function ``bool is_visible(args, b, h, q, k)``. Real is the type of s
 ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which ``add_element`` adds; and
 the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``, true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
-so that the text is a pure function of it: the kernel of a function is found on disk by other processes.
+so that the text is a pure function of it: the kernel of a function is found on disk by other processes. What depends on
+q - k alone is written in terms of it (``distances.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from .derivatives import Scatter
+from .distances import DISTANCE, in_distance
 from .expressions import BOOL, FLOAT, INT, Node, reachable
 from .operations import OPERATIONS
 
@@ -64,6 +66,7 @@ class _Body:
         self.lines: list[str] = []
         self._names: dict[Node, str] = {}
         self._count = 0
+        self._has_distance = False
 
     def returns(self, result: Node) -> None:
         """Returns an expression."""
@@ -97,7 +100,11 @@ class _Body:
 
         What a loop's index does not change is written before the loop.
         """
-        for node in reachable(roots):
+        nodes = reachable(roots, operands=_written_operands)
+        if not self._has_distance and any(in_distance(node) for node in nodes):
+            self._has_distance = True
+            self.lines.append(f"{_INDENT}const int32 {DISTANCE} = q - k;")
+        for node in nodes:
             if node in self._names or node.varies or node.op in ("input", "constant"):
                 continue
             if node.op == "sum":
@@ -126,10 +133,16 @@ class _Body:
 
     def _statement(self, node: Node, names: dict[Node, str], indent: str) -> None:
         text = self._expression(node, names)
+        if text == DISTANCE:
+            names[node] = text
+            return
         names[node] = self._new_name()
         self.lines.append(f"{indent}const {_TYPES[node.kind]} {names[node]} = {text};")
 
     def _expression(self, node: Node, names: Mapping[Node, str]) -> str:
+        distance = in_distance(node)
+        if distance is not None:
+            return distance
         operands = [self._name(x, names) for x in node.operands]
         if node.op == "element":
             return f"element<{_TYPES[node.kind]}>({', '.join((f'args.array{node.value}', *operands))})"
@@ -150,6 +163,11 @@ class _Body:
     def _new_name(self) -> str:
         self._count += 1
         return f"t{self._count}"
+
+
+def _written_operands(node: Node) -> tuple[Node, ...]:
+    """The operands that occur in the text of a node."""
+    return node.operands if in_distance(node) is None else ()
 
 
 def _literal(node: Node) -> str:
