@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -405,13 +406,59 @@ MUTANTS = {
         "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
     ),
     "a short function has one row only": (
-        "forward", "is_seen(Fragment::row(i, lane), Fragment::col(j, lane))",
-        "is_seen(Fragment::row(0, lane), Fragment::col(j, lane))", "short",
+        "forward", "if (!is_seen(i, j)) scores(i, j) = value;", "if (!is_seen(0, j)) scores(i, j) = value;", "short",
     ),
     "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "documents"),
-    "columns of the first word again": ("forward", "32 * word + first + j", "32 * word + j", "documents"),
-    "bits of other rows": ("forward", "visible[i][j / 32] >>", "visible[0][j / 32] >>", "documents"),
+    "the first columns again": ("forward", "first_column += Fragment::col(kAtOnce, 0);", "", "documents"),
+    "bits of other rows": ("forward", "visible[i][j / 32] & 1u", "visible[0][j / 32] & 1u", "documents"),
+    "keys past the end are not looked for": (
+        "forward", "if (first_key + keys > end_key(first_query)) return false;", "", "end",
+    ),
+    "keys before the window are not looked for": (
+        "forward", "return first_key >= this->first_key(first_query + queries - 1);", "return true;", "window",
+    ),
 }  # fmt: skip
+
+
+def check_maps(monkeypatch, patch=None) -> None:
+    for length, keys, tile in ((12, 45, (8, 40)), (12, 45, (4, 12)), (45, 170, (8, 150))):
+        ids = np.repeat([0, 0, 0, 1], length)[None, :keys]
+        wanted = fa2cupy.block_mask(mods.document, (ids,), 1, 1, 40, keys, tile=tile).states
+        with simulated_gpu(monkeypatch, patch=patch):
+            found = fa2cupy.block_mask(mods.document, (place(ids),), 1, 1, 40, keys, tile=tile).states
+        np.testing.assert_array_equal(found, wanted)
+
+
+def check_results(monkeypatch, patch=None) -> None:
+    sparse = random_tiles("simt", 1, (8, 16), batch=1)
+    inputs = make_inputs("float32", seqlen_q=29, seqlen_k=37, num_heads=2, head_dim=8)
+    expected = Expectation(*inputs, block_mask=sparse, mask_mod=mods.causal(5))
+    own = {**on_gpu({"block_mask": sparse}), "mask_mod": mods.causal(5), "config": TILES["simt"]}
+    with simulated_gpu(monkeypatch, patch=patch):
+        o, lse = forward(*map(place, inputs[:3]), **own)
+    expected.check(o=o, lse=lse)
+
+
+def check_sm80(monkeypatch, patch=None, *, mask_mod, mask_args=(), **more) -> None:
+    inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
+    own = {"mask_mod": mask_mod, "mask_args": mask_args, **more}
+    sparse = fa2cupy.block_mask(mask_mod, mask_args, 1, 2, 90, 100, tile=(64, 64))
+    expected = Expectation(*inputs, block_mask=sparse, **own)
+    with simulated_gpu(monkeypatch, patch=patch):
+        o, lse = forward(*map(place, inputs[:3]), **on_gpu({"block_mask": sparse, **own}), config=WIDE, family="sm80")
+    expected.check(o=o, lse=lse)
+
+
+CHECKS = {
+    "maps": check_maps,
+    "lists": lambda monkeypatch, patch=None: check_lists(monkeypatch, {"causal": True}, (8, 8), patch),
+    "results": check_results,
+    "short": functools.partial(check_sm80, mask_mod=mods.causal(5)),
+    "documents": functools.partial(check_sm80, mask_mod=mods.document, mask_args=(documents("sm80")[:1],)),
+    # This function shows keys past the end.
+    "end": functools.partial(check_sm80, mask_mod=mods.causal(20)),
+    "window": functools.partial(check_sm80, mask_mod=mods.causal(5), window=(20, None)),
+}
 
 
 @pytest.mark.matrix
@@ -426,45 +473,7 @@ def test_mutants_are_caught(monkeypatch, name):
             raise ValueError(f"{old!r} occurs {text.count(old)} times")
         return text.replace(old, new)
 
-    def maps(patch=None) -> None:
-        for length, keys, tile in ((12, 45, (8, 40)), (12, 45, (4, 12)), (45, 170, (8, 150))):
-            ids = np.repeat([0, 0, 0, 1], length)[None, :keys]
-            wanted = fa2cupy.block_mask(mods.document, (ids,), 1, 1, 40, keys, tile=tile).states
-            with simulated_gpu(monkeypatch, patch=patch):
-                found = fa2cupy.block_mask(mods.document, (place(ids),), 1, 1, 40, keys, tile=tile).states
-            np.testing.assert_array_equal(found, wanted)
-
-    def lists(patch=None) -> None:
-        check_lists(monkeypatch, {"causal": True}, (8, 8), patch)
-
-    def results(patch=None) -> None:
-        sparse = random_tiles("simt", 1, (8, 16), batch=1)
-        inputs = make_inputs("float32", seqlen_q=29, seqlen_k=37, num_heads=2, head_dim=8)
-        expected = Expectation(*inputs, block_mask=sparse, mask_mod=mods.causal(5))
-        own = {**on_gpu({"block_mask": sparse}), "mask_mod": mods.causal(5), "config": TILES["simt"]}
-        with simulated_gpu(monkeypatch, patch=patch):
-            o, lse = forward(*map(place, inputs[:3]), **own)
-        expected.check(o=o, lse=lse)
-
-    def of_sm80(function, arrays: tuple, patch=None) -> None:
-        inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
-        own = {"mask_mod": function, "mask_args": arrays}
-        sparse = fa2cupy.block_mask(function, arrays, 1, 2, 90, 100, tile=(64, 64))
-        expected = Expectation(*inputs, block_mask=sparse, **own)
-        with simulated_gpu(monkeypatch, patch=patch):
-            o, lse = forward(
-                *map(place, inputs[:3]), **on_gpu({"block_mask": sparse, **own}), config=WIDE, family="sm80"
-            )
-        expected.check(o=o, lse=lse)
-
-    def short(patch=None) -> None:
-        of_sm80(mods.causal(5), (), patch)
-
-    def of_documents(patch=None) -> None:
-        of_sm80(mods.document, (documents("sm80")[:1],), patch)
-
-    checks = {"maps": maps, "lists": lists, "results": results, "short": short, "documents": of_documents}
-    check_unbroken = checks[caught_by]
-    check_unbroken()
+    check = CHECKS[caught_by]
+    check(monkeypatch)
     with pytest.raises((AssertionError, ptxsim.PtxError)):
-        check_unbroken(patch)
+        check(monkeypatch, patch)

@@ -31,6 +31,12 @@ struct Mask {
         if constexpr (kWindow) return key < first_key(query);
         return false;
     }
+    // True if each of `queries` rows sees each of `keys` keys.
+    __device__ bool shows_all(int32 first_query, int32 queries, int32 first_key, int32 keys) const {
+        if (first_key + keys > end_key(first_query)) return false;
+        if constexpr (kWindow) return first_key >= this->first_key(first_query + queries - 1);
+        return true;
+    }
     // Used only with a window, which alone limits keys on the left.
     __device__ int32 first_key(int32 query) const { return query + diagonal - window.left; }
     __device__ int32 end_query(int32 key) const { return key - diagonal + window.left + 1; }
