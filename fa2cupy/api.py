@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .backends import backend_of
 from .families.tile import TileConfig
 from .numerics.arrays import stacked
 from .problem.array_types import Array
 from .problem.keywords import check_keywords, takes_features
-from .problem.options import CallOptions, hashable_config
+from .problem.options import call_options, hashable_config
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -223,7 +223,7 @@ def forward(
     if keywords:
         check_keywords(forward, keywords)
     given = None if config is None else hashable_config(config)
-    options = CallOptions(causal, softmax_scale, layout, given, family, num_splits=num_splits, precision=precision)
+    options = call_options(causal, softmax_scale, layout, given, family, num_splits=num_splits, precision=precision)
     return backend_of("q", q).forward(q, k, v, out, options, keywords)
 
 
@@ -249,7 +249,7 @@ def delta(o: Array, do: Array, *, layout: str = "bshd", out: Array | None = None
     It is line 4 of Algorithm 2 of FlashAttention-2 (Dao 2023). `backward` computes it unless it is passed. Errors are
     those of `forward`.
     """
-    return backend_of("o", o).delta(o, do, out, CallOptions(layout=layout))
+    return backend_of("o", o).delta(o, do, out, call_options(layout=layout))
 
 
 @takes_features
@@ -363,7 +363,7 @@ def backward(
     if keywords:
         check_keywords(backward, keywords)
     given = None if config is None else hashable_config(config)
-    options = CallOptions(
+    options = call_options(
         causal,
         softmax_scale,
         layout,
@@ -432,7 +432,7 @@ def merge(
     True
     """
     o_stack, lse_stack = stacked("o_parts", o_parts), stacked("lse_parts", lse_parts)
-    return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, CallOptions(layout=layout))
+    return backend_of("o_parts", o_stack).merge(o_stack, lse_stack, out, call_options(layout=layout))
 
 
 def decode(
@@ -527,8 +527,10 @@ def decode(
     >>> np.array_equal(k_cache[1, 17], k[1, 0])
     True
     """
-    keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
-    given = {name: value for name, value in keywords.items() if value is not None}
-    options = CallOptions(causal, softmax_scale, layout)
+    given: dict[str, Any] = {}
+    if not (window is None and softcap is None and alibi_slopes is None and sink is None):
+        keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
+        given = {name: value for name, value in keywords.items() if value is not None}
+    options = call_options(causal, softmax_scale, layout)
     backend = backend_of("q", q)
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

@@ -13,7 +13,7 @@ import fa2cupy
 from fa2cupy import UnsupportedProblemError, api, closure
 from fa2cupy.cpu import calls as cpu
 from fa2cupy.problem.features import FeatureKeywords
-from fa2cupy.problem.options import CallOptions
+from fa2cupy.problem.options import CallOptions, call_options
 from fa2cupy.testing import make_inputs
 
 
@@ -114,6 +114,22 @@ def test_the_backends_are_called_with_every_argument_under_its_name(operation, m
     given = spy.arguments.pop("options")
     assert given == CallOptions(**{name: options[name] for name in CallOptions._fields if name in options})
     assert spy.arguments == {name: x for name, x in wanted.items() if name not in CallOptions._fields}
+
+
+@pytest.mark.parametrize(("one", "other"), [(True, 1), (False, 0), (1.0, 1), (0.5, np.float64(0.5))], ids=str)
+def test_options_are_equal_only_if_their_types_are(one, other):
+    for make in (CallOptions, call_options):
+        assert one == other and len({make(one), make(other), make(one)}) == 2
+        assert make(one) == make(one) != make(other)
+        assert make(one)._replace(causal=other) == make(other)
+
+
+def test_equal_options_are_one_object_unless_they_cannot_be_hashed():
+    assert call_options(True, 0.5) is call_options(True, 0.5) is not call_options(True, 0.25)
+    unhashable = call_options(causal=[True], layout="bhsd")
+    assert unhashable == CallOptions([True], layout="bhsd")
+    with pytest.raises(TypeError, match="misspelt"):
+        call_options(misspelt=True)
 
 
 @pytest.mark.parametrize("operation", ("forward", "delta", "backward"))

@@ -11,15 +11,16 @@ import pytest
 pytest.importorskip("cupy")
 
 from support.fake_cupy import FakeArray, current_device, place
-from support.fake_gpu import backward, fake_gpu, forward
+from support.fake_gpu import backward, decode, fake_gpu, forward
 from support.feature_cases import booleans, numbers
 from support.launch_record import Launch
 from support.strided_arrays import gapped, shifted
 
 import fa2cupy
-from fa2cupy import TileConfig, mods
+from fa2cupy import TileConfig, api, mods
 from fa2cupy.families.sm90_float32 import Sm90Float32
-from fa2cupy.gpu import signatures
+from fa2cupy.gpu import calls as gpu_calls
+from fa2cupy.gpu import prepare, signatures
 from fa2cupy.problem.features import FeatureKeywords
 
 #: As many heads as rows, so that both layouts are legal.
@@ -48,6 +49,8 @@ class Calls:
         self._callers = {x.ctypes.data for x in given}
         if operation == "forward":
             results = forward(*(arrays[name] for name in ("q", "k", "v")), **options)
+        elif operation == "decode":
+            results = decode(*(arrays[name] for name in DECODED), **options)
         else:
             results = backward(*(arrays[name] for name in ("q", "k", "v", "o", "lse", "do")), **options)
         return [*self._seen, [(x.shape, x.strides, x.dtype, x.device_id) for x in results]]
@@ -410,3 +413,205 @@ def test_a_dict_of_tiles_that_its_owner_changes_is_another_one(calls):
     config["forward"] = TileConfig(64, 64, 4)
     other = calls.of("forward", arrays, config=config, family="sm80")
     assert [seen[0][0].spec.tile.b_c for seen in (one, other)] == [32, 64]
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+DECODED = ("q", "k_cache", "v_cache", "cache_seqlens")
+#: As `OPTIONS`.
+OF_DECODE = {
+    "causal": ({}, True, False),
+    "softmax_scale": ({}, 0.5, 0.25),
+    "layout": ({}, "bshd", "bhsd"),
+    "k": ({}, None, numbers((BATCH, 1, HEADS, COLUMNS), "float16")),
+    "v": ({}, None, numbers((BATCH, 1, HEADS, COLUMNS), "float16")),
+    "block_table": ({}, np.zeros((BATCH, 1), "int32"), np.zeros((BATCH, 2), "int32")),
+    "window": ({}, (3, 0), (4, 0)),
+    "softcap": ({}, 2.0, 3.0),
+    "alibi_slopes": ({}, numbers((HEADS,), "float32"), numbers((BATCH, HEADS), "float32")),
+    "sink": ({}, None, numbers((HEADS,), "float32")),
+}
+
+
+def decode_arrays(dtype: str = "float16") -> dict[str, FakeArray]:
+    """A cache that can be one of pages, too."""
+    shape = (BATCH, ROWS, HEADS, COLUMNS)
+    arrays = {name: numbers(shape, dtype, n) for n, name in enumerate(DECODED[:3])}
+    return {name: place(x) for name, x in (arrays | {"cache_seqlens": np.full(BATCH, 7, "int32")}).items()}
+
+
+def all_decode_arrays() -> tuple[dict[str, FakeArray], dict]:
+    """The arrays of a call, and those in its keywords."""
+    names = ("k", "v", "block_table", "alibi_slopes", "sink")
+    options = {name: place(OF_DECODE[name][2]) for name in names}
+    shapes = (BATCH, ROWS, HEADS, COLUMNS), (BATCH, HEADS, ROWS)
+    out = tuple(place(numbers(shape, dtype)) for shape, dtype in zip(shapes, ("float16", "float32"), strict=True))
+    return decode_arrays(), options | {"out": out}
+
+
+DECODE_PLACES = (*DECODED, "k", "v", "block_table", "alibi_slopes", "sink", "out 0", "out 1")
+
+
+def test_every_keyword_of_decode_has_its_case():
+    own = inspect.signature(fa2cupy.decode).parameters.values()
+    assert OF_DECODE.keys() == {one.name for one in own if one.kind is one.KEYWORD_ONLY} - {"out"}
+
+
+@pytest.mark.parametrize("name", [name for name in OF_DECODE if name not in ("k", "v")])
+def test_a_decode_with_another_option_does_not_take_the_plan_of_the_other(calls, name):
+    _, *values = OF_DECODE[name]
+    keyword = "scale" if name == "softmax_scale" else name
+    both = [{keyword: place(x) if isinstance(x, np.ndarray) else x} for x in values]
+    check_each_is_itself(calls, "decode", [(decode_arrays(), given) for given in both])
+
+
+def test_a_decode_with_a_table_or_new_rows_does_not_take_the_plan_of_one_without(calls):
+    arrays, options = all_decode_arrays()
+    rows = {name: options[name] for name in ("k", "v")}
+    two = {name: place(numbers((BATCH, 2, HEADS, COLUMNS), "float16")) for name in rows}
+    table = {"block_table": options["block_table"]}
+    for one, other in (({}, rows), (rows, two), ({}, table), (rows, rows | table)):
+        check_each_is_itself(calls, "decode", [(arrays, one), (arrays, other)])
+
+
+@pytest.mark.parametrize("name", ("k", "v"))
+def test_rows_for_one_cache_only_are_refused_after_a_call_with_both(calls, name):
+    arrays, options = decode_arrays(), {key: place(OF_DECODE[key][2]) for key in ("k", "v")}
+    calls.of("decode", arrays, **options)
+    with pytest.raises(ValueError, match=f"^{name}: rows are appended to both caches"):
+        calls.of("decode", arrays, **(options | {name: None}))
+
+
+def test_slopes_are_not_taken_for_a_sink_of_the_same_shape(calls):
+    check_each_is_itself(
+        calls, "decode", [(decode_arrays(), alike(alibi_slopes="heads")), (decode_arrays(), alike(sink="heads"))]
+    )
+
+
+@pytest.mark.parametrize("given", ((True, False), (False, True), (True, True)), ids=("o", "lse", "both"))
+def test_a_decode_into_the_callers_arrays_does_not_take_the_plan_of_one_that_allocates(calls, given):
+    arrays, options = all_decode_arrays()
+    out = tuple(x if is_given else None for x, is_given in zip(options["out"], given, strict=True))
+    check_each_is_itself(calls, "decode", [(arrays, {}), (arrays, {"out": out})])
+
+
+@pytest.mark.parametrize("change", (gapped, apart, shifted), ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", [name for name in DECODE_PLACES if not name.endswith("_cache")])
+def test_an_array_of_decode_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, name, change):
+    arrays, options = all_decode_arrays()
+    before = array_of(arrays, options, name)
+    both = [(arrays, options), with_one_changed(arrays, options, name, change)]
+    after = array_of(*both[1], name)
+    moved = after.strides != before.strides if change is not shifted else name in ("q", "k", "v", "out 0")
+    check_each_is_itself(calls, "decode", both, differ=moved)
+
+
+@pytest.mark.parametrize("name", ("k_cache", "v_cache"))
+def test_a_cache_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, name):
+    arrays = decode_arrays()
+    check_each_is_itself(calls, "decode", [(arrays, {}), (arrays | {name: apart(arrays[name])}, {})])
+    for change in (gapped, shifted):
+        with pytest.raises(ValueError, match=f"^{name}: expected contiguous rows that start on 16 bytes"):
+            calls.of("decode", arrays | {name: change(arrays[name])})
+
+
+@pytest.mark.parametrize("name", DECODE_PLACES)
+def test_an_array_of_decode_that_is_refused_is_refused_after_an_equal_call(calls, name):
+    changes = (
+        (lambda x: x.view(OTHER_DTYPES[x.dtype.name]), TypeError, "expected dtype"),
+        (lambda x: x[:-1], ValueError, "expected (shape|a shape)"),  # whose strides are the same
+    )
+    for change, error, text in changes:
+        arrays, options = all_decode_arrays()
+        calls.of("decode", arrays, **options)
+        arrays, options = with_one_changed(arrays, options, name, change)
+        with pytest.raises(error, match=text):
+            calls.of("decode", arrays, **options)
+    arrays, options = all_decode_arrays()
+    calls.of("decode", arrays, **options)
+    array_of(arrays, options, name).device_id = 1
+    with pytest.raises(ValueError, match="expected an array on device"):
+        calls.of("decode", arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"window": (1, 0)}, {"window": (True, False)}),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}),
+    ],
+    ids=str,
+)
+def test_an_equal_number_of_a_type_that_decode_refuses_is_refused_after_the_call(calls, options, wrong):
+    name = next(iter(wrong)).replace("scale", "softmax_scale")
+    for _ in range(2):
+        calls.of("decode", decode_arrays(), **options)
+        with pytest.raises(TypeError, match=f"^{name}"):
+            calls.of("decode", decode_arrays(), **wrong)
+
+
+def test_each_dtype_of_decode_has_its_own_plan(calls):
+    cold = []
+    given = [decode_arrays(dtype) for dtype in ("float16", ml_dtypes.bfloat16)]  # of equal strides
+    for arrays in given:
+        signatures._prepared.clear()
+        cold.append(calls.of("decode", arrays))
+    assert [seen[0][0].spec.dtype for seen in cold] == ["float16", "bfloat16"]
+    for order in ((0, 1, 0, 1), (1, 0)):
+        signatures._prepared.clear()
+        assert [calls.of("decode", given[index]) for index in order] == [cold[index] for index in order]
+
+
+def test_a_decode_on_another_device_has_a_plan_of_its_own(monkeypatch):
+    calls = Calls(monkeypatch, ("sm_90", "sm_80"))
+    with calls.context:
+        arrays = decode_arrays()
+        with current_device(1):
+            others = decode_arrays()
+        check_each_is_itself(calls, "decode", [(arrays, {}), (others, {})])
+
+
+def test_lengths_and_arrays_of_the_same_layout_prepare_nothing(calls):
+    for length in range(ROWS):
+        arrays = decode_arrays()
+        arrays["cache_seqlens"][...] = length
+        calls.of("decode", arrays)
+    assert len(signatures._prepared) == 1
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    ({}, {"causal": False, "softmax_scale": 0.5}, {"window": (5, 0), "softcap": 2.0}, {"out": "both"}),
+    ids=("plain", "options", "features", "out"),
+)
+def test_a_warm_decode_prepares_nothing_and_allocates_results_and_one_workspace(calls, monkeypatch, keywords):
+    """The whole call, from the public function on."""
+    monkeypatch.setattr(api, "backend_of", lambda name, array: gpu_calls)
+    arrays, out = decode_arrays(), all_decode_arrays()[1]["out"]
+    keywords = {"out": out} if "out" in keywords else keywords
+    first = fa2cupy.decode(*arrays.values(), **keywords)
+    monkeypatch.setitem(signatures._PREPARE, "decode", None)  # which cannot be called
+    cupy, made = prepare.cupy, []
+    original = FakeArray.__new__
+    monkeypatch.setattr(FakeArray, "__new__", lambda *given: made.append(given) or original(*given))
+    for stream in (0, 77, 0):
+        monkeypatch.setattr(cupy, "stream", stream)
+        made.clear(), cupy.workspaces.clear(), cupy.launches.clear()
+        results = fa2cupy.decode(*arrays.values(), **keywords)
+        assert cupy.launches == [(0, stream)]
+        assert len(cupy.workspaces) == 1 and len(made) == (0 if "out" in keywords else 2)
+        assert all((x is y) == ("out" in keywords) for x, y in zip(results, first, strict=True))
+
+
+def test_a_captured_decode_takes_the_graphs_workspace_and_returns_memory_of_the_caller(calls, monkeypatch):
+    cupy, arrays = prepare.cupy, decode_arrays()
+    calls.of("decode", arrays)
+    monkeypatch.setattr(cupy, "stream", 77)
+    monkeypatch.setattr(cupy, "capturing", {77})
+    cupy.workspaces.clear()
+    results = decode(*arrays.values())
+    assert [allocator for allocator, *_ in cupy.workspaces] == ["graph"]
+    assert {x.allocator for x in results} == {"pool"} and len(signatures._prepared) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
+from typing import Any
 
 import cupy
 
@@ -22,6 +23,9 @@ __all__ = ["backward", "decode", "delta", "forward", "merge", "tile_states"]
 
 _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward"))
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
+
+_ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
+_OF_FUNCTIONS = frozenset(("score_mod", "mask_mod", "score_args", "mask_args"))
 
 
 def forward(
@@ -59,11 +63,11 @@ def decode(
 ) -> tuple[cupy.ndarray, ...]:
     """`fa2cupy.decode` on CuPy arrays."""
     o, lse = (None, None) if out is None else unpack_out(out, _DECODE.results)
-    inputs = (q, k_cache, v_cache, cache_seqlens, k, v, block_table)
     if not keywords:
-        return run(_DECODE, (*inputs, o, lse), options)
+        return run(_DECODE, (q, k_cache, v_cache, cache_seqlens, k, v, block_table, o, lse), options)
     names, arrays, scalars, _ = _split(keywords)
-    return run(arguments_of("decode", names), (*inputs, *arrays, o, lse), options, scalars)
+    inputs = (q, k_cache, v_cache, cache_seqlens, k, v, block_table, *arrays)
+    return run(arguments_of("decode", names), (*inputs, o, lse), options, scalars)
 
 
 def merge(
@@ -116,8 +120,13 @@ def _split(
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
     keywords = _with_programs(keywords)
-    arrays = {name: x for name, x in keywords.items() if x is not None and _is_array(name)}
-    scalars = {name: x for name, x in keywords.items() if not _is_array(name)}
+    arrays: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    for name, x in keywords.items():
+        if not (name in _ARRAYS or name.endswith("]")):
+            scalars[name] = x
+        elif x is not None:
+            arrays[name] = x
     sparse = scalars.get("block_mask")
     if isinstance(sparse, BlockMask):
         arrays["block_mask"], scalars["block_mask"] = sparse.states, sparse.layout
@@ -125,15 +134,11 @@ def _split(
     if isinstance(window, list):  # a list cannot be hashed
         scalars["window"] = tuple(window)
     seed = scalars.get("seed")
-    number = int(seed) if isinstance(seed, numbers.Integral) and not isinstance(seed, bool) else -1
+    number = -1 if seed is None or isinstance(seed, bool) or not isinstance(seed, numbers.Integral) else int(seed)
     if not 0 <= number < 2**64:
         return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # the checks will report it
     scalars["seed"] = 0
     return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
-
-
-def _is_array(name: str) -> bool:
-    return name in (*ARRAY_KEYWORDS, "dlse") or name.endswith("]")
 
 
 def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
@@ -141,7 +146,7 @@ def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
 
     A call is then prepared once for functions that compute the same, and prepared calls keep no function alive.
     """
-    if not keywords.keys() & {"score_mod", "mask_mod", "score_args", "mask_args"}:
+    if _OF_FUNCTIONS.isdisjoint(keywords):
         return keywords
     found = {name: x for name, x in keywords.items() if name not in ("score_args", "mask_args")}
     arrays = function_arrays(keywords)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from types import ModuleType
 
 from ..system.locks import new_lock
 
@@ -42,13 +43,18 @@ class Counters:
 
         A kernel that gets 0 divides its work in a fixed way, which is correct and slower.
         """
-        from cupy.cuda import runtime
-
-        if stream != _LEGACY_STREAM and runtime.streamIsCapturing(stream):
+        if stream != _LEGACY_STREAM and self._runtime.streamIsCapturing(stream):
             with self._lock:
                 return self._free.pop() if self._free else 0
         key = (stream, threading.get_ident()) if stream == _PER_THREAD_STREAM else stream
         return self._of_stream.get(key) or self._add(key)
+
+    @functools.cached_property
+    def _runtime(self) -> ModuleType:
+        # An import statement takes longer than all else that a warm launch does here.
+        from cupy.cuda import runtime
+
+        return runtime
 
     def _add(self, key: object) -> int:
         with self._lock:
@@ -58,12 +64,11 @@ class Counters:
 
     def _allocate(self) -> None:
         import cupy
-        from cupy.cuda import runtime
 
         # Not from CuPy's pool, whose memory belongs to a stream.
         memory = cupy.cuda.Memory(self._slots * self._slot_bytes)
-        runtime.memset(memory.ptr, 0, memory.size)
-        runtime.streamSynchronize(_LEGACY_STREAM)  # other streams do not wait for the memset by themselves
+        self._runtime.memset(memory.ptr, 0, memory.size)
+        self._runtime.streamSynchronize(_LEGACY_STREAM)  # other streams do not wait for the memset by themselves
         self._memory.append(memory)
         self._free += range(memory.ptr, memory.ptr + memory.size, self._slot_bytes)
 

@@ -91,10 +91,8 @@ class BoundStage:
         from cupy.cuda import driver, runtime
 
         layout = stage.spec.params
-        self._launch = driver.launchKernel
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
-        self._pack_into = layout.pointer_packer.pack_into
         names = [name for name in layout.pointers if name not in COUNTERS]
         indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
         # Of a single index, itemgetter would not give a sequence.
@@ -106,8 +104,11 @@ class BoundStage:
             self._counters.reserve()
         self._record = ctypes.create_string_buffer(bytes(layout.pointer_packer.size) + stage.constants, layout.nbytes)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._record))
-        self._shape = (self._function.ptr, stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
         self._parameters_address = ctypes.addressof(self._parameters)
+        # What is the same in all launches is bound once: it takes longer to pass than to prepend.
+        self._pack = functools.partial(layout.pointer_packer.pack_into, self._record, 0)
+        shape = (stage.blocks, 1, 1, stage.threads, 1, 1, stage.spec.shared_memory_bytes)
+        self._launch = functools.partial(driver.launchKernel, self._function.ptr, *shape)
         self._lock = new_lock()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
@@ -119,8 +120,8 @@ class BoundStage:
             if self._counters:
                 front = (*front, self._counters.address(stream))
             with self._lock:
-                self._pack_into(self._record, 0, *front)
-                self._launch(*self._shape, stream, self._parameters_address, 0)
+                self._pack(*front)
+                self._launch(stream, self._parameters_address, 0)
         except Exception as error:
             raise KernelLaunchError(f"{self._stage.spec} could not be launched: {error}") from error
 

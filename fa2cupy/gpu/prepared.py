@@ -63,14 +63,14 @@ class KernelCall:
         self.check_overlap = check_overlap
         self.first_result = len(arguments.inputs)
         self.allocated = [
-            (position, result.shape, result.dtype)
-            for position, result in enumerate(results, start=self.first_result)
+            (index, self.first_result + index, result.shape, result.dtype)
+            for index, result in enumerate(results)
             if result.name not in given
         ]
         positions = {kernel_name(name): position for position, name in enumerate(arguments.names)}
         # Workspaces are parts of one allocation. Those that are cleared come last, so that one memset clears them.
         workspaces = sorted(plan.workspaces, key=lambda workspace: workspace.name in plan.cleared)
-        self.cleared = [positions[name] for name in plan.cleared if name in positions]
+        self.cleared = [positions[name] - self.first_result for name in plan.cleared if name in positions]
         self.workspace_bytes = self.kept_bytes = 0
         self.offsets = []
         # A workspace replaces an absent argument of the same name: delta.
@@ -98,9 +98,9 @@ class KernelCall:
             return self._run(arrays, addresses)
 
     def _run(self, arrays: tuple[cupy.ndarray | None, ...], addresses: list[int]) -> tuple[cupy.ndarray, ...]:
-        buffers = list(arrays)
-        for position, shape, dtype in self.allocated:
-            array = buffers[position] = cupy.ndarray(shape, dtype)
+        results = list(arrays[self.first_result :])
+        for index, position, shape, dtype in self.allocated:
+            array = results[index] = cupy.ndarray(shape, dtype)
             addresses[position] = array.data.ptr
         stream = cupy.cuda.get_current_stream().ptr
         if self.workspace_bytes:
@@ -111,11 +111,11 @@ class KernelCall:
         else:
             addresses += self.offsets  # all are empty
         addresses.append(0)
-        for position in self.cleared:
-            _clear(buffers[position])
+        for index in self.cleared:
+            _clear(results[index])
         for stage in self.stages:
             stage(addresses, stream)
-        return tuple(buffers[self.first_result :])
+        return tuple(results)
 
 
 def _clear(array: cupy.ndarray) -> None:

@@ -53,8 +53,9 @@ def run(
         Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
     """
     addresses = []
-    # Types distinguish values that are equal but not all legal: True, 1 and 1.0.
-    signature = [arguments, options, (*map(type, options),), scalars, _types(scalars)]
+    # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
+    types = _types(tuple([value for _, value in scalars])) if scalars else ()
+    signature = [arguments, options, scalars, types]
     try:
         for array in arrays:
             if array is None:
@@ -64,7 +65,7 @@ def run(
                 memory = array.data
                 address = memory.ptr
                 addresses.append(address)
-                signature.append((array.shape, array.strides, array.dtype.num, memory.device_id, address & 15))
+                signature.append((array.shape, array.strides, array.dtype, memory.device_id, address & 15))
     except AttributeError:
         arguments.check_backend(arrays)  # names the argument that is not a CuPy array
         raise

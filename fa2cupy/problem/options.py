@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["MAX_SPLITS", "CallOptions", "check_num_splits", "check_precision", "hashable_config"]
+__all__ = ["MAX_SPLITS", "CallOptions", "call_options", "check_num_splits", "check_precision", "hashable_config"]
+
+_Values = ParamSpec("_Values")
+_Made = TypeVar("_Made")
 
 #: The most blocks that share the work on a tile: each adds a copy of the results to the workspace.
 MAX_SPLITS = 16
@@ -43,12 +47,7 @@ def check_precision(precision: object, dtype: str) -> None:
         raise ValueError(f"precision: it is a choice for float32, got {precision!r} for {dtype}")
 
 
-class CallOptions(NamedTuple):
-    """The options of `fa2cupy.forward`, `delta` and `backward`, whose docstrings describe them.
-
-    It is a tuple because prepared calls are looked up by their options, and tuples hash fastest.
-    """
-
+class _Options(NamedTuple):
     causal: bool = False
     softmax_scale: float | None = None
     layout: str = "bshd"
@@ -61,3 +60,39 @@ class CallOptions(NamedTuple):
     num_splits: int | None = None
     precision: str | None = None
     return_dscore_args: bool = False
+
+
+class CallOptions(_Options):
+    """The options of `fa2cupy.forward`, `delta` and `backward`, whose docstrings describe them.
+
+    It is a tuple because prepared calls are looked up by their options, and tuples hash fastest. Options are equal only
+    if the types of their values are: True, 1 and 1.0 are equal, but not all are legal.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not (isinstance(other, tuple) and tuple.__eq__(self, other)):
+            return False
+        return [*map(type, self)] == [*map(type, other)]
+
+    __ne__ = object.__ne__  # the opposite of the above; a tuple has one of its own
+    __hash__ = tuple.__hash__
+
+
+def _kept(make: Callable[_Values, _Made]) -> Callable[_Values, _Made]:
+    """The function or class with results that are kept, and given again for equal arguments of the same types."""
+    kept: Callable[_Values, _Made] = functools.lru_cache(maxsize=1024, typed=True)(make)  # type: ignore[assignment]
+
+    def find(*arguments: _Values.args, **named: _Values.kwargs) -> _Made:
+        try:
+            return kept(*arguments, **named)
+        except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
+            return make(*arguments, **named)
+
+    return find
+
+
+#: `CallOptions`, as one object for all calls with the same options: finding it takes less time than making it, and
+#: comparing it with itself less than comparing its values.
+call_options = _kept(CallOptions)

@@ -20,7 +20,7 @@ from fa2cupy.families.device import DeviceInfo
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, signatures, tile_states
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
-from fa2cupy.problem.options import CallOptions, hashable_config
+from fa2cupy.problem.options import call_options, hashable_config
 
 
 def forward(
@@ -39,7 +39,7 @@ def forward(
     **features,
 ):
     """`fa2cupy.gpu.calls.forward` by keyword."""
-    options = CallOptions(
+    options = call_options(
         causal, scale, layout, hashable_config(config), family, num_splits=num_splits, precision=precision
     )
     return calls.forward(q, k, v, out, options, features)
@@ -47,7 +47,7 @@ def forward(
 
 def delta(o, do, *, layout="bshd", out=None):
     """`fa2cupy.gpu.calls.delta` by keyword."""
-    return calls.delta(o, do, out, CallOptions(layout=layout))
+    return calls.delta(o, do, out, call_options(layout=layout))
 
 
 def decode(
@@ -67,13 +67,13 @@ def decode(
     **features,
 ):
     """`fa2cupy.gpu.calls.decode` by keyword."""
-    options = CallOptions(causal, scale, layout, family=family)
+    options = call_options(causal, scale, layout, family=family)
     return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
 
 
 def merge(o_parts, lse_parts, *, layout="bshd", out=None):
     """`fa2cupy.gpu.calls.merge` by keyword."""
-    return calls.merge(o_parts, lse_parts, out, CallOptions(layout=layout))
+    return calls.merge(o_parts, lse_parts, out, call_options(layout=layout))
 
 
 def backward(
@@ -102,7 +102,7 @@ def backward(
     **features,
 ):
     """`fa2cupy.gpu.calls.backward` by keyword."""
-    options = CallOptions(
+    options = call_options(
         causal,
         scale,
         layout,
