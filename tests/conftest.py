@@ -43,9 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(variable, None)
     if getattr(config.option, "numprocesses", None):  # workers share the cores: NumPy, not loaded there yet, takes one
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process.
+    # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process. Where they are skipped,
+    # neighbours do: they share kernels that the interpreter has parsed.
     if getattr(config.option, "dist", None) == "load":
-        config.option.dist = "loadgroup"
+        config.option.dist = "loadgroup" if _why_no_gpu() is None else "worksteal"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

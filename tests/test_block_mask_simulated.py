@@ -233,7 +233,7 @@ def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockM
     return BlockMask(tiles, *LENGTHS[family], tile)
 
 
-@pytest.mark.sample(heads=(HEADS,))
+@pytest.mark.sample(heads=(HEADS,), family=("sm80",))
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("family", TILES)
 def test_given_maps(launched, family, heads):

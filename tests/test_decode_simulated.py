@@ -80,9 +80,18 @@ LAST_HEAD_DIMS = {
 }  # fmt: skip
 
 
+def around_the_last() -> list[tuple[str, str, int]]:
+    """The last head_dim of each GPU and dtype and the next one, and in turn one of the smaller ones."""
+    head_dims = (64, 96, 128, 160, 192, 256)
+    cases = []
+    for i, ((arch, dtype), last) in enumerate(LAST_HEAD_DIMS.items()):
+        place = head_dims.index(last)
+        cases += [(arch, dtype, head_dim) for head_dim in (*head_dims[place : place + 2], head_dims[i % place])]
+    return cases
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("head_dim", (64, 96, 128, 160, 192, 256))
-@pytest.mark.parametrize(("arch", "dtype"), LAST_HEAD_DIMS)
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), around_the_last())
 def test_tiles_for_less_shared_memory(monkeypatch, arch, dtype, head_dim):
     device = dataclasses.replace(DeviceInfo.named(arch), multiprocessors=3)
     case = Case(dtype, (0, 200), head_dim=head_dim, heads=(6, 2), seqlen_q=3, num_new=1)

@@ -42,6 +42,8 @@ FAMILIES = {
     "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
     "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
 }
+#: By instruction set, for tests that are run every day.
+ONE_OF_EACH = ("simt", "sm80", "sm90")
 #: (seqlen_q, seqlen_k): ragged, several tiles, more keys than queries and the other way round.
 LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
 
@@ -103,11 +105,11 @@ def lengths_of(name: str) -> tuple:
 
 
 def windows() -> list:
-    """(causal, window, family): all of them where a call is fast, and by one of the Hopper kernels."""
+    """(causal, window, family): all of them in one kernel of each instruction set, some in its others."""
     some = [(False, (9, 4)), (True, (9, None))]
     more = [(False, (0, 0)), (False, (None, 3)), (False, (70, None)), (True, (40, 70))]
-    slow = {"sm90": some + more[1:2], "sm90 middle": some, "sm90 wide": some}
-    cases = [(*case, name) for name in FAMILIES for case in slow.get(name, some + more)]
+    every = {"simt": some + more, "sm80": some + more, "sm90": some + more[1:2]}
+    cases = [(*case, name) for name in FAMILIES for case in every.get(name, some)]
     return [pytest.param(*case, id="-".join(map(str, case))) for case in cases]
 
 
@@ -120,6 +122,7 @@ class TestWindow:
         for pair in lengths if family[0][:4] != "sm90" else lengths[causal:][:1]:
             check(family, draw(family[0], pair), causal=causal, window=window, used="window")
 
+    @pytest.mark.sample(family=ONE_OF_EACH)
     def test_keys_outside_the_band_are_not_loaded(self, family):
         name = family[0]
         rows = 40 if name.startswith("simt") else 300
@@ -151,6 +154,10 @@ def dlse_like(inputs: tuple) -> np.ndarray:
     return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
 
 
+#: One of each feature, which are run every day.
+EVERYDAY = ("softcap", "alibi", "bias", "mask", "padding", "sink", "dropout")
+#: Of another width and type, the same text as theirs: one of each way to read an array, and what depends on the type.
+OF_OTHER_TYPES = ("softcap", "alibi by batch", "bias of heads", "mask", "padding", "sink", "dropout")
 #: On Hopper a bias is read by the same few lines whatever its shape, and both backward kernels take the same weights.
 OF_BOTH_ON_HOPPER = ("softcap", "dropout")
 ON_HOPPER = (*OF_BOTH_ON_HOPPER, "bias", "mask of rows", "alibi by batch", "padding", "sink")
@@ -160,21 +167,22 @@ EVERY_FEATURE = ("softcap", "alibi", "bias of keys", "mask", "padding", "sink", 
 
 
 def several_scores() -> list:
-    everywhere = [("softcap", "dropout"), ("alibi by batch", "padding", "dropout", "window"), EVERY_FEATURE]
-    before_hopper = [("softcap", "bias of heads", "mask of rows", "sink")]
-    cases = [(rows, name) for name in WITH_OWN_SCORES for rows in everywhere if name[:4] != "sm90"]
-    cases += [(everywhere[0], "sm90 wide"), (everywhere[2], "sm90")]
-    cases += [(rows, name) for name in WITH_OWN_SCORES for rows in before_hopper if not name.startswith("sm90")]
+    pair, windowed = ("softcap", "dropout"), ("alibi by batch", "padding", "dropout", "window")
+    arrays = ("softcap", "bias of heads", "mask of rows", "sink")
+    cases = [(rows, name) for name in ("simt", "sm80") for rows in (pair, windowed, arrays, EVERY_FEATURE)]
+    cases += [(windowed, "simt double"), (EVERY_FEATURE, "simt double"), (arrays, "sm80 wide")]
+    cases += [(EVERY_FEATURE, "sm80 wide"), (pair, "sm90 wide"), (EVERY_FEATURE, "sm90")]
     return [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}") for case in cases]
 
 
 def each_score() -> list[tuple[str, str]]:
     skipped = {"sm90": set(SCORES) - set(ON_HOPPER), "sm90 wide": set(SCORES) - set(OF_BOTH_ON_HOPPER)}
+    skipped |= dict.fromkeys(("simt double", "sm80 wide"), set(SCORES) - set(OF_OTHER_TYPES))
     return [(row, name) for row in SCORES for name in WITH_OWN_SCORES if row not in skipped.get(name, ())]
 
 
 class TestScores:
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("simt", "sm80"), row=EVERYDAY)
     @pytest.mark.parametrize(("row", "family"), each_score(), indirect=["family"])
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
@@ -183,7 +191,7 @@ class TestScores:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize(
         ("rows", "family"),
         [((), name) for name in WITH_OWN_SCORES if name != "sm90"]
@@ -197,7 +205,7 @@ class TestScores:
         options = options_for(family[0], rows, lengths)
         check(family, inputs, causal=True, dlse=dlse_like(inputs), **options)
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_hidden_elements_of_a_bias_are_ignored_and_a_sink_of_minus_infinity_is_none(self, family):
         lengths = (40, 50)
@@ -313,7 +321,7 @@ class TestDbias:
         bias = place(numbers(shape, FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), dlse=dlse, causal=True, bias=bias)
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90 wide"], indirect=True)
     def test_under_a_cap_that_takes_its_derivative_afterwards(self, family):
         inputs = draw(family[0], (40, 61))
@@ -321,13 +329,18 @@ class TestDbias:
         bias = place(numbers((1, 2, 40, 61), FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), softcap=2.0, bias=bias)
 
-    @pytest.mark.sample(family=("simt", "sm80"), view=(place,))
+    @pytest.mark.sample(family=("sm80",), view=(place,))
     @pytest.mark.parametrize(
-        ("view", "dtype"),
-        ((place, "own"), (gapped, "own"), (reversed_columns, "float32"), (shifted, "own")),
+        ("family", "view", "dtype"),
+        [
+            (name, *how)
+            for name in ("simt", "sm80", "sm90", "sm90 wide")
+            for how in ((place, "own"), (gapped, "own"), (reversed_columns, "float32"), (shifted, "own"))
+            if name != "sm90 wide" or how[0] in (place, gapped)
+        ],
+        indirect=["family"],
         ids=lambda value: getattr(value, "__name__", value),
     )
-    @pytest.mark.parametrize("family", ["simt", "sm80", "sm90", "sm90 wide"], indirect=True)
     def test_of_a_full_bias_into_an_array_of_the_callers_with_tiles_that_are_skipped(self, family, view, dtype):
         name, launched = family
         rows, keys = {"simt": (40, 64), "sm80": (70, 200), "sm90": (150, 264)}[name.split()[0]]
@@ -361,9 +374,15 @@ class TestArraysInSharedMemory:
     """Hopper's kernels copy rows of 16-bit biases and of masks that begin on 16 bytes, those of the next step ahead."""
 
     @pytest.mark.sample(array=("bias", "mask"), kernel=("forward",), causal=(True,))
-    @pytest.mark.parametrize(("causal", "shape"), ((True, "bhqk"), (False, "hk")))
-    @pytest.mark.parametrize("kernel", HELD_BY)
-    @pytest.mark.parametrize("array", ("bias", "mask"))
+    @pytest.mark.parametrize(
+        ("array", "kernel", "causal", "shape"),
+        [(array, "forward", True, "bhqk") for array in ("bias", "mask")]
+        + [
+            (array, kernel, *((True, "bhqk") if (i + j) % 2 else (False, "hk")))
+            for i, array in enumerate(("bias", "mask"))
+            for j, kernel in enumerate(HELD_BY)
+        ][: 2 * len(HELD_BY)],
+    )
     def test_against_the_reference(self, monkeypatch, array, kernel, causal, shape):
         rows, tile = HELD_BY[kernel]
         keys = 176  # of which rows begin on 16 bytes
@@ -401,6 +420,7 @@ class TestArraysInSharedMemory:
         with simulated_gpu(monkeypatch):
             self.check("forward", inputs, {"forward": TileConfig(128, 64, 12, 2)}, {array: wide[..., :keys]})
 
+    @pytest.mark.sample(operation=("forward",))
     @pytest.mark.parametrize("operation", ("forward", "backward_dkdv"))
     def test_any_byte_of_a_mask_but_zero_is_true(self, monkeypatch, operation):
         """As in views of other types as booleans."""
@@ -474,7 +494,7 @@ def packed_cases() -> list:
     """(family, options, whether the longest lengths are given), the last by turns where a call is slow."""
     options = ({}, {"causal": True}, {"window": (6, 3)})
     cases = [(name, given, longest) for name in PACKED_FAMILIES for given in options for longest in (False, True)]
-    cases = [case for case in cases if case[0][:4] != "sm90" or case[2] != bool(case[1].get("causal"))]
+    cases = [case for case in cases if case[0] in ("simt", "sm80") or case[2] != bool(case[1].get("causal"))]
     return [pytest.param(*case, id=f"{case[0]}-{case[1]}-{'known' if case[2] else 'unknown'}") for case in cases]
 
 
@@ -504,7 +524,7 @@ class TestPackedSequences:
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
-    @pytest.mark.sample(packed_family=("simt", "sm80"))
+    @pytest.mark.sample(packed_family=("sm80",))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_with_features(self, packed_family):
         name = packed_family[0]
@@ -518,7 +538,7 @@ class TestPackedSequences:
         features = {key: place(x) if isinstance(x, np.ndarray) else x for key, x in features.items()}
         check(packed_family, inputs, **longest, **offsets, **features, causal=True, softcap=2.0)
 
-    @pytest.mark.sample(packed_family=("simt", "sm80"))
+    @pytest.mark.sample(packed_family=("sm80",))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_a_bias_of_each_sequence(self, packed_family):
         """Its gradient is zero where a sequence has no row or no key."""
@@ -530,7 +550,7 @@ class TestPackedSequences:
         bias = place(numbers(shape, FAMILIES[name][0]))
         check(packed_family, inputs, methods=("two_pass",), bias=bias, causal=True, **longest, **offsets)
 
-    @pytest.mark.sample(packed_family=("simt", "sm80"))
+    @pytest.mark.sample(packed_family=("sm80",))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_rows_beyond_the_longest_length_are_of_no_sequence(self, packed_family):
         """With arrays over scores, which have the shape of the longest lengths."""
@@ -565,6 +585,7 @@ class TestPackedSequences:
                 results[key] = results[key].take(rows[key], axis)
             expected.check(spec=method, **results)
 
+    @pytest.mark.sample(packed_family=ONE_OF_EACH)
     def test_no_sequence_at_all(self, packed_family):
         name = packed_family[0]
         lengths = (45, 70)
@@ -576,8 +597,17 @@ class TestPackedSequences:
             assert np.isneginf(results.pop("lse", -np.inf)).all()
             assert not any(np.asarray(x, "float32").any() for x in results.values())
 
-    @pytest.mark.sample(packed_family=("simt", "sm80", "sm90"), wrong=((0, 50, 20, 85),))
-    @pytest.mark.parametrize("wrong", [(0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120)])
+    @pytest.mark.sample(packed_family=("sm80", "sm90"), wrong=((0, 50, 20, 85),))
+    @pytest.mark.parametrize(
+        ("packed_family", "wrong"),
+        [
+            (name, wrong)
+            for name in PACKED_FAMILIES
+            for wrong in ((0, 50, 20, 85), (-7, 9, 15, 40), (3, 10, 2**31 - 1, 60), (90, 95, 99, 120))
+            if name in ("simt", "sm80", "sm90") or wrong[0] == -7
+        ],
+        indirect=["packed_family"],
+    )
     def test_offsets_that_lie_reach_nothing_outside(self, packed_family, wrong, monkeypatch):
         name = packed_family[0]
         q, k, v, do = (place(x[0]) for x in draw(name, (85, 85)))
@@ -588,6 +618,7 @@ class TestPackedSequences:
             for method in METHODS:
                 backward(q, k, v, o, lse, do, method=method, **own)  # the interpreter stops what leaves an array
 
+    @pytest.mark.sample(packed_family=ONE_OF_EACH)
     def test_offsets_are_not_read_on_the_host(self, packed_family):
         inputs, offsets = self.draw(packed_family[0])
         q, k, v, _ = inputs
@@ -616,8 +647,8 @@ class TestBeforeHopper:
     @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("name", "row"),
-        [("sm80", row) for row in ("window", *SCORES)]
-        + [("sm80 wide", row) for row in ("softcap", "bias", "mask", "dropout")],
+        [("sm80", row) for row in ("window", "bias", "bias of heads", "bias of keys", "bias of queries", "dropout")]
+        + [("sm80 wide", row) for row in ("softcap", "bias", "mask")],
     )
     def test_each_feature(self, on_ampere, name, row):
         lengths = (40, 64) if row == "bias" else (37, 53)  # dbias in pairs, and an element at a time
@@ -625,6 +656,7 @@ class TestBeforeHopper:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check((name, on_ampere), inputs, dlse=dlse, causal=row != "window", **options_for(name, (row,), lengths))
 
+    @pytest.mark.sample(dtype=("bfloat16",))
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     @pytest.mark.parametrize("keys", [61, 64])
     def test_dbias_in_each_dtype(self, on_ampere, dtype, keys):
@@ -664,7 +696,7 @@ class TestStridedArrays:
         inputs = draw(family[0], lengths)
         check(family, inputs, methods=("two_pass",), **strided(options_for(family[0], (row,), lengths), view))
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_all_arrays(self, family, view):
@@ -703,7 +735,7 @@ class TestStridedArrays:
 
 
 class TestHiddenByMasks:
-    @pytest.mark.sample(family=("simt", "sm80"), causal=(True,))
+    @pytest.mark.sample(family=("sm80",), causal=(True,))
     @pytest.mark.parametrize(
         ("family", "causal"),
         [
@@ -738,7 +770,7 @@ class TestHiddenByMasks:
                     np.asarray(results[key][:, hidden], "float32").any() for key in results.keys() & {"o", "dq"}
                 )
 
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize("row", ["padding", "bias"])
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"], indirect=True)
     def test_a_sequence_without_a_key(self, family, row):
@@ -755,7 +787,7 @@ SINKS = {"float32": ((200.0, 12.0), (-200.0, -12.0)), "float64": ((2000.0, 12.0)
 
 
 class TestSink:
-    @pytest.mark.sample(family=("simt", "sm80"))
+    @pytest.mark.sample(family=("sm80",))
     @pytest.mark.parametrize("family", WITH_OWN_SCORES, indirect=True)
     def test_far_above_and_below_all_scores(self, family):
         name = family[0]
@@ -765,6 +797,7 @@ class TestSink:
         for values in SINKS[dtype]:
             check(family, inputs, methods=("two_pass",), causal=True, sink=place(np.array(values, dtype)))
 
+    @pytest.mark.sample(family=("simt",))
     @pytest.mark.parametrize("family", ["simt", "simt double", "sm80"], indirect=True)
     def test_its_gradient_over_more_rows_than_a_block_has_threads(self, family):
         name, launched = family
@@ -814,6 +847,7 @@ class TestProperties:
             for result, wanted in zip(run_forward(family, inputs, **options), plain, strict=True):
                 assert np.array_equal(result, wanted), options
 
+    @pytest.mark.sample(family=ONE_OF_EACH)
     def test_a_sink_of_minus_infinity_is_none(self, family):
         inputs = draw(family[0], lengths_of(family[0])[1])
         sink = place(np.full(2, -np.inf, accumulator(FAMILIES[family[0]][0])))

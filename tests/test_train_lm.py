@@ -366,6 +366,7 @@ def test_a_training_ends_with_a_sample(corpus):
     assert re.fullmatch(r"sampled with a cache: [\d,]+ tokens/s, without: [\d,]+", lines[-1])
 
 
+@pytest.mark.sample(ranks=(2,))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_the_curve_of_one(corpus, ranks):
     """All of them the same, to the last bit of the weights."""

@@ -73,9 +73,13 @@ class ByteStore:
 
     def unwritten(self, offset: np.ndarray, nbytes: int) -> int | None:
         """The first of these words that was not written entirely."""
+        return self.unwritten_words(offset // nbytes, nbytes) if self._flags else None
+
+    def unwritten_words(self, number: np.ndarray, nbytes: int) -> int | None:
+        """The same of words by their numbers."""
         if not self._flags:
             return None
-        missing = self._flags[nbytes].take(offset // nbytes, axis=0) != _ONES[nbytes]
+        missing = self._flags[nbytes].take(number, axis=0) != _ONES[nbytes]
         if not np.count_nonzero(missing):
             return None
         return int(np.argmax(missing if nbytes < 16 else missing.any(1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,6 @@ def _synchronise(machine: Machine, inst: Inst) -> Control:
     return when_converged(machine, inst, None, work)
 
 
-@lru_cache(maxsize=4096)
 def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
     """Offsets in a block's shared memory of a rows x 16 operand of 16-bit elements.
 
@@ -77,31 +77,55 @@ def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
     return swizzled(start + linear, span)
 
 
-@lru_cache(maxsize=4096)
-def _operand_chunks(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
-    """Offsets of the 16 bytes of 8 elements each that lie together, along the rows or along K."""
+@dataclass(frozen=True)
+class _Operand:
+    """Where the 16 bytes of 8 elements each that lie together are, along the rows or along K.
+
+    Attributes
+    ----------
+    last : int
+        The highest offset of them in their block.
+    chunks : numpy.ndarray
+        Their offsets in the shared memory of the batch.
+    words : numpy.ndarray
+        The same as numbers of 16-byte words.
+    granules : numpy.ndarray
+        All granules of the race check in them.
+    """
+
+    last: int
+    chunks: np.ndarray
+    words: np.ndarray
+    granules: np.ndarray
+
+
+@lru_cache(maxsize=2048)  # a loop reads the same operands over and over
+def _operand(descriptor: int, rows: int, mn_major: bool, base: int, granule: int) -> _Operand:
     offset = _operand_offsets(descriptor, rows, mn_major)
-    return (offset[::8] if mn_major else offset[:, ::8]).ravel()
+    inside = (offset[::8] if mn_major else offset[:, ::8]).ravel()
+    chunks = inside + base
+    granules = ((chunks // granule)[:, None] + np.arange(_CHUNK // granule)).ravel()
+    return _Operand(int(inside.max()), chunks, chunks // _CHUNK, granules)
 
 
 def _read_operand(
     machine: Machine, block: int, descriptor: int, rows: int, mn_major: bool, warps: np.ndarray, ty: str
 ) -> np.ndarray:
     """float32 values of an operand in shared memory, with the checks of an asynchronous read."""
-    shared, chunks = machine.shared, _operand_chunks(descriptor, rows, mn_major)
-    if int(chunks.max()) + _CHUNK > shared.nbytes:
+    shared, race = machine.shared, machine.race
+    operand = _operand(descriptor, rows, mn_major, block * shared.stride, _CHUNK if race is None else race.granule)
+    if operand.last + _CHUNK > shared.nbytes:
         raise PtxError(
-            f"wgmma operand out of bounds: descriptor 0x{descriptor:x} reaches {shared.describe(int(chunks.max()))}, "
+            f"wgmma operand out of bounds: descriptor 0x{descriptor:x} reaches {shared.describe(operand.last)}, "
             f"the block has 0x{shared.nbytes:x} bytes"
         )
-    chunks = chunks + block * shared.stride
-    bad = shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
+    bad = shared.unwritten_words(operand.words, _CHUNK) if machine.check_uninit else None
     if bad is not None:
-        where = shared.describe(int(chunks[bad]) % shared.stride)
+        where = shared.describe(int(operand.chunks[bad]) % shared.stride)
         raise PtxError(f"wgmma reads uninitialised shared memory: {where}, descriptor 0x{descriptor:x}")
-    if machine.race is not None:
-        machine.race.wgmma_read(warps, chunks, _CHUNK)
-    values = halves_to_f32(shared.gather(chunks, _CHUNK).view(np.uint16), ty)
+    if race is not None:
+        race.wgmma_read(warps, operand.granules)
+    values = halves_to_f32(shared.words(_CHUNK).take(operand.words, axis=0).view(np.uint16), ty)
     if mn_major:
         return values.reshape(rows // 8, _DEPTH, 8).swapaxes(1, 2).reshape(rows, _DEPTH)
     return values.reshape(rows, _DEPTH)

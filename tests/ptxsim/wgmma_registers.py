@@ -116,8 +116,9 @@ class WgmmaRegisters:
         self._check_fenced(threads, warps, accumulators, operands, columns)
         self._accumulator[accumulators, warps] += 1
         self._operand[operands, warps] += 1
+        used = accumulators, operands  # one object for all warps: `wait` looks at them together
         for warp in range(first, last + 1):
-            self._open.setdefault(warp, []).append((accumulators, operands))
+            self._open.setdefault(warp, []).append(used)
             self._busy += 1
 
     def _check_fenced(
@@ -138,13 +139,18 @@ class WgmmaRegisters:
             self._groups.setdefault(warp, []).append(self._open.pop(warp, []))
 
     def wait(self, warps: np.ndarray, pending: int) -> None:
+        done: dict[int, tuple[tuple[Rows, Rows], list[int]]] = {}  # by wgmma, and for which of its warps
         for warp in warps.tolist():
             groups = self._groups.get(warp, [])
             while len(groups) > pending:
-                for accumulators, operands in groups.pop(0):
-                    self._accumulator[accumulators, warp] -= 1
-                    self._operand[operands, warp] -= 1
-                    self._busy -= 1
+                for used in groups.pop(0):
+                    done.setdefault(id(used), (used, []))[1].append(warp)
+        for (accumulators, operands), of in done.values():
+            consecutive = of[-1] - of[0] + 1 == len(of)
+            for some in (slice(of[0], of[-1] + 1),) if consecutive else of:
+                self._accumulator[accumulators, some] -= 1
+                self._operand[operands, some] -= 1
+            self._busy -= len(of)
 
     def check_end(self, threads: np.ndarray) -> None:
         for warp in warps_of(threads).tolist() if self._busy else ():

@@ -91,16 +91,21 @@ def jumping(inputs: tuple, most: float) -> tuple:
     return q, k, v, do
 
 
-def dq_on_hopper(monkeypatch) -> None:
-    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+def leave_out(monkeypatch, *operations: str) -> None:
+    """Leaves kernels out of the backward: what they would write stays as it is."""
 
-    def plan_dq(*arguments, **options):
+    def plan_others(*arguments, **options):
         whole = plan_backward(*arguments, **options)
         return dataclasses.replace(
-            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation != "backward_dkdv")
+            whole, stages=tuple(stage for stage in whole.stages if stage.spec.operation not in operations)
         )
 
-    monkeypatch.setattr(prepare, "plan_backward", plan_dq)
+    monkeypatch.setattr(prepare, "plan_backward", plan_others)
+
+
+def dq_on_hopper(monkeypatch) -> None:
+    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+    leave_out(monkeypatch, "backward_dkdv")
 
 
 def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
