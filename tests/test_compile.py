@@ -222,7 +222,7 @@ SPILLED_ELSEWHERE = 640
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim"),
     [
-        ("document", "bfloat16", 128), ("t5_relative", "bfloat16", 64),
+        ("softcap", "bfloat16", 64), ("document", "bfloat16", 128), ("t5_relative", "bfloat16", 64),
         ("t5_relative", "float32", 64), ("softcap", "float32", 128),
     ],
 )  # fmt: skip

@@ -289,16 +289,9 @@ def joined(x: np.ndarray) -> np.ndarray:
     return wide[..., x.shape[3] : 2 * x.shape[3]]
 
 
-STRIDED = (("float16", 64), ("float16", 160), ("float32", 59), ("float32", 60))
-
-
 @pytest.mark.sample(view=(gapped,))
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "view"),
-    [(*STRIDED[i], gapped) for i in range(4)]
-    + [(*STRIDED[i], view) for i, view in zip((0, 2, 1, 3, 1, 2, 0, 3), 2 * (packed, joined, backwards, shifted))],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize("view", (packed, joined, backwards, shifted, gapped), ids=lambda view: view.__name__)
+@pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59), ("float32", 60)))
 def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype, head_dim, view):
     n = 32 if dtype in HALF else 8
     q, k, v, do = draw(dtype, (n + 3, 2 * n + 1), head_dim, batch=2, view=view)

@@ -42,8 +42,6 @@ KINDS = {
 BEFORE_HOPPER = tuple(kind for kind in KINDS if not kind.startswith("sm90"))
 ON_HOPPER = tuple(kind for kind in KINDS if kind.startswith("sm90"))
 FAMILIES = ("simt float32", "sm80 float16", "sm90 float16")
-#: Whose expressions have each kind of operation and of array: their kernels of Hopper take seconds to compile.
-OF_HOPPER = ("neighborhood_2d", "softcap", "document", "t5_relative", "sliding_window")
 
 
 @pytest.fixture
@@ -88,23 +86,15 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-def names_and_kinds() -> list:
-    """Each function in float32 and in float16, one of them every day, and with one of the other two types."""
-    cases = []
-    for i, name in enumerate(NAMES):
-        today, later, *others = (*BEFORE_HOPPER[::2][:: 1 - 2 * (i % 2)], *BEFORE_HOPPER[1::2])
-        rest = [pytest.param(name, kind, marks=pytest.mark.matrix) for kind in (later, others[i % 2])]
-        cases += [(name, today), *rest]
-    return cases
-
-
-@pytest.mark.parametrize(("name", "kind"), names_and_kinds())
+@pytest.mark.sample(kind=BEFORE_HOPPER[::2])
+@pytest.mark.parametrize("kind", BEFORE_HOPPER)
+@pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
     check_ready_made(launched, name, kind)
 
 
 @pytest.mark.sample(name=("t5_relative",))
-@pytest.mark.parametrize(("name", "kind"), [(name, ON_HOPPER[i % 2]) for i, name in enumerate(OF_HOPPER)])
+@pytest.mark.parametrize(("name", "kind"), [(name, ON_HOPPER[i % 2]) for i, name in enumerate(NAMES)])
 def test_ready_made_functions_on_hopper(launched, name, kind):
     check_ready_made(launched, name, kind)
 
