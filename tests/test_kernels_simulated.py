@@ -203,6 +203,7 @@ def test_other_tiles_of_ieee_arithmetic(launched, operation, dtype, head_dim, ti
         ("forward", 64, TileConfig(192, 32, 16, 2)),
         ("forward", 64, TileConfig(128, 240, 12, 2)),
         ("forward", 64, TileConfig(64, 192, 8, 2, 2)),
+        ("forward", 200, TileConfig(128, 64, 12, 2)),  # O passes through two panels of memory
         ("forward", 256, TileConfig(128, 16, 12, 4)),
         ("backward_dq", 64, TileConfig(192, 16, 16, 4)),
         ("backward_dq", 64, TileConfig(192, 32, 16, 2)),

@@ -230,7 +230,8 @@ def _held_bytes(array: str | None, queries: int, keys: int) -> int:
 
 def _forward_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
     """Dynamic shared memory of the forward."""
-    # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer if one fits, Q a second.
+    # The same as in kernels/sm90/forward_shape.cuh: panels of 64 columns; O has a buffer, or two panels, and Q a
+    # second one, if they fit.
     row = -(-head_dim // 64) * 128
     queries = tile.b_r * row
     barriers = 8 * (4 + 4 * tile.num_stages + 2 * 4) + 4 * 32 + 4 * tile.num_threads
@@ -238,7 +239,10 @@ def _forward_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:
     held = _held_bytes(array, tile.b_r, tile.b_c)
     if fixed + queries + held <= _SHARED_BYTES:
         fixed += held
-    return next((n for n in (fixed + 3 * queries, fixed + 2 * queries) if n <= _SHARED_BYTES), fixed + queries)
+    two_panels = (2 * tile.b_r * 128,) if row > 2 * 128 else ()
+    besides = (2 * queries, queries, *two_panels, 0)
+    fixed += queries
+    return next((fixed + n for n in besides if fixed + n <= _SHARED_BYTES), fixed)
 
 
 def _dq_bytes(head_dim: int, tile: TileConfig, array: str | None) -> int:

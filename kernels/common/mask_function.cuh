@@ -4,17 +4,12 @@
 #pragma once
 #include "common/functions.cuh.j2"
 #include "common/mask.cuh"
+#include "common/ptx.cuh"
 
 namespace fa2::common {
 
 template <class Spec>
 inline constexpr bool kMasksByFunction = Spec::kMaskMod && Spec::kBlockMask;
-
-// Optimisation barrier: returns x as an opaque value.
-__device__ __forceinline__ int32 as_if_new(int32 x) {
-    asm volatile("mov.b32 %0, %0;" : "+r"(x));
-    return x;
-}
 
 // Writes `value` over every element that the mask by position hides. kTransposed: the rows of the fragment are keys.
 template <bool kTransposed, class Fragment, class Mask, class Real>

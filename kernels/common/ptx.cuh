@@ -1,9 +1,19 @@
-// Instructions that several families use: shared memory accesses by address, asynchronous copies, ldmatrix, named
-// barriers, stores and atomic additions to global memory.
+// Instructions that several families use: optimisation barriers, shared memory accesses by address, asynchronous
+// copies, ldmatrix, named barriers, stores and atomic additions to global memory.
 #pragma once
 #include "common/fragment.cuh"
 
 namespace fa2::common {
+
+// Optimisation barriers: return x as an opaque value, which the compiler neither computes ahead nor takes apart.
+__device__ __forceinline__ int32 as_if_new(int32 x) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(x));
+    return x;
+}
+__device__ __forceinline__ uint64 as_if_new(uint64 x) {
+    asm volatile("mov.b64 %0, %0;" : "+l"(x));
+    return x;
+}
 
 // ------------------------------------------------------------------------------------------------------ shared memory
 

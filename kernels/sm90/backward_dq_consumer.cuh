@@ -222,7 +222,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     // Issues x = (the group's rows of Q or dO) (the key tile's rows of K or V)^T.
     __device__ __forceinline__ void multiply_rows(Scores& x, uint32 query_tile, uint32 key_tile) {
         uint64 rows = matrix_descriptor(query_tile + group_ * kGroupRows * kPanelRowBytes, 0);
-        if constexpr (kD > 192) rows = as_if_new(rows);
+        if constexpr (kD > 192) rows = as_if_new(rows);  // as in the forward's issue_scores
         const uint64 keys = matrix_descriptor(key_tile, 0);
         wgmma_fence();
         wgmma_first_scores(x, rows, keys);

@@ -8,7 +8,7 @@ template <class Spec>
 struct BackwardDqShape : QueryTileShape<Spec, 2> {
     using Base = QueryTileShape<Spec, 2>;
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes;
 
     // Shared memory available to a block; the system reserves 1024 bytes for each block.
     static constexpr int kMostBytes = (kMaxSharedBytes + 1024) / Spec::kBlocksPerSm - 1024;
@@ -22,6 +22,7 @@ struct BackwardDqShape : QueryTileShape<Spec, 2> {
     // dQ has its own buffer if that fits; else it is stored through dO's buffer. If second buffers of Q and dO fit,
     // too, they are loaded one query tile ahead.
     static constexpr bool kOwnOutput = kBesidesQueries + 3 * kQueryBytes <= kMostBytes;
+    static constexpr int kOutputPanels = kOwnOutput ? kPanels : 0;
     static constexpr int kQueryBuffers = kBesidesQueries + 5 * kQueryBytes <= kMostBytes ? 2 : 1;
     static constexpr int kSharedBytes = kBesidesQueries + (2 * kQueryBuffers + kOwnOutput) * kQueryBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);

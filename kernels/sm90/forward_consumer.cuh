@@ -35,7 +35,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile;
+        Base::output_box, Base::score_tile, Base::wait_for_box;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -291,7 +291,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     __device__ __forceinline__ void issue_scores() {
         uint64 q = query_operand_ + queries_.slot() * (Shape::kQueryBytes / 16);
-        if constexpr (kD > 192) q = as_if_new(q);
+        if constexpr (kD > 192) q = as_if_new(q);  // else the descriptors of sixteen k-steps are kept, and spill
         const uint64 k = key_operand_ + keys_.slot() * (Shape::kKeyBytes / 16);
         pin(scores_);
         wgmma_fence();
@@ -362,16 +362,23 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
         const auto box = output_box(memory_.query(buffer));
         multiply_output(inverse_sum);
-        write_box<Element>(box.address, box.panel_bytes, output_, lane_);
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_ == 0) {
+        constexpr int kPiece = Shape::kOwnOutput ? Shape::kOutputPanels : Shape::kPanels;
 #pragma unroll
-            for (int panel = 0; panel < Shape::kPanels; ++panel)
-                rows.store(params_.o, box.address + panel * box.panel_bytes, panel * kPanelColumns, row, head, batch);
-            tma_store_commit();
-            mbarrier_arrive(tile.empty);
+        for (int first = 0; first < Shape::kPanels; first += kPiece) {
+            const int end = first + kPiece < Shape::kPanels ? first + kPiece : Shape::kPanels;
+            if (first > 0) wait_for_box();
+            write_box<Element>(box.address, box.panel_bytes, output_, lane_, first, end - first);
+            async_proxy_fence();
+            __syncwarp();
+            if (lane_ == 0) {
+#pragma unroll
+                for (int panel = first; panel < end; ++panel)
+                    rows.store(params_.o, box.address + (panel - first) * box.panel_bytes, panel * kPanelColumns, row,
+                               head, batch);
+                tma_store_commit();
+            }
         }
+        if (lane_ == 0) mbarrier_arrive(tile.empty);
     }
 
     const uint64 query_operand_, key_operand_, value_operand_;

@@ -9,7 +9,8 @@ template <class Spec>
 struct ForwardShape : QueryTileShape<Spec, 1> {
     using Base = QueryTileShape<Spec, 1>;
     using Base::kBc, Base::kConsumerRegisters, Base::kD, Base::kStages;
-    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kQueryBytes;
+    using Base::kHeldBytes, Base::kFixedBytes, Base::kKeyBytes, Base::kPanels, Base::kQueryBytes,
+        Base::kQueryPanelBytes;
 
     static constexpr int kValueStages = kStages;
     static constexpr int kScratchBytes = 4 * 32 * Spec::kWarps;
@@ -17,11 +18,17 @@ struct ForwardShape : QueryTileShape<Spec, 1> {
     static constexpr bool kHoldsArray =
         common::kMayHoldArray<Spec> && kWithoutArray + kQueryBytes + kHeldBytes <= kMaxSharedBytes;
     static constexpr int kBesidesQueries = kWithoutArray + (kHoldsArray ? kHeldBytes : 0);
-    // O has its own buffer if that fits; else it is stored through Q's buffer. If a second Q buffer fits, too, Q is
-    // loaded one query tile ahead.
-    static constexpr bool kOwnOutput = kBesidesQueries + 2 * kQueryBytes <= kMaxSharedBytes;
-    static constexpr int kQueryBuffers = kBesidesQueries + 3 * kQueryBytes <= kMaxSharedBytes ? 2 : 1;
-    static constexpr int kSharedBytes = kBesidesQueries + (kQueryBuffers + kOwnOutput) * kQueryBytes;
+    // O has its own buffer if that fits, or one of two panels, through which it passes piece by piece: Q of the next
+    // query tile is loaded meanwhile. Else O is stored through Q's buffer. If a second Q buffer fits beside all of O, Q
+    // is loaded one query tile ahead.
+    static constexpr int kFreeBytes = kMaxSharedBytes - kBesidesQueries - kQueryBytes;
+    static constexpr int kOutputPanels = kFreeBytes >= kQueryBytes                           ? kPanels
+                                         : kPanels > 2 && kFreeBytes >= 2 * kQueryPanelBytes ? 2
+                                                                                             : 0;
+    static constexpr bool kOwnOutput = kOutputPanels > 0;
+    static constexpr int kQueryBuffers = kFreeBytes >= 2 * kQueryBytes ? 2 : 1;
+    static constexpr int kSharedBytes =
+        kBesidesQueries + kQueryBuffers * kQueryBytes + kOutputPanels * kQueryPanelBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes);
 
     // Two P tiles in registers: the exponentials of the next key tile then overlap with the product that reads P of the

@@ -6,7 +6,7 @@
 
 namespace fa2::sm90 {
 
-using common::add_global, common::barrier_arrive, common::barrier_sync;
+using common::add_global, common::as_if_new, common::barrier_arrive, common::barrier_sync;
 using common::load_shared, common::load_shared_operand, common::shared_address, common::store_shared;
 using common::OperandA;
 using common::PackedFragment;
@@ -162,13 +162,6 @@ __device__ __forceinline__ void pin(PackedFragment<Element, kN8>& x) {
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 panel_bytes) {
     constexpr uint64 kSwizzle128 = 1ull << 62, kEightRows = (1024ull >> 4) << 32;
     return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
-}
-
-// Optimisation barrier: returns x as an opaque value. Otherwise the compiler hoists the descriptors of all k-steps of
-// a loop-invariant operand out of the loop; with the sixteen k-steps of head_dim 256, registers spill.
-__device__ __forceinline__ uint64 as_if_new(uint64 x) {
-    asm volatile("mov.b64 %0, %0;" : "+l"(x));
-    return x;
 }
 
 // Stores four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.

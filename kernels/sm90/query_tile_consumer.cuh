@@ -105,17 +105,22 @@ class QueryTileConsumer {
         uint32 address, panel_bytes;
     };
     __device__ __forceinline__ Box output_box(uint32 operand) const {
-        if constexpr (Shape::kOwnOutput) {
+        if constexpr (Shape::kOutputPanels > 0) {
             constexpr uint32 kPanelBytes = 16 * kPanelRowBytes;
-            const uint32 address = memory_.output() + (group_ * 4 + warp_) * Shape::kPanels * kPanelBytes;
-            if (lane_ == 0) tma_store_wait_read();
-            __syncwarp();
+            const uint32 address = memory_.output() + (group_ * 4 + warp_) * Shape::kOutputPanels * kPanelBytes;
+            wait_for_box();
             return {address, kPanelBytes};
         } else {
             const uint32 address = operand + (group_ * kGroupRows + warp_ * 16) * kPanelRowBytes;
             barrier_sync(kOutputBarrier + group_, kGroupThreads);  // all warps of the group have finished reading
             return {address, Shape::kQueryPanelBytes};
         }
+    }
+
+    // Waits until this warp's stores have read its box.
+    __device__ __forceinline__ void wait_for_box() const {
+        if (lane_ == 0) tma_store_wait_read();
+        __syncwarp();
     }
 
     const Params& params_;

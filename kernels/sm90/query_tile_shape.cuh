@@ -52,7 +52,7 @@ struct QueryTileMemory {
     __device__ uint32 value(uint32 stage) const { return key(kStages) + stage * Shape::kKeyBytes; }
     __device__ uint32 output() const { return value(Shape::kValueStages); }
     __device__ uint32 barrier(uint32 index) const {
-        return output() + Shape::kOwnOutput * Shape::kQueryBytes + 8 * index;
+        return output() + Shape::kOutputPanels * Shape::kQueryPanelBytes + 8 * index;
     }
     // Full: the data have arrived. Empty: all consumer warps have finished reading them.
     __device__ uint32 full_query(uint32 buffer) const { return barrier(buffer); }

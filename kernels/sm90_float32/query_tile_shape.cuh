@@ -28,7 +28,7 @@ struct PartsShape : QueryTileShape<Spec, kOperands, kParts, kSharersOfRows<Spec,
     // V has one stage where shared memory does not hold as many as K has.
     static constexpr int kValueStages = kWithoutValues + kStages * kKeyBytes <= kMaxSharedBytes ? kStages : 1;
     static constexpr int kQueryBuffers = 1;
-    static constexpr bool kOwnOutput = false;  // results are stored from registers
+    static constexpr int kOutputPanels = 0;  // results are stored from registers
     static constexpr int kSharedBytes = kWithoutValues + kValueStages * kKeyBytes;
     static_assert(kSharedBytes == Spec::kSharedBytes && kBc % kUnitRows == 0);
     static_assert(!kInPieces || (kBc == kUnitRows && kValueStages == kStages));
