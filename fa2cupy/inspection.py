@@ -13,6 +13,7 @@ from .families.device import DeviceInfo, current_device
 from .families.operations import TILED
 from .families.registry import FAMILIES, family_of_kernel
 from .families.tile import TileConfig
+from .families.tile_choice import candidate_tiles
 from .jit.cache import cache_state
 from .jit.compiler import nvrtc_version
 from .plan.specs import default_specs
@@ -69,7 +70,7 @@ def legal_configs(
     device = current_device("arch='sm_90'") if arch is None else DeviceInfo.named(arch)
     kernels = family_of_kernel(operation, dtype, device, family)
     return [
-        tile for tile in kernels.candidate_tiles() if not kernels.why_illegal(operation, dtype, head_dim, tile, device)
+        tile for tile in candidate_tiles(kernels) if not kernels.why_illegal(operation, dtype, head_dim, tile, device)
     ]
 
 

@@ -38,6 +38,7 @@ FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(FEW, multiprocessors=23)
 
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
+MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # of which a warp has 32 keys
 DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
@@ -90,7 +91,12 @@ MUTANTS = (
            "static_cast<int64>(batch) * (params.pages_per_sequence - 1) + index", "uninitialised", PAGED),
     Mutant("the first page for all rows, new ones included", "params.pages_per_sequence + index]",
            "params.pages_per_sequence]",
-           "blocks", PAGED),
+           "cache", PAGED),
+    Mutant("one page for all keys of a warp", "ahead[i] = place_of(params, segment.job.batch, key);",
+           "ahead[i] = place_of(params, segment.job.batch, first);", "numbers", MANY_SEQUENCES),
+    Mutant("rows of the first page behind it", "row = begin[i] + (key - i * kRowsTogether) * stride;",
+           "row = begin[0] + key * stride;", "uninitialised",
+           MANY_SEQUENCES),
     Mutant("rows counted through all pages", "key - index * params.page_size}", "key}", "uninitialised", PAGED),
     Mutant("pages that do not exist", "min_of(max_of(page, 0), params.num_pages - 1)", "page", "bounds",
            dataclasses.replace(PAGED, num_new=0), table=1000),
@@ -129,7 +135,8 @@ MUTANTS = (
     Mutant("a group of one block", "return (count - 1) % size == 0 ? size + 1 : size;", "return size;", "unwritten",
            TWO_JOBS, device=dataclasses.replace(FEW, multiprocessors=24)),
     Mutant("queries before they are there", "__syncthreads();  // all of Q is there", "__syncwarp();  //", "race"),
-    Mutant("keys before they are there", "wait();\n            __syncwarp();\n            load", "load", "race"),
+    Mutant("keys before they are there", "wait();\n            __syncwarp();\n            load", "load", "race",
+           dataclasses.replace(DENSE, lengths=(900, 90))),
     Mutant("a slot that is still read", "filled = taken;", "filled = taken == 0 ? kStages - 1 : taken - 1;",
            "uninitialised"),
     Mutant("steps of the block before again", "? position - job.start : 0", "? 0 : 0", "counter"),

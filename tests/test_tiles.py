@@ -16,10 +16,10 @@ from fa2cupy import TileConfig, legal_configs, mods
 from fa2cupy.errors import KernelCompileError, UnsupportedProblemError
 from fa2cupy.families import tuning
 from fa2cupy.families.choice import choose
-from fa2cupy.families.choice import choose_tile as choose_tile_of
 from fa2cupy.families.device import ARCHITECTURES, DeviceInfo
 from fa2cupy.families.operations import TILED
 from fa2cupy.families.registry import FAMILIES, choose_family, family_named
+from fa2cupy.families.tile_choice import choose_tile as choose_tile_of
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec

@@ -17,10 +17,10 @@ from .family import Family
 from .operations import METHODS, TILED, operation_named
 from .registry import FAMILIES, supporting_families
 from .simt import SIMT
-from .tile import TileConfig, requested_tile
-from .tuning import tuned_tile
+from .tile import TileConfig
+from .tile_choice import choose_tile, decode_tile, default_tile, why_not_map
 
-__all__ = ["Choice", "choose", "choose_decode", "choose_tile", "requested_method", "used_features"]
+__all__ = ["Choice", "choose", "choose_decode", "requested_method", "used_features"]
 
 _DEFAULTS = CallOptions()
 
@@ -123,7 +123,7 @@ def choose(
     if call == "forward" and options._replace(causal=False, softmax_scale=None, layout="bshd") == _DEFAULTS:
         family = _decoding_family(problem, device, used)
         if family is not None:
-            return Choice(family, {"decode": family.decode_tile(problem, device)})
+            return Choice(family, {"decode": decode_tile(family, problem, device)})
     refusals = []
     for family in supporting_families(call, problem.dtype, device, options.family, used, options.precision):
         choices, reasons = _choices_of(family, call, problem, device, strides, options, extras, is_launched)
@@ -180,7 +180,7 @@ def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOp
         No family has a kernel for the dtype on the device, or no tile fits it.
     """
     family = supporting_families("decode", problem.dtype, device, options.family, used_features(problem))[0]
-    return Choice(family, {"decode": family.decode_tile(problem, device)})
+    return Choice(family, {"decode": decode_tile(family, problem, device)})
 
 
 def _decoding_family(problem: AttentionProblem, device: DeviceInfo, used: tuple[str, ...]) -> Family | None:
@@ -194,46 +194,11 @@ def _decoding_family(problem: AttentionProblem, device: DeviceInfo, used: tuple[
     for family in FAMILIES:
         if family.supports("decode", problem.dtype, device) and "decode" in family.operations:
             try:
-                most = family.default_tile("decode", problem, device).b_r
+                most = default_tile(family, "decode", problem, device).b_r
             except UnsupportedProblemError:
                 return None
             return family if 0 < problem.seqlen_q * problem.heads_per_group <= most else None
     return None
-
-
-def choose_tile(
-    operation: str,
-    family: Family,
-    problem: AttentionProblem,
-    device: DeviceInfo,
-    config: object = None,
-) -> TileConfig:
-    """The tile of one kernel: the caller's, else that of the user's tuning file, else the family's default.
-
-    Raises
-    ------
-    TypeError, ValueError
-        `config` is not None, a TileConfig or a mapping, or not legal for the kernel on the device.
-    UnsupportedProblemError
-        No default tile fits the device.
-    """
-    requested, layout = requested_tile(operation, config), problem.settings.block_mask
-    if requested is not None:
-        reason = family.why_illegal(operation, problem.dtype, problem.head_dim, requested, device)
-        if reason:
-            raise ValueError(
-                f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}"
-            )
-        if layout is not None and not layout.takes(requested.b_r, requested.b_c):
-            raise ValueError(
-                f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
-                f"{operation}, got {requested} in config"
-            )
-        return requested
-    tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
-    if tuned is not None and (layout is None or layout.divides(tuned.b_r, tuned.b_c)):
-        return tuned
-    return family.default_tile(operation, problem, device)
 
 
 def _fallback(call: str, family: Family, problem: AttentionProblem, device: DeviceInfo) -> Choice | None:
@@ -296,7 +261,7 @@ def _why_not_by_default(
 ) -> str | None:
     """The reason why a family does not take a problem unasked, as the end of a sentence; None if it does."""
     if options.config is None:
-        reason = next(filter(None, (family.why_not_map(name, problem, device) for name in operations)), None)
+        reason = next(filter(None, (why_not_map(family, name, problem, device) for name in operations)), None)
         if reason is not None:
             return reason
     is_requested = options.family is not None or options.precision == "split"

@@ -1,15 +1,12 @@
-"""The base class of kernel families. Each family is one module, and ``choice.py`` lists them."""
+"""The base class of kernel families. Each family is one module, and ``registry.py`` lists them."""
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
-from ..problem.block_mask import MapLayout
 from ..problem.features import FEATURES
 from ..problem.strides import AnyStrides
 from .device import DeviceInfo
@@ -42,10 +39,10 @@ class TileRow:
         Dtypes to which the row applies; None is all of the family.
     features : tuple of str
         The row applies only to calls with at least one of these features. If empty, it applies to all calls.
-    many_jobs : bool
-        The row applies only to calls of ``decode`` with several jobs for each block. A block waits between two of them,
-        and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as there are blocks: one
-        large block on each multiprocessor leaves the fewest parts to merge.
+    least_jobs : float
+        The row applies only to calls of ``decode`` with at least so many jobs for each multiprocessor. A block waits
+        between two of them, and others on the multiprocessor go on meanwhile. Few jobs are cut into as many parts as
+        there are blocks: one large block on each multiprocessor leaves the fewest parts to merge.
     """
 
     head_dim: int
@@ -53,7 +50,7 @@ class TileRow:
     measured: str = ""
     dtypes: tuple[str, ...] | None = None
     features: tuple[str, ...] = ()
-    many_jobs: bool = False
+    least_jobs: float = 0
 
 
 class Family(ABC):
@@ -228,104 +225,6 @@ class Family(ABC):
         needed = self.shared_memory_bytes(operation, dtype, head_dim, tile) + device.reserved_shared_memory
         return needed * tile.blocks_per_sm <= device.shared_memory_per_multiprocessor
 
-    def default_tile(self, operation: str, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
-        """The first row of `tiles` that applies.
-
-        Raises
-        ------
-        UnsupportedProblemError
-            No row applies.
-        """
-        kernel = (operation, problem.dtype, problem.head_dim)
-        used = set(problem.features)
-        if problem.settings.block_mask is not None:
-            used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
-        applying = [
-            row.tile
-            for row in self.tiles[operation]
-            if self.padded_head_dim(problem.head_dim) <= row.head_dim
-            and (row.dtypes is None or problem.dtype in row.dtypes)
-            and (not row.features or not used.isdisjoint(row.features))
-            and (not row.many_jobs or _has_many_jobs(problem, row.tile, device))
-            and self.why_illegal(*kernel, row.tile, device) is None
-            and self.fits_blocks(*kernel, row.tile, device)
-        ]
-        if problem.settings.block_mask is not None:
-            applying = self._tiles_for_map(problem.settings.block_mask, applying, kernel, device)
-        if applying:
-            return applying[0]
-        remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
-        raise UnsupportedProblemError(
-            f"no default tile of {operation} ({self.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
-            f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block{remedy}"
-        )
-
-    def decode_tile(self, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
-        """The tile of ``decode``: the default one, with as few rows as hold those of a K/V head.
-
-        Raises
-        ------
-        UnsupportedProblemError
-            No row of `tiles` applies.
-        """
-        tile = self.default_tile("decode", problem, device)
-        rows = problem.heads_per_group * problem.seqlen_q
-        while (
-            rows <= tile.b_r // 2
-            and self.why_illegal("decode", problem.dtype, problem.head_dim, replace(tile, b_r=tile.b_r // 2), device)
-            is None
-        ):
-            tile = replace(tile, b_r=tile.b_r // 2)
-        return tile
-
-    def why_not_map(self, operation: str, problem: AttentionProblem, device: DeviceInfo) -> str | None:
-        """The reason why no tile of a kernel suits the map of a problem, as the end of a sentence; None if one does."""
-        layout = problem.settings.block_mask
-        if layout is None or layout.program is not None:
-            return None
-        legal = self._legal_sizes((operation, problem.dtype, problem.head_dim), device)
-        if any(layout.takes(*sizes) for sizes in legal):
-            return None
-        least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
-        multiples = ", ".join(map(str, least))
-        return (
-            f"has no tile of {operation} within the {layout.tile} of block_mask: without a function, a map has tiles "
-            f"of multiples of {multiples}"
-        )
-
-    def _tiles_for_map(
-        self, layout: MapLayout, applying: Sequence[TileConfig], kernel: tuple[str, str, int], device: DeviceInfo
-    ) -> list[TileConfig]:
-        """The tiles for a map, best first: those within the map's tiles are visited as exactly as the map says.
-
-        Where no default tile will do, it is the largest of all.
-        """
-        taken = [tile for tile in applying if layout.takes(tile.b_r, tile.b_c)]
-        if taken:
-            return sorted(taken, key=lambda tile: not layout.divides(tile.b_r, tile.b_c))
-        legal = [tile for tile in self._legal_tiles(kernel, device) if layout.takes(tile.b_r, tile.b_c)]
-        return sorted(legal, key=lambda tile: -tile.b_r * tile.b_c)
-
-    def _legal_tiles(self, kernel: tuple[str, str, int], device: DeviceInfo) -> Iterator[TileConfig]:
-        for tile in self.candidate_tiles():
-            if self.why_illegal(*kernel, tile, device) is None and self.fits_blocks(*kernel, tile, device):
-                yield tile
-
-    def _legal_sizes(self, kernel: tuple[str, str, int], device: DeviceInfo) -> set[tuple[int, int]]:
-        return {(tile.b_r, tile.b_c) for tile in self._legal_tiles(kernel, device)}
-
-    def candidate_tiles(self) -> Iterator[TileConfig]:
-        """The tiles that a sweep tries, legal or not."""
-        stages = blocks_per_sm = (1, 2, 3, 4)
-        return itertools.starmap(
-            TileConfig, itertools.product(self.query_rows, self.key_rows, self.warps, stages, blocks_per_sm)
-        )
-
-
-def _divides(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """True if tiles of the size `other` consist of tiles of the size `one`."""
-    return other[0] % one[0] == 0 and other[1] % one[1] == 0
-
 
 def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str | None:
     """The reason why a thread's registers do not suffice, or None if they do.
@@ -339,18 +238,12 @@ def register_shortage(accumulators: int, operands: int, tile: TileConfig) -> str
     return None
 
 
-def _has_many_jobs(problem: AttentionProblem, tile: TileConfig, device: DeviceInfo) -> bool:
-    """True if there are two row tiles of K/V heads or more for each multiprocessor."""
-    row_tiles = -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
-    return problem.batch * problem.num_heads_kv * row_tiles >= 2 * device.multiprocessors
-
-
-def why_no_decode(tile: TileConfig, rows: tuple[int, ...]) -> str | None:
-    """The reason why a kernel of ``decode``, with one of these numbers of rows, cannot have this tile; else None."""
+def why_no_decode(tile: TileConfig, rows: tuple[int, ...], keys: tuple[int, ...] = (16,)) -> str | None:
+    """The reason why ``decode`` cannot have this tile, with one of these numbers of rows, and of keys for each warp."""
     if tile.b_r not in rows:
         return f"b_r={tile.b_r} is not one of {rows}"
-    if tile.b_c != 16 * tile.num_warps:
-        return f"b_c={tile.b_c} is not 16 keys for each of {tile.num_warps} warps"
+    if tile.b_c not in [number * tile.num_warps for number in keys]:
+        return f"b_c={tile.b_c} is not {' or '.join(map(str, keys))} keys for each of {tile.num_warps} warps"
     if not 2 <= tile.num_stages <= 8:
         return f"num_stages={tile.num_stages} is not from 2 to 8"
     return None

@@ -10,6 +10,7 @@ from .tile import TileConfig
 __all__ = ["SM80", "Sm80"]
 
 _H100, _H200 = "NVIDIA H100 80GB HBM3, 2026-11-21", "NVIDIA H200, 2026-11-24"
+_H100_LATER = "NVIDIA H100 80GB HBM3, 2026-11-25"
 #: Fitted like those of sm90. Only the number of splits follows from them.
 _COSTS = Costs(
     blocks={
@@ -64,9 +65,10 @@ class Sm80(Family):
         ),
         # Their b_r is the most rows of a tile. Copies of 48 KiB or more are under way on a multiprocessor.
         "decode": (
-            TileRow(64, TileConfig(32, 64, 4, 4, 3), _H200, many_jobs=True),
-            TileRow(64, TileConfig(32, 64, 4, 4, 2), many_jobs=True),
-            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, many_jobs=True),
+            TileRow(64, TileConfig(32, 128, 4, 2, 3), _H100_LATER, least_jobs=2),
+            TileRow(64, TileConfig(32, 64, 4, 4, 2), least_jobs=2),
+            TileRow(128, TileConfig(32, 64, 4, 3, 2), _H200, least_jobs=2),
+            TileRow(64, TileConfig(32, 256, 8, 3), _H100_LATER, least_jobs=0.25),
             TileRow(64, TileConfig(32, 128, 8, 5), _H200),
             TileRow(64, TileConfig(32, 128, 8, 4)),
             TileRow(64, TileConfig(32, 64, 4, 4)),
@@ -143,7 +145,9 @@ class Sm80(Family):
         if operation == "backward_dq":
             return _why_no_query_rows(tile, head_dim, 2)
         if operation == "decode":
-            return why_no_decode(tile, (16, 32)) or register_shortage(tile.b_r // 16 * (head_dim + 16) // 2, 40, tile)
+            keys = tile.b_c // tile.num_warps
+            why_not = why_no_decode(tile, (16, 32), (16, 32))
+            return why_not or register_shortage(tile.b_r // 16 * (head_dim + keys) // 2, 40, tile)
         return {"backward": _why_no_backward, "backward_dkdv": _why_no_key_rows}[operation](tile, head_dim)
 
 

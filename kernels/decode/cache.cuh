@@ -16,7 +16,10 @@ struct Place {
     }
 };
 
-// Where a key of a sequence lies, which must be below the length. Keys from a multiple of 16 on lie 16 rows together.
+// So many keys lie together, from a multiple of their number on.
+inline constexpr int kRowsTogether = 16;
+
+// Where a key of a sequence lies, which must be below the length.
 __device__ __forceinline__ Place place_of(const Params& params, int32 batch, int32 key) {
     if (params.block_table == nullptr) return {batch, key};
     const int32 index = key / params.page_size;

@@ -2,8 +2,8 @@
 // query heads that share it, by asynchronous copies, of which many are under way on each multiprocessor.
 //
 //   block   a piece of the line of all steps (work.cuh): segments of jobs, one after the other
-//   warp    16 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys themselves,
-//           through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
+//   warp    16 or 32 keys of each step, against all kBr rows of the job, with an O of its own. Warps copy their keys
+//           themselves, through a ring of kStages slots of their own, so that no barrier of the block is in the main loop
 //
 // At the end of a segment the block merges the warps' O and lse, and stores them as results, or in the workspace if other
 // blocks have steps of the same job: the last of these merges all (parts.cuh). Meanwhile the keys of the next segment are
@@ -11,7 +11,7 @@
 //
 //   shared memory                         written by             read by
 //   Q [2][kBr rows]                       all warps              all warps; one of this segment, one of the next
-//   slots [warp][kStages][K, V][16 rows]  the warp               the warp
+//   slots [warp][kStages][K, V][keys]     the warp               the warp
 //   O [warp][16 rows], in a free slot     the warp               all warps
 //   lse [warp][kBr]                       the warp               all warps
 //
@@ -30,7 +30,7 @@ struct Decode {
     using Element = typename Spec::Element;
     using Accum = typename common::ElementTraits<Element>::Accum;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kWarps = Spec::kWarps, kStages = Spec::kStages;
-    static constexpr int kThreads = 32 * kWarps, kKeys = 16;
+    static constexpr int kThreads = 32 * kWarps, kKeys = Warp::kKeys;
     static constexpr int kRowsAtOnce = min_of(kBr, 16);  // rows of O that warps exchange at once
     using Exchange = ExchangeRows<Accum, Warp::kColumns>;
     using Parts = decode::Parts<Spec, Warp::kColumns>;
@@ -85,8 +85,8 @@ struct Decode {
     struct Ring {
         const Params& params;
         char* slots;
-        int32 filled = 0, taken = 0;  // the next slots to fill and to take
-        Place ahead = {};             // of the first key of the next copy
+        int32 filled = 0, taken = 0;              // the next slots to fill and to take
+        Place ahead[kKeys / kRowsTogether] = {};  // of the keys of the next copy
 
         // Starts the copies of a segment's first steps, and of its Q with the first of them.
         __device__ __forceinline__ void start(const Segment& segment, char* q, int32 rows) {
@@ -116,10 +116,33 @@ struct Decode {
         __device__ __forceinline__ static int32 first_key(const Job& job, int32 step) {
             return (job.first_tile + step) * kBc + static_cast<int32>(threadIdx.x) / 32 * kKeys;
         }
-        // Finds the page of a step ahead of its copy, which would wait for it.
+        // Finds the pages of a step ahead of its copy, which would wait for them.
         __device__ __forceinline__ void look_up(const Segment& segment, int32 step) {
-            const int32 key = first_key(segment.job, step);
-            if (step < segment.end && key < segment.job.cached) ahead = place_of(params, segment.job.batch, key);
+            const int32 first = first_key(segment.job, step);
+#pragma unroll
+            for (int i = 0; i < kKeys / kRowsTogether; ++i) {
+                const int32 key = first + i * kRowsTogether;
+                if (step < segment.end && key < segment.job.cached) ahead[i] = place_of(params, segment.job.batch, key);
+            }
+        }
+        // Where the rows of the next copy begin, as a function of the key.
+        __device__ __forceinline__ auto cached_rows(const Element* cache, const Strides& strides, int32 head) const {
+            struct Rows {
+                const Element* begin[kKeys / kRowsTogether];
+                int64 stride;
+
+                __device__ __forceinline__ const Element* operator()(int32 key) const {
+                    const Element* row = begin[0] + key * stride;
+#pragma unroll
+                    for (int i = 1; i < kKeys / kRowsTogether; ++i)
+                        if (key >= i * kRowsTogether) row = begin[i] + (key - i * kRowsTogether) * stride;
+                    return row;
+                }
+            } rows;
+#pragma unroll
+            for (int i = 0; i < kKeys / kRowsTogether; ++i) rows.begin[i] = cache + ahead[i].offset(strides, head);
+            rows.stride = strides.row;
+            return rows;
         }
         __device__ __forceinline__ void load(const Segment& segment, int32 step) {
             const Job& job = segment.job;
@@ -127,22 +150,21 @@ struct Decode {
             if (step < segment.end && first < job.length) {
                 char* k = slots + filled * Warp::kSlotBytes;
                 char* v = k + Warp::kSlotBytes / 2;
-                const Element* k_rows = params.k_cache + ahead.offset(params.k_cache_strides, job.head_kv);
-                const Element* v_rows = params.v_cache + ahead.offset(params.v_cache_strides, job.head_kv);
-                const int64 k_stride = params.k_cache_strides.row, v_stride = params.v_cache_strides.row;
+                const auto k_rows = cached_rows(params.k_cache, params.k_cache_strides, job.head_kv);
+                const auto v_rows = cached_rows(params.v_cache, params.v_cache_strides, job.head_kv);
                 if (first + kKeys <= job.cached) {
-                    Warp::copy_keys(k, [=](int32 key) { return k_rows + key * k_stride; });
-                    Warp::copy_keys(v, [=](int32 key) { return v_rows + key * v_stride; });
+                    Warp::copy_keys(k, k_rows);
+                    Warp::copy_keys(v, v_rows);
                 } else {
                     const int32 cached = job.cached - first, present = job.length - first;
                     const Element* new_k = params.k + params.k_strides.offset(job.batch, -cached, job.head_kv);
                     const Element* new_v = params.v + params.v_strides.offset(job.batch, -cached, job.head_kv);
                     Warp::copy_keys(k, [=](int32 key) -> const Element* {
-                        if (key < cached) return k_rows + key * k_stride;
+                        if (key < cached) return k_rows(key);
                         return key < present ? new_k + key * params.k_strides.row : nullptr;
                     });
                     Warp::copy_keys(v, [=](int32 key) -> const Element* {
-                        if (key < cached) return v_rows + key * v_stride;
+                        if (key < cached) return v_rows(key);
                         return key < present ? new_v + key * params.v_strides.row : nullptr;
                     });
                 }

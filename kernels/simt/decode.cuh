@@ -9,8 +9,12 @@ namespace fa2::simt {
 
 template <class Spec>
 class DecodeWarp {
+  public:
+    static constexpr int kKeys = 16;  // of a step
+
+  private:
     using Real = typename Spec::Element;
-    static constexpr int kKeys = 16, kBr = Spec::kBr;
+    static constexpr int kBr = Spec::kBr;
     using Micro = Microtile<Real, kBr, kKeys, Spec::kHeadDim>;
     using Rows = typename Micro::Rows;
     using Scores = typename Micro::Scores;

@@ -1,5 +1,5 @@
-// The arithmetic of a warp in decode/decode.cuh on mma.sync: S = Q K^T and O = P V of 16 keys, for up to 32 rows of the
-// query heads that share them. Few of the rows may exist: the tensor cores have time, as memory bounds the kernel.
+// The arithmetic of a warp in decode/decode.cuh on mma.sync: S = Q K^T and O = P V of 16 or 32 keys, for up to 32 rows of
+// the query heads that share them. Few of the rows may exist: the tensor cores have time, as memory bounds the kernel.
 #pragma once
 #include "common/online_softmax.cuh"
 #include "decode/decode.cuh"
@@ -9,8 +9,12 @@ namespace fa2::sm80 {
 
 template <class Spec>
 class DecodeWarp {
+  public:
+    static constexpr int kKeys = Spec::kBc / Spec::kWarps;  // of a step
+
+  private:
     using Element = typename Spec::Element;
-    static constexpr int kKeys = 16, kBr = Spec::kBr, kM16 = kBr / 16;
+    static constexpr int kBr = Spec::kBr, kM16 = kBr / 16;
     static constexpr int kD = padded_head_dim(Spec::kHeadDim);
     using QTile = SmemTile<kBr, kD>;
     using KeyTile = SmemTile<kKeys, kD>;

@@ -1,0 +1,163 @@
+"""The choice of a kernel's tile: the caller's, that of the user's tuning file, or a default out of a family's rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..errors import UnsupportedProblemError
+from ..problem.attention import AttentionProblem
+from ..problem.block_mask import MapLayout
+from .device import DeviceInfo
+from .family import Family
+from .tile import TileConfig, requested_tile
+from .tuning import tuned_tile
+
+__all__ = ["candidate_tiles", "choose_tile", "decode_tile", "default_tile", "why_not_map"]
+
+
+def choose_tile(
+    operation: str,
+    family: Family,
+    problem: AttentionProblem,
+    device: DeviceInfo,
+    config: object = None,
+) -> TileConfig:
+    """The tile of one kernel: the caller's, else that of the user's tuning file, else the family's default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `config` is not None, a TileConfig or a mapping, or not legal for the kernel on the device.
+    UnsupportedProblemError
+        No default tile fits the device.
+    """
+    requested, layout = requested_tile(operation, config), problem.settings.block_mask
+    if requested is not None:
+        reason = family.why_illegal(operation, problem.dtype, problem.head_dim, requested, device)
+        if reason:
+            raise ValueError(
+                f"config: {requested} is not legal for {operation} at head_dim {problem.head_dim}: {reason}"
+            )
+        if layout is not None and not layout.takes(requested.b_r, requested.b_c):
+            raise ValueError(
+                f"block_mask: without a function, the map's tiles {layout.tile} must be multiples of those of "
+                f"{operation}, got {requested} in config"
+            )
+        return requested
+    tuned = tuned_tile(operation, family, problem.dtype, problem.head_dim, problem.causal, device)
+    if tuned is not None and (layout is None or layout.divides(tuned.b_r, tuned.b_c)):
+        return tuned
+    return default_tile(family, operation, problem, device)
+
+
+def default_tile(family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+    """The first row of `tiles` that applies.
+
+    Raises
+    ------
+    UnsupportedProblemError
+        No row applies.
+    """
+    kernel = (operation, problem.dtype, problem.head_dim)
+    used = set(problem.features)
+    if problem.settings.block_mask is not None:
+        used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
+    applying = [
+        row.tile
+        for row in family.tiles[operation]
+        if family.padded_head_dim(problem.head_dim) <= row.head_dim
+        and (row.dtypes is None or problem.dtype in row.dtypes)
+        and (not row.features or not used.isdisjoint(row.features))
+        and (not row.least_jobs or _jobs(problem, row.tile) >= row.least_jobs * device.multiprocessors)
+        and family.why_illegal(*kernel, row.tile, device) is None
+        and family.fits_blocks(*kernel, row.tile, device)
+    ]
+    if problem.settings.block_mask is not None:
+        applying = _tiles_for_map(family, problem.settings.block_mask, applying, kernel, device)
+    if applying:
+        return applying[0]
+    remedy = "" if operation == "decode" else "; config= takes any of fa2cupy.legal_configs"
+    raise UnsupportedProblemError(
+        f"no default tile of {operation} ({family.name}) at head_dim {problem.head_dim}, {problem.dtype} fits "
+        f"{device.name}, which has {device.shared_memory_per_block} bytes of shared memory for a block{remedy}"
+    )
+
+
+def decode_tile(family: Family, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+    """The tile of ``decode``: the default one, with as few rows as hold those of a K/V head.
+
+    Raises
+    ------
+    UnsupportedProblemError
+        No row of `tiles` applies.
+    """
+    tile = default_tile(family, "decode", problem, device)
+    rows = problem.heads_per_group * problem.seqlen_q
+    while (
+        rows <= tile.b_r // 2
+        and family.why_illegal("decode", problem.dtype, problem.head_dim, replace(tile, b_r=tile.b_r // 2), device)
+        is None
+    ):
+        tile = replace(tile, b_r=tile.b_r // 2)
+    return tile
+
+
+def why_not_map(family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo) -> str | None:
+    """The reason why no tile of a kernel suits the map of a problem, as the end of a sentence; None if one does."""
+    layout = problem.settings.block_mask
+    if layout is None or layout.program is not None:
+        return None
+    legal = _legal_sizes(family, (operation, problem.dtype, problem.head_dim), device)
+    if any(layout.takes(*sizes) for sizes in legal):
+        return None
+    least = sorted(one for one in legal if not any(_divides(other, one) for other in legal - {one}))
+    multiples = ", ".join(map(str, least))
+    return (
+        f"has no tile of {operation} within the {layout.tile} of block_mask: without a function, a map has tiles "
+        f"of multiples of {multiples}"
+    )
+
+
+def _tiles_for_map(
+    family: Family, layout: MapLayout, applying: Sequence[TileConfig], kernel: tuple[str, str, int], device: DeviceInfo
+) -> list[TileConfig]:
+    """The tiles for a map, best first: those within the map's tiles are visited as exactly as the map says.
+
+    Where no default tile will do, it is the largest of all.
+    """
+    taken = [tile for tile in applying if layout.takes(tile.b_r, tile.b_c)]
+    if taken:
+        return sorted(taken, key=lambda tile: not layout.divides(tile.b_r, tile.b_c))
+    legal = [tile for tile in _legal_tiles(family, kernel, device) if layout.takes(tile.b_r, tile.b_c)]
+    return sorted(legal, key=lambda tile: -tile.b_r * tile.b_c)
+
+
+def _legal_tiles(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> Iterator[TileConfig]:
+    for tile in candidate_tiles(family):
+        if family.why_illegal(*kernel, tile, device) is None and family.fits_blocks(*kernel, tile, device):
+            yield tile
+
+
+def _legal_sizes(family: Family, kernel: tuple[str, str, int], device: DeviceInfo) -> set[tuple[int, int]]:
+    return {(tile.b_r, tile.b_c) for tile in _legal_tiles(family, kernel, device)}
+
+
+def candidate_tiles(family: Family) -> Iterator[TileConfig]:
+    """The tiles that a sweep tries, legal or not."""
+    stages = blocks_per_sm = (1, 2, 3, 4)
+    return itertools.starmap(
+        TileConfig, itertools.product(family.query_rows, family.key_rows, family.warps, stages, blocks_per_sm)
+    )
+
+
+def _divides(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """True if tiles of the size `other` consist of tiles of the size `one`."""
+    return other[0] % one[0] == 0 and other[1] % one[1] == 0
+
+
+def _jobs(problem: AttentionProblem, tile: TileConfig) -> int:
+    """The row tiles of all K/V heads of a call of ``decode``."""
+    row_tiles = -(-problem.seqlen_q * problem.heads_per_group // tile.b_r)
+    return problem.batch * problem.num_heads_kv * row_tiles
