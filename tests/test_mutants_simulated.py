@@ -197,6 +197,7 @@ HELD_TRANSPOSED_MASK = Problem(feature="mask", lengths=(70, 144), hopper_tile=Ti
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
+OUTPUT_IN_PARTS = Problem(head_dim=200, lengths=(70, 70), hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
 HOPPER_GROWING = Problem(lengths=(35, 320), causal=False, growing=True, hopper_tile=ONE_GROUP)
 # Ragged, and long enough that every buffer is used again: keys of a group of their own, dQ by rows, columns and
@@ -316,7 +317,7 @@ MUTANTS = (
     Mutant(
         "no proxy fence before the store of O",
         "forward",
-        "async_proxy_fence();\n        __syncwarp();",
+        "async_proxy_fence();\n            __syncwarp();",
         "__syncwarp();",
         "proxy",
         HOPPER_TILES,
@@ -324,7 +325,7 @@ MUTANTS = (
     Mutant(
         "O's box rewritten while it is stored",
         "forward",
-        "if (lane_ == 0) tma_store_wait_read();\n            __syncwarp();",
+        "if (lane_ == 0) tma_store_wait_read();\n        __syncwarp();",
         "",
         "race",
         HOPPER_TILES,
@@ -1472,6 +1473,14 @@ MUTANTS = (
         "blocks",
         SIMT_ALIGNED,
     ),
+    Mutant(
+        "simt: columns of another warp",
+        "backward",
+        "column = own_column + Keys::Sums::col(chunk + c, lane);",
+        "column = Keys::Sums::col(chunk + c, lane);",
+        "numbers",
+        SIMT,
+    ),
     Mutant("simt: no row predicate on sums", "backward", "if (key >= num_keys) break;", "", "bounds", SIMT),
     Mutant(
         "simt: no column predicate on sums",
@@ -1527,23 +1536,31 @@ MUTANTS = (
     Mutant(
         "one lane's proxy fence before the store of O",
         "forward",
-        "async_proxy_fence();\n        __syncwarp();",
-        "if (lane_ == 0) async_proxy_fence();\n        __syncwarp();",
+        "async_proxy_fence();\n            __syncwarp();",
+        "if (lane_ == 0) async_proxy_fence();\n            __syncwarp();",
         "proxy",
         HOPPER_TILES,
     ),
     Mutant(
         "O is stored before the warp has met",
         "forward",
-        "async_proxy_fence();\n        __syncwarp();",
+        "async_proxy_fence();\n            __syncwarp();",
         "async_proxy_fence();",
         "lanes",
         HOPPER_TILES,
     ),
     Mutant(
+        "the second part of O over the first one",
+        "forward",
+        "if (first > 0) wait_for_box();",
+        "",
+        "race",
+        OUTPUT_IN_PARTS,
+    ),
+    Mutant(
         "O's box is written before the warp has met",
         "forward",
-        "if (lane_ == 0) tma_store_wait_read();\n            __syncwarp();",
+        "if (lane_ == 0) tma_store_wait_read();\n        __syncwarp();",
         "if (lane_ == 0) tma_store_wait_read();",
         "race",
         HOPPER_TILES,

@@ -9,7 +9,7 @@
 // delta = rowsum(dO o O) comes from common/delta.cuh, so that dS needs no second pass over a row.
 //
 //   block   owns B_r = kBr query rows of one head; loops over all key tiles of B_c = kBc keys that these rows see
-//   warp    owns kBr / kWarps of these rows, and (`single_pass` only) kBc / kWarps keys of each tile
+//   warp    owns kBr / kWarps of these rows, and (`single_pass` only) some keys of each tile, or some columns of them
 //   lane    holds a part of dQ, S, P, dP and dS of these rows, as microtile.cuh says, and their lse and delta;
 //           (`single_pass` only) for a while a part of dV, then of dK, of its warp's keys
 //
@@ -36,14 +36,23 @@
 
 namespace fa2::simt {
 
+// Warps that share their keys and divide the chunks of columns of dK and dV. A lane that has more keys and fewer columns
+// loads fewer numbers for as many products: the fewest where a warp has 16 keys.
+__host__ __device__ constexpr int sharers_of_keys(int keys_of_warp, int warps, int chunks) {
+    int sharers = 1;
+    while (2 * sharers * keys_of_warp <= 16 && warps % (2 * sharers) == 0 && chunks % (2 * sharers) == 0) sharers *= 2;
+    return sharers;
+}
+
 template <class Spec, bool kWithDkdv = false, class Params = fa2::Params>
 struct BackwardDq {
     using Real = typename Spec::Element;
     static constexpr bool kByKeys = false, kFindsSequences = false;
     static constexpr int kBr = Spec::kBr, kBc = Spec::kBc, kThreads = Spec::kWarps * 32;
     using Warp = Microtile<Real, kBr / Spec::kWarps, kBc, Spec::kHeadDim>;
-    using Keys = Microtile<Real, kBc / Spec::kWarps, kBr, Spec::kHeadDim>;
     using Rows = typename Warp::Rows;
+    static constexpr int kSharers = sharers_of_keys(kBc / Spec::kWarps, Spec::kWarps, Warp::Sums::kChunks);
+    using Keys = Microtile<Real, kBc / Spec::kWarps * kSharers, kBr, Spec::kHeadDim>;
     using Scores = typename Warp::Scores;
     static constexpr int kRows = Scores::kRows;
     static_assert((2 * (kBr + kBc) * Rows::kRowLength + kBr * Warp::kPostedLength) * sizeof(Real) ==
@@ -150,14 +159,17 @@ struct BackwardDq {
     // Adds scale * posted^T rows to the block's share of dK or dV, the rows of global memory from `first_key` on.
     __device__ __forceinline__ static void add_to_keys(const Real* posted, const Real* rows, Real scale, Real* gmem,
                                                        int64 row_stride, int32 first_key, int32 num_keys) {
-        const int32 lane = threadIdx.x % 32, own = threadIdx.x / 32 * Keys::kOwn;
+        const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp / kSharers * Keys::kOwn;
         const bool in_vectors = Rows::in_vectors(gmem, row_stride);
-        constexpr int kAtOnce = Keys::chunks_beside(sizeof(typename Warp::Sums));
+        constexpr int kChunks = Keys::Sums::kChunks / kSharers;  // of this warp
+        constexpr int kFitting = common::min_of(Keys::chunks_beside(sizeof(typename Warp::Sums)), kChunks);
+        constexpr int kAtOnce = kChunks % kFitting == 0 ? kFitting : 1;
+        const int32 own_column = Keys::Sums::col(warp % kSharers * kChunks, 0);
 #pragma unroll
-        for (int chunk = 0; chunk < Keys::Sums::kChunks; chunk += kAtOnce) {
+        for (int chunk = 0; chunk < kChunks; chunk += kAtOnce) {
             typename Keys::template SumsOf<kAtOnce> sums;
             sums.clear();
-            const int32 first_column = Keys::Sums::col(chunk, 0);
+            const int32 first_column = own_column + Keys::Sums::col(chunk, 0);
             Keys::template accumulate_transposed<Warp::kPostedLength>(sums, posted + own, rows + first_column, lane);
 #pragma unroll
             for (int i = 0; i < Keys::kRows; ++i) {
@@ -165,7 +177,7 @@ struct BackwardDq {
                 if (key >= num_keys) break;
 #pragma unroll
                 for (int c = 0; c < kAtOnce; ++c) {
-                    const int32 column = Keys::Sums::col(chunk + c, lane);
+                    const int32 column = own_column + Keys::Sums::col(chunk + c, lane);
                     const auto x = sums.scaled(i, c, scale);
                     Real* first = gmem + key * row_stride + column;
                     if constexpr (kAddsVectors) {

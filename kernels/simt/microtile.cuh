@@ -106,8 +106,9 @@ struct Microtile {
         own += Scores::row(0, lane) * kRowLength;
         tile += Scores::col(0, lane) * kRowLength;
         constexpr int kUnroll = kSumsInLevels || kRows < 8 ? 2 : 1;  // more doubles leave no registers for two steps
+        constexpr int kUnrollChains = kSumsInLevels && kRows < 4 ? 2 : 1;
         clear(scores);
-#pragma unroll 1
+#pragma unroll kUnrollChains
         for (int32 first = 0; first < Rows::kColumns; first += kChain) {
             Scores part;
             clear(part);
