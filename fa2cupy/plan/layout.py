@@ -100,10 +100,11 @@ class StageLayout:
             heads, rows = problem.num_heads_kv, tile.b_c
             columns = COLUMNS_WITH_DQ if operation == "backward" else COLUMNS_BY_KEYS
         num_tiles = self.num_tiles(side, rows)
-        section = groups_per_section(problem, self.device, columns)
         if side == "queries":
-            section *= problem.heads_per_group * num_splits
+            scheduled = problem.heads_per_group * num_splits
+            section = scheduled * groups_per_section(problem, self.device, columns, num_tiles * scheduled)
         else:
+            section = groups_per_section(problem, self.device, columns)
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits)
         heads *= num_splits
         is_split = num_splits > 1
