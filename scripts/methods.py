@@ -1,6 +1,6 @@
 """Is the default the fastest? Every method and number of splits, by heads, batch, length, head dimension and mask.
 
-    python scripts/methods.py                               about two minutes on an H100
+    python scripts/methods.py                               about three minutes on an H100
     python scripts/methods.py --operations backward --head-dims 128 --heads 8/1 16/2
     python scripts/methods.py --batches 1 --seqlens 2048 8192 --masks causal
     python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
@@ -9,7 +9,8 @@
 A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The method of a backward:
 `single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven
 and needs no sums. And the number of thread blocks among which the work on one tile is divided, in a forward and in a
-backward: a grid that is too small for the GPU gains by more of them, any other pays for their sums. Both decisions are
+backward: a grid that is too small for the GPU gains by more of them, any other pays for their sums. A forward of the
+last few queries alone, against all keys, has the smallest grids. Both decisions are
 in `fa2cupy/families/`, and follow from what is measured here: the default and all choices on bfloat16, of 1, 2, 4, 8
 and 16 splits those that leave a split at least a tile and that do not fill a full GPU still more. What a kernel rejects
 is left out.
@@ -69,7 +70,7 @@ from fa2cupy.families.operations import METHODS
 
 COLUMNS = (
     "gpu", "driver", "date", "operation", "dtype", "head_dim", "seqlen", "batch", "num_heads", "num_heads_kv", "causal",
-    "window", "method", "num_splits", "ms_median", "ms_min", "ms_max", "tflops", "taken", "best", "loss",
+    "window", "queries", "method", "num_splits", "ms_median", "ms_min", "ms_max", "tflops", "taken", "best", "loss",
 )  # fmt: skip
 DTYPE = "bfloat16"
 OPERATIONS, MASKS = ("forward", "backward"), ("full", "causal", "window")
@@ -78,6 +79,8 @@ HEADS = ((16, 16), (16, 2), (8, 1), (64, 8))
 BATCHES = (1, 4)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 WINDOW = 1023
+#: Those of forwards with few queries, against keys of at least eight times the length.
+QUERIES = (128, 1024)
 SPLITS = (1, 2, 4, 8, 16)
 
 #: Larger problems fill the GPU many times over, as smaller ones do already, and take most of the time.
@@ -108,11 +111,22 @@ class Choice(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A call without its choices. A window is that many keys to the left of the diagonal."""
+    """A call without its choices.
+
+    Attributes
+    ----------
+    operation : str
+    problem : Problem
+    window : int or None
+        Keys to the left of the diagonal that are visible.
+    queries : int or None
+        A forward has the last so many queries alone.
+    """
 
     operation: str
     problem: Problem
     window: int | None = None
+    queries: int | None = None
 
     @property
     def options(self) -> dict[str, object]:
@@ -123,6 +137,10 @@ class Cell(NamedTuple):
     def flops(self) -> float:
         """Floating-point operations on the visible pairs."""
         operation, problem = "forward" if self.operation == "forward" else DEFAULT, self.problem
+        if self.queries:
+            unseen = self.queries * (self.queries - 1) / 2 if problem.causal else 0
+            pairs = self.queries * problem.seqlen - unseen
+            return flops(operation, problem.batch * problem.num_heads * pairs, problem.head_dim)
         if self.window is None:
             return problem.flops(operation)
         pairs = problem.batch * problem.num_heads * visible_pairs(problem.seqlen, self.window)
@@ -133,7 +151,7 @@ class Cell(NamedTuple):
         problem = self.problem
         is_forward = self.operation == "forward"
         heads = problem.num_heads if is_forward else problem.heads_kv
-        tiles = problem.batch * heads * -(-problem.seqlen // TILE_ROWS)
+        tiles = problem.batch * heads * -(-(self.queries or problem.seqlen) // TILE_ROWS)
         rows = problem.seqlen if self.window is None else min(problem.seqlen, self.window + TILE_ROWS)
         longest = rows // TILE_ROWS * (1 if is_forward else problem.num_heads // heads)
         for method in (None,) if is_forward else METHODS:
@@ -142,7 +160,8 @@ class Cell(NamedTuple):
                     yield Choice(method, splits)
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.problem}" + ("" if self.window is None else f" window={self.window}")
+        queries = f" queries={self.queries}" if self.queries else ""
+        return f"{self.operation} {self.problem}" + ("" if self.window is None else f" window={self.window}") + queries
 
 
 def all_cells(
@@ -152,8 +171,9 @@ def all_cells(
     batches: Sequence[int],
     seqlens: Sequence[int],
     masks: Sequence[str],
+    queries: Sequence[int],
 ) -> Iterator[Cell]:
-    """Every combination that is not too large; windows only where they are much shorter than the sequences."""
+    """Every combination that is not too large; windows and few queries only where the sequences are much longer."""
     for head_dim in head_dims:
         for num_heads, num_heads_kv in heads:
             for batch in batches:
@@ -164,6 +184,9 @@ def all_cells(
                         fits = Cell("forward", problem, window).flops <= MOST_FLOPS and batch * seqlen <= MOST_TOKENS
                         if fits and (window is None or seqlen >= 4 * window):
                             yield from (Cell(operation, problem, window) for operation in operations)
+                        few = [n for n in queries if "forward" in operations and window is None and seqlen >= 8 * n]
+                        if batch * seqlen <= MOST_TOKENS:
+                            yield from (Cell("forward", problem, None, n) for n in few)
 
 
 def measure(
@@ -181,6 +204,9 @@ def measure(
     inputs = list(_inputs(cell, sets))
     default = _candidate(cell, Choice(), inputs)
     wanted = _compared(cell, default.call())
+    if cell.queries:
+        whole = fa2cupy.forward(sets[0].q, sets[0].k, sets[0].v, **cell.options)
+        check_equal(problem, _compared(cell, (whole[0][:, -cell.queries :],)), wanted)
     candidates = {Choice(): default}
     for choice in cell.choices(gpu.info.multiprocessors):
         candidate = _candidate(cell, choice, inputs)
@@ -207,7 +233,7 @@ def measure(
 def default_of(device: DeviceInfo, cell: Cell) -> Choice:
     """What the package chooses."""
     features = {name: value for name, value in cell.options.items() if name != "causal"}
-    chosen = default_choice(device, cell.problem, cell.operation, **features)
+    chosen = default_choice(device, cell.problem, cell.operation, queries=cell.queries, **features)
     return Choice(chosen.method, max(chosen.num_splits.values(), default=1))
 
 
@@ -232,13 +258,14 @@ def judge(device: DeviceInfo, rows: Sequence[dict[str, str]]) -> list[dict[str, 
 def _cell_of(row: Mapping[str, str]) -> Cell:
     sizes = {name: int(row[name]) for name in ("head_dim", "seqlen", "batch", "num_heads", "num_heads_kv")}
     problem = Problem(row["dtype"], **sizes, causal=row["causal"] == "1")
-    return Cell(row["operation"], problem, int(row["window"]) if row["window"] else None)
+    window, queries = (int(row[name]) if row[name] else None for name in ("window", "queries"))
+    return Cell(row["operation"], problem, window, queries)
 
 
 def _inputs(cell: Cell, sets: Sequence[Tensors]) -> Iterator[tuple]:
     """Arguments of the call. A backward's o and lse are computed here, outside of what is timed."""
     for t in sets:
-        q, k, v = t.q, t.k, t.v
+        q, k, v = t.q[:, -(cell.queries or 0) :], t.k, t.v
         yield (q, k, v) if cell.operation == "forward" else (q, k, v, *fa2cupy.forward(q, k, v, **cell.options), t.do)
 
 
@@ -257,7 +284,7 @@ def _row(cell: Cell, choice: Choice, samples: Sequence[float]) -> dict[str, obje
     median = statistics.median(samples)
     return {
         **cell.problem.columns(), "operation": cell.operation, "num_heads_kv": cell.problem.heads_kv,
-        "window": cell.window, "method": DEFAULT if choice == Choice() else choice.method,
+        "window": cell.window, "queries": cell.queries, "method": DEFAULT if choice == Choice() else choice.method,
         "num_splits": choice.num_splits, "ms_median": median, "ms_min": min(samples), "ms_max": max(samples),
         "tflops": cell.flops / median / 1e9,
     }  # fmt: skip
@@ -276,7 +303,8 @@ def summary(rows: Iterable[Mapping[str, object]]) -> list[str]:
     for row in rows:
         if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
             heads = f"{row['num_heads']}/{row['num_heads_kv']}"
-            for name in (f"{row['operation']:9s}heads {heads:6s}head_dim {row['head_dim']}", "all"):
+            few = " of few queries" if row["queries"] else ""
+            for name in (f"{row['operation']:9s}heads {heads:6s}head_dim {row['head_dim']}{few}", "all"):
                 groups.setdefault(name, []).append(float(row["loss"]))
     everything = groups.pop("all", None)
     if everything is None:
@@ -300,6 +328,7 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     for row in rows:
         if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
             mask = "window" if row["window"] else "causal" if int(row["causal"]) else "full"
+            mask += f", {row['queries']} queries" if row["queries"] else ""
             panel = panels.setdefault((f"{row['operation']} {mask}", f"head_dim {row['head_dim']}"), {})
             series = panel.setdefault(f"{row['num_heads']}/{row['num_heads_kv']} heads x {row['batch']}", {})
             series[int(row["seqlen"])] = 100 * float(row["loss"])
@@ -346,6 +375,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name, sizes in (("batches", BATCHES), ("seqlens", SEQLENS)):
         default = f"default: {' '.join(map(str, sizes))}; at most {MOST_TOKENS} tokens together"
         add(f"--{name}", nargs="+", type=positive_int, default=sizes, metavar="N", help=default)
+    few = f"of forwards with few queries; default: {' '.join(map(str, QUERIES))}; 0: none"
+    add("--queries", nargs="+", type=int, default=QUERIES, metavar="N", help=few)
+    add("--only-queries", action="store_true", help="no others than these")
     add("--out", metavar="DIR", help="default: scripts/results/<gpu>")
     add("--plot-only", metavar="CSV", help="show the losses of an earlier run; needs no GPU")
     add("--judge", metavar="CSV", help="what the present default loses by the times of an earlier run; needs no GPU")
@@ -356,7 +388,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def run(options: argparse.Namespace, gpu: Gpu, path: Path) -> tuple[list[dict[str, object]], int]:
     """All cells: the rows, and how many cells failed. What there is by then is written after each."""
     axes = (options.operations, options.head_dims, options.heads, options.batches, options.seqlens, options.masks)
-    cells, rows, failed = list(all_cells(*axes)), [], 0
+    found = all_cells(*axes, [n for n in options.queries if n > 0])
+    cells, rows, failed = [cell for cell in found if cell.queries or not options.only_queries], [], 0
     stamp, rng = stamp_of(gpu), random.Random(0)
     print("compiling")
     methods = METHODS if "backward" in options.operations else ()

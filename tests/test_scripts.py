@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import benchmark
+import compare
 import features
 import gpu_check
 import jinja2
@@ -30,6 +31,7 @@ from common import (
     ROOT,
     SCRIPTS,
     check,
+    checkout,
     decoding,
     feature_cases,
     flex,
@@ -45,6 +47,7 @@ from common.compile_pool import Report, compile_all
 from common.measure import Candidate, Problem
 from support.fake_torch import FakeTensor, fake_torch
 
+import fa2cupy
 from fa2cupy import legal_configs
 from fa2cupy.families import tuning
 from fa2cupy.families.device import DeviceInfo
@@ -347,6 +350,88 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
     assert "50 ms from the disk cache" in capsys.readouterr().out
 
 
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+class FakeCheckout:
+    """A process in which a call takes 1 ms; where forwards are slow, 2 ms in the first pair and 1.5 ms in others."""
+
+    slow_folder: Path | None = None
+    pairs = 0
+
+    def __init__(self, folder, cache):
+        self.folder, self.cell = folder, None
+        self.is_slow = folder == FakeCheckout.slow_folder
+        FakeCheckout.pairs += self.is_slow
+
+    def ask(self, question):
+        if isinstance(question, int):
+            slow = self.is_slow and self.cell.operation == "forward"
+            return (2.0 if FakeCheckout.pairs == 1 else 1.5) if slow else 1.0
+        self.cell = question
+        return {"ms": 1.0, "sample": [1.0, 2.0 + self.is_slow / 64], "largest": 2.0, "gpu": "NVIDIA Test"}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def checkouts(monkeypatch, tmp_path):
+    """An older checkout, in the place of whose processes there are fake ones."""
+    (tmp_path / "before" / "fa2cupy").mkdir(parents=True)
+    (tmp_path / "before" / "fa2cupy" / "__init__.py").touch()
+    monkeypatch.setattr(compare, "Checkout", FakeCheckout)
+    monkeypatch.setattr(compare, "find_gpu", lambda: "a GPU")
+    monkeypatch.setattr(FakeCheckout, "slow_folder", compare.ROOT)
+    monkeypatch.setattr(FakeCheckout, "pairs", 0)
+    return tmp_path / "before"
+
+
+def test_compare_measures_again_what_seems_slower(checkouts, tmp_path, monkeypatch, capsys):
+    words = f"{checkouts} --cells d64.*2048.*causal --out {tmp_path}".split()
+    assert compare.main(words) == 1
+    rows = {row["cell"]: row for row in measure.read_csv(tmp_path / "compare.csv")}
+    assert tuple(next(iter(rows.values()))) == compare.COLUMNS
+    assert {row["before"] for row in rows.values()} == {"before"}
+    slow = {name for name, row in rows.items() if row["pairs"] == "3"}
+    assert slow == {name for name in rows if name.endswith("forward")}
+    assert {"bfloat16 d64 2048 causal sink forward", "bfloat16 d64 2048 causal plain forward"} <= slow
+    assert {rows[name]["ratio"] for name in slow} == {"1.5"} and {rows[name]["ratio_max"] for name in slow} == {"2"}
+    assert "bfloat16 d64 2048 causal plain two_pass" in set(rows) - slow
+    assert "1.0000 ->    1.5000 ms  1.500 (3 pairs)" in capsys.readouterr().out
+    monkeypatch.setattr(FakeCheckout, "slow_folder", checkouts)
+    assert compare.main(words) == 0
+
+
+def test_compare_holds_results_against_each_other(checkouts, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "TOLERANCE", 2**-8)
+    with pytest.raises(AssertionError, match=r"d64 512 plain forward: results differ by 0.0156, allowed are 0.00781"):
+        compare.main(f"{checkouts} --cells d64.512.plain.forward --out {tmp_path}".split())
+
+
+def test_compare_says_what_is_missing(checkouts, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path)])
+    assert f"before: {tmp_path} is no checkout of fa2cupy" in capsys.readouterr().err
+    monkeypatch.setattr(compare, "find_gpu", lambda: None)
+    assert compare.main([str(checkouts)]) == 2
+
+
+@pytest.mark.parametrize("feature", ("", *compare.FEATURES))
+def test_a_checkout_takes_every_call_that_is_compared(monkeypatch, feature):
+    monkeypatch.setattr(checkout, "TOKENS", 64)
+    monkeypatch.setattr(checkout, "MODEL_DIM", 32)
+    rng = np.random.default_rng(0)
+    shape = (64, 2, 16) if feature == "packed" else (2, 32, 2, 16)
+    inputs = tuple(rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(4))
+    worker = object.__new__(checkout.Worker)
+    worker._cupy, worker._package = np, fa2cupy
+    worker._inputs = lambda cell: inputs
+    for operation in ("forward", "two_pass", "default"):
+        results = worker._bind(checkout.Cell("bfloat16", 16, 32, True, operation, feature))()
+        assert [x.shape for x in results] == [shape] * (1 if operation == "forward" else 3)
+
+
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
@@ -383,7 +468,7 @@ def splitting(monkeypatch):
 
 
 #: A small sweep, as written on a command line: ruff's formatter puts each word of a list on a line.
-SWEEP = "--head-dims 64 --heads 4/2 --batches 1 --seqlens 32 64"
+SWEEP = "--head-dims 64 --heads 4/2 --batches 1 --seqlens 32 64 --queries 0"
 ONE_SIZE = "--head-dims 64 --heads 2/1 --batches 1 --seqlens 32"
 
 
@@ -412,6 +497,24 @@ def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
         (tmp_path / "methods.png").unlink()
         assert methods.main(["--plot-only", str(tmp_path / "methods.csv")]) == 0 and (tmp_path / "methods.png").exists()
         assert "loses at most  50.0 %, on average  50.0 %" in capsys.readouterr().out
+
+
+def test_methods_of_few_queries(splitting, tmp_path, capsys):
+    words = f"{SWEEP} --only-queries --out {tmp_path}".replace("--queries 0", "--queries 4 8")
+    assert methods.main(words.split()) == 0
+    path = tmp_path / "methods.csv"
+    rows = measure.read_csv(path)
+    names = ("operation", "seqlen", "causal", "queries", "loss")
+    assert [tuple(row[name] for name in names) for row in rows if row["method"] == "default"] == [
+        ("forward", "32", "0", "4", "0.5"), ("forward", "32", "1", "4", "0.5"),
+        ("forward", "64", "0", "4", "0.5"), ("forward", "64", "0", "8", "0.5"),
+        ("forward", "64", "1", "4", "0.5"), ("forward", "64", "1", "8", "0.5"),
+    ]  # fmt: skip
+    assert "of few queries" in capsys.readouterr().out
+    pairs = {row["causal"]: float(row["tflops"]) for row in rows if (row["queries"], row["num_splits"]) == ("8", "2")}
+    assert pairs["1"] / pairs["0"] == pytest.approx((8 * 64 - 28) / (8 * 64), rel=1e-3)
+    assert methods.main(["--judge", str(path)]) == 0
+    assert {row["queries"] for row in measure.read_csv(path)} == {"4", "8"}
 
 
 def test_methods_judge_the_present_default_by_earlier_times(splitting, tmp_path, monkeypatch, capsys):
@@ -451,7 +554,7 @@ def test_splits_leave_each_a_tile_and_do_not_fill_a_full_gpu_still_more():
 
 def test_methods_measure_nothing_that_is_too_large():
     axes = (methods.OPERATIONS, methods.HEAD_DIMS, methods.HEADS, methods.BATCHES, methods.SEQLENS, methods.MASKS)
-    cells = list(methods.all_cells(*axes))
+    cells = list(methods.all_cells(*axes, queries=()))
     assert max(cell.problem.batch * cell.problem.seqlen for cell in cells) == methods.MOST_TOKENS
     assert {cell.problem.seqlen for cell in cells} == set(methods.SEQLENS)
     assert {(cell.problem.num_heads, cell.problem.heads_kv) for cell in cells} == set(methods.HEADS)

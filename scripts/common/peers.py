@@ -41,11 +41,20 @@ _HALF = ("float16", "bfloat16")
 
 
 def default_choice(
-    device: DeviceInfo, problem: Problem, operation: str = DEFAULT, precision: str | None = None, **features
+    device: DeviceInfo,
+    problem: Problem,
+    operation: str = DEFAULT,
+    precision: str | None = None,
+    *,
+    queries: int | None = None,
+    **features,
 ) -> Choice:
-    """What a call takes whose operation leaves it open; `features` are keywords of the call."""
+    """What a call takes whose operation leaves it open; `features` are keywords of the call.
+
+    It is one of all queries, or of so many alone.
+    """
     scalar = np.zeros((), problem.numpy_dtype)
-    q, k = np.broadcast_to(scalar, problem.shape), np.broadcast_to(scalar, problem.shape_kv)
+    q, k = np.broadcast_to(scalar, problem.shape)[:, -(queries or 0) :], np.broadcast_to(scalar, problem.shape_kv)
     attention = problem_from_arrays(q, k, k, causal=problem.causal, **features)
     rows = dict.fromkeys(("q", "o", "dout", "dq"), attention.kernel_strides(attention.q_shape))
     rows |= dict.fromkeys(("k", "v", "dk", "dv"), attention.kernel_strides(attention.k_shape))

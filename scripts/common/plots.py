@@ -52,10 +52,13 @@ def line_panels(
     path: Path, title: str, unit: str, level: float, panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]]
 ) -> None:
     """The same panels with a line for each series, and one at `level`, on logarithmic sequence lengths."""
+    names = dict.fromkeys(name for series in panels.values() for name in series)
+    colours = {name: f"C{number}" for number, name in enumerate(names)}  # not every panel has all series
 
     def draw(axis, series: Mapping[str, Mapping[int, float]]) -> None:
         for name, heights in series.items():
-            axis.plot(list(heights), list(heights.values()), marker="o", markersize=4, label=name)
+            how = {"marker": "o", "markersize": 4, "color": colours[name], "label": name}
+            axis.plot(list(heights), list(heights.values()), **how)
         axis.axhline(level, color="black", linewidth=0.8)
         seqlens = sorted({seqlen for heights in series.values() for seqlen in heights})
         axis.set_xscale("log", base=2)
