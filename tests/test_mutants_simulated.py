@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "a tile's slot is never handed back",
         "forward",
-        "tma_store_commit();\n            mbarrier_arrive(tile.empty);",
-        "tma_store_commit();",
+        "        }\n        if (lane_ == 0) mbarrier_arrive(tile.empty);",
+        "        }",
         "deadlock",
         Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
     ),
