@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from common.checkout import PACKED
 from common.measure import Problem, Tensors, flops, visible_pairs
 
 from fa2cupy.families.choice import choose
@@ -35,8 +36,6 @@ SEQLENS = (2048, 16384)
 LONGEST_SCORES, MOST_SCORE_BYTES = 2048, 2**30
 #: Rows and heads of what is held against float64.
 SMALL_TOKENS, SMALL_HEADS, SMALL_BATCH = 512, 2, 2
-#: Lengths of packed sequences, for 16384 tokens.
-PACKED = (2557, 131, 1801, 503, 1031, 249, 2297, 647, 1543, 377, 761, 1287, 199, 1913, 313, 775)
 
 Options = dict[str, object]
 
