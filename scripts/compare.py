@@ -145,10 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (options.before / "fa2cupy" / "__init__.py").is_file():
         parser.error(f"before: {options.before} is no checkout of fa2cupy")
+    cells = [cell for cell in all_cells(options.dtypes) if re.search(options.cells, str(cell))]
+    if not cells:
+        parser.error(f"--cells: {options.cells!r} matches no name such as {next(all_cells(options.dtypes))}")
     if find_gpu() is None:
         return 2
     both = ([options.before.resolve(), ROOT], options.caches, options.rounds)
-    cells = [cell for cell in all_cells(options.dtypes) if re.search(options.cells, str(cell))]
     gpu, times = measure(cells, *both)
     pairs = {cell: [pair] for cell, pair in times.items()}
     slow = [cell for cell in cells if ratio(pairs[cell]) > options.again]

@@ -413,6 +413,10 @@ def test_compare_says_what_is_missing(checkouts, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         compare.main([str(tmp_path)])
     assert f"before: {tmp_path} is no checkout of fa2cupy" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare.main([str(checkouts), "--cells", "d65"])
+    wanted = "--cells: 'd65' matches no name such as bfloat16 d32 512 plain forward"
+    assert wanted in capsys.readouterr().err
     monkeypatch.setattr(compare, "find_gpu", lambda: None)
     assert compare.main([str(checkouts)]) == 2
 
