@@ -70,13 +70,13 @@ class PickyLane(ranks.SlowLane):
     seen: ClassVar[set[str]] = set()
     left_out: ClassVar[str | None] = None
 
-    def wait(self, event) -> None:
+    def wait(self, mark) -> None:
         frame = sys._getframe(1)
         # All schemes begin with the same line: its place is that of its caller.
         site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
         self.seen.add(site)
         if site != self.left_out:
-            super().wait(event)
+            super().wait(mark)
 
 
 def place_of(frame) -> str:

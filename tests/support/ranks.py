@@ -64,6 +64,12 @@ def of_rank(comm, inputs: tuple, dlse, method, how: dict, options: dict) -> dict
     return whole
 
 
+class Mark(threading.Event):
+    """A place in a lane's work. Where the lane has failed before it, so has whoever waits for it."""
+
+    error: BaseException | None = None
+
+
 class SlowLane:
     """A lane as a thread with a queue: work starts late, and a wait that is missing is a race, as it is on a GPU.
 
@@ -84,7 +90,10 @@ class SlowLane:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            if self._error is None:
+            if isinstance(job, Mark):
+                job.error = self._error
+                job.set()
+            elif self._error is None:
                 try:
                     job()
                 except BaseException as error:  # raised by `join`
@@ -97,23 +106,24 @@ class SlowLane:
 
         self._queue.put(late)
 
-    def record(self) -> threading.Event:
-        event = threading.Event()
-        self._queue.put(event.set)
-        return event
+    def record(self) -> Mark:
+        mark = Mark()
+        self._queue.put(mark)
+        return mark
 
-    def wait(self, event: threading.Event) -> None:
+    def wait(self, mark: Mark) -> None:
         def wait() -> None:
-            assert event.wait(20), "an event was never reached"
+            mark.wait()  # every lane ends: messages give up after the transport's timeout
+            if mark.error is not None:
+                raise mark.error
 
         self._queue.put(wait)
 
     def join(self) -> None:
-        done = threading.Event()
-        self._queue.put(done.set)
+        end = self.record()
         self._queue.put(None)
-        while self._is_main and not done.wait(0.02) and self._error is None:
-            pass
+        if self._is_main:
+            end.wait()
         if self._error is not None:
             raise self._error
 
