@@ -1,0 +1,112 @@
+"""Packed sequences that start late, code for older GPUs, strides, extreme scores, long sums, roundings."""
+
+from __future__ import annotations
+
+import functools
+
+from support.simulated_problems import at_level, jumping
+from support.strided_arrays import gapped
+
+from .mutant import Mutant
+from .problems import ONE_GROUP, PAIRS, Problem
+
+AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
+#: A number, rounded to a bit less than the dtype has.
+A_BIT_LESS = {
+    "float16": "__uint_as_float((__float_as_uint({}) + 0x2000u) & 0xffffc000u)",
+    "bfloat16": "__uint_as_float((__float_as_uint({}) + 0x10000u) & 0xfffe0000u)",
+}
+
+MUTANTS = (
+    # Edges: packed sequences that start late, code for older GPUs, strides, extreme scores, long sums, roundings
+    Mutant(
+        "a tile ahead of the first sequence",
+        "forward",
+        "return tile >= 0 && tile < ceil_div(length, rows_of_tile);",
+        "return tile < ceil_div(length, rows_of_tile);",
+        "numbers",
+        AHEAD,
+    ),
+    Mutant(
+        "rows ahead of the first sequence taken for its own",
+        "clear_backward",
+        "return row >= first && row - first < length;",
+        "return row - first < length;",
+        "unwritten",
+        AHEAD,
+    ),
+    Mutant(
+        "before sm_90: dbias in pairs of one key",
+        "backward_dq",
+        "atomicAdd(address + 1, odd);",
+        "atomicAdd(address + 1, even);",
+        "numbers",
+        Problem(feature="bias of heads", batch=2, lengths=PAIRS, device="sm_80"),
+    ),
+    Mutant(
+        "before sm_90: dQ in the order of sm_90",
+        "backward",
+        "add_global(address + e * kElementStride, x[e]);",
+        "add_global(address + e, x[e]);",
+        "numbers",
+        Problem(device="sm_80", feature="window", causal=False),
+    ),
+    Mutant(
+        "bias in pairs that are no neighbours",
+        "forward",
+        "params_.bias_strides.column == 1 && is_even",
+        "is_even",
+        "uninitialised",
+        Problem(feature="bias", lengths=PAIRS, view=gapped),
+    ),
+    Mutant(
+        "mask in pairs that are no neighbours",
+        "forward",
+        "params_.mask_strides.column == 1 && is_even",
+        "is_even",
+        "uninitialised",
+        Problem(feature="mask", lengths=PAIRS, view=gapped),
+    ),
+    Mutant(
+        "a row shift of the softmax that no score has been",
+        "forward",
+        "row_shift[i] = -infinity<Real>();",
+        "row_shift[i] = 0;",
+        "numbers",
+        Problem(scores=functools.partial(at_level, score=-24.0)),
+    ),
+    Mutant(
+        "a P that float16 does not hold",
+        "forward",
+        "kLargestShare = 4096.0f;",
+        "kLargestShare = 262144.0f;",
+        "numbers",
+        Problem(lengths=(67, 96), causal=False, scores=functools.partial(jumping, most=17.5)),
+    ),
+    Mutant(
+        "dsink of as many rows as a block has threads",
+        "dsink",
+        "row < params.seqlen_q; row += blockDim.x",
+        "row < min_of(params.seqlen_q, static_cast<int32>(blockDim.x)); row += blockDim.x",
+        "numbers",
+        Problem("float32", 24, (301, 9), feature="sink", causal=False),
+    ),
+    *(
+        Mutant(
+            f"{name}: operands with a bit less",
+            operation,
+            "{ word[n8][i] = pack<Element>(even, odd); }",
+            "{{ word[n8][i] = pack<Element>({}, {}); }}".format(
+                *(A_BIT_LESS[dtype].format(x) for x in ("even", "odd"))
+            ),
+            "root mean square",
+            Problem(dtype, 64, (133, 150), causal=False, hopper_tile=tile),
+        )
+        for name, dtype, operation, tile in (
+            ("sm80", "bfloat16", "forward", None),
+            ("sm80 in float16", "float16", "forward", None),
+            ("sm90", "bfloat16", "forward", ONE_GROUP),
+            ("sm80 backward", "bfloat16", "backward_dkdv", None),
+        )
+    ),
+)

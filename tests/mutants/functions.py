@@ -1,0 +1,102 @@
+"""Functions of the caller's: their derivatives, sums of gradients, and dropout behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fa2cupy import TileConfig
+
+from .mutant import Mutant
+from .problems import Problem
+
+FUNCTIONS = {
+    name: Problem(function=name, head_dim=40, lengths=(40, 70))
+    for name in ("softcap", "alibi", "t5_relative", "document")
+}
+IEEE_FUNCTIONS = {name: dataclasses.replace(problem, dtype="float32") for name, problem in FUNCTIONS.items()}
+DROPPED_FUNCTION = dataclasses.replace(FUNCTIONS["softcap"], feature="dropout")
+
+MUTANTS = (
+    *(
+        Mutant(f"{family} functions: {name}", operation, old, new, "numbers", problems[function])
+        for family, problems in (("sm80", FUNCTIONS), ("simt", IEEE_FUNCTIONS))
+        for name, operation, function, old, new in (
+            ("the derivative is 1", "backward_dq", "softcap", "slope = t6;", "slope = 1;"),
+            (
+                "the derivative lacks an inner factor",
+                "backward_dkdv",
+                "softcap",
+                "slope = t6;",
+                "slope = Real(0.8) * t4;",
+            ),
+            ("the derivative of tanh is 1 - tanh", "backward_dkdv", "softcap", "t3 = t2 * t2", "t3 = t2"),
+            (
+                "another head's slope",
+                "forward",
+                "alibi",
+                "x(i, j) * natural_scale<Spec>(params_), batch_, head_,",
+                "x(i, j) * natural_scale<Spec>(params_), batch_, 0,",
+            ),
+            (
+                "the gradient of an argument has the other sign",
+                "backward_dq",
+                "alibi",
+                "gradient * t4, h)",
+                "gradient * t3, h)",
+            ),
+            ("the gradient of another head's slope", "backward_dq", "alibi", "gradient * t4, h)", "gradient * t4, 0)"),
+            (
+                "the gradient of a table in another bucket",
+                "backward_dq",
+                "t5_relative",
+                "tile.batch, tile.head, at.query, at.key, gradient);",
+                "tile.batch, tile.head, at.query, at.key + 1, gradient);",
+            ),
+            (
+                "no dQ beside the gradients of arguments",
+                "backward_dq",
+                "t5_relative",
+                "ds(i, j) = gradient * slope;",
+                "ds(i, j) = 0;",
+            ),
+            (
+                "visible keys from the next one on",
+                "forward",
+                "document",
+                "first.query + queries, first.key + keys))",
+                "first.query + queries, first.key + keys + 1))",
+            ),
+            (
+                "hidden keys in the backward",
+                "backward_dkdv",
+                "document",
+                "first.query + queries, first.key + keys))",
+                "first.query + queries, first.key + keys) && false)",
+            ),
+        )
+    ),
+    Mutant(
+        "sm80 functions: dropout drawn for the other column",
+        "backward_dkdv",
+        "dropout.keeps(draws.item[word], e)",
+        "dropout.keeps(draws.item[word], 1 - e)",
+        "numbers",
+        DROPPED_FUNCTION,
+    ),
+    Mutant(
+        "sm80 functions: dropout marks nothing",
+        "backward_dq",
+        "with_lowest_bit(weight, !keep)",
+        "with_lowest_bit(weight, false)",
+        "numbers",
+        DROPPED_FUNCTION,
+    ),
+    Mutant(
+        "sm90 functions: dropout drawn for another tile",
+        "backward_dkdv",
+        "first_key + Fragment::row(0, lane), s);",
+        "first_key + Fragment::row(0, lane), 0);",
+        "numbers",
+        dataclasses.replace(DROPPED_FUNCTION, head_dim=136, hopper_tile=TileConfig(64, 64, 12, 2)),
+    ),
+)

@@ -1,0 +1,134 @@
+"""A mutant, what can catch one, and the call that runs it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import ptxsim
+import pytest
+from support.fake_cupy import place
+from support.fake_gpu import backward, forward
+from support.feature_cases import extras, gradient_names
+from support.simulated_problems import (
+    FEW_MULTIPROCESSORS,
+    HOPPER,
+    check_dq,
+    dq_on_hopper,
+    draw,
+    family_of,
+    growing,
+    leave_out,
+    small_tiles,
+)
+from support.simulator import simulated_gpu
+from support.strided_arrays import packed
+
+from fa2cupy import reference
+from fa2cupy.jit.spec import KernelSpec
+from fa2cupy.testing import Expectation
+
+from .problems import ONE_SEQUENCE, Problem
+
+#: What catches a mutant: the exception, and what its text says.
+CATCHES = {
+    "race": (ptxsim.PtxError, "shared memory race"),
+    "blocks": (ptxsim.PtxError, "global memory race"),
+    "bounds": (ptxsim.PtxError, "is out of bounds: at offset"),
+    "proxy": (ptxsim.PtxError, "without fence.proxy.async"),
+    "in flight": (ptxsim.PtxError, "of an unfinished wgmma is accessed"),
+    "ends": (ptxsim.PtxError, "the thread ends with a bulk copy from shared memory in flight"),
+    "lanes": (ptxsim.PtxError, "through the async proxy by lane 0, without __syncwarp"),
+    "init fence": (ptxsim.PtxError, "without fence.mbarrier_init"),
+    "wgmma fence": (ptxsim.PtxError, "accessed before it without wgmma.fence"),
+    "uninitialised": (ptxsim.PtxError, "uninitialised"),
+    "deadlock": (ptxsim.PtxError, "deadlock"),
+    "unwritten": (AssertionError, "elements of .* are unwritten"),
+    "stray": (AssertionError, "between the rows of .* are written"),
+    "input": (AssertionError, "is an input, and was written"),
+    "counter": (AssertionError, "tile counter is left at"),
+    "numbers": (AssertionError, "% of the allowed"),
+    "misaligned": (ptxsim.PtxError, "misaligned global access"),
+    "root mean square": (AssertionError, "root mean square .* % of the allowed"),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel, what is changed in it, and what must catch the change."""
+
+    name: str
+    operation: str
+    old: str
+    new: str
+    caught_by: str
+    problem: Problem = ONE_SEQUENCE
+
+    def __call__(self, spec: KernelSpec, text: str) -> str:
+        """The source, patched if it is this kernel's."""
+        if spec.operation != self.operation or spec.is_fallback:
+            return text
+        if text.count(self.old) != 1:  # no AssertionError, which could pass for a mutant that is caught
+            raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
+        return text.replace(self.old, self.new)
+
+
+def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
+    """Calls what launches the kernel, on inputs that no other kernel has touched, and checks its results."""
+    inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, batch=problem.batch)
+    if problem.growing:
+        growing(inputs, slice(0, 1))
+    inputs = problem.scores(inputs)
+    if problem.rows_ahead:
+        inputs = tuple(place(x[0]) for x in inputs)
+    q, k, v, do = (
+        packed(x) if name == problem.packed else x for name, x in zip(("q", "k", "v", "do"), inputs, strict=True)
+    )
+    device = problem.device or (FEW_MULTIPROCESSORS if problem.few_multiprocessors else HOPPER)
+    asked = {"causal": problem.causal, **problem.features, **problem.offsets}
+    expected = Expectation(q, k, v, do, **asked)
+    options = {
+        **asked,
+        "config": small_tiles(problem.dtype, problem.head_dim),
+        "family": family_of(problem.dtype),
+        "num_splits": problem.num_splits,
+    }
+    of_forward = operation in ("forward", "merge_forward", "split_inputs")
+    if problem.precision:
+        options |= {"config": None, "family": None, "precision": problem.precision}
+    if problem.hopper_tile:  # the family need not have the other kernel of a method
+        reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
+        tiled = reads.get(operation, operation)
+        options["config"] = {tiled: problem.hopper_tile}
+        options["family"] = "sm90" if of_forward else None
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated_gpu(monkeypatch, device, patch=patch):
+        if operation == "backward_dq" and problem.hopper_tile:
+            dq_on_hopper(monkeypatch)
+            check_dq((q, k, v, do), config=problem.hopper_tile, **asked)
+            return
+        if of_forward:
+            o, lse = forward(q, k, v, out=(packed(q), None) if problem.packed == "o" else None, **options)
+            expected.check(o=o, lse=lse)
+            return
+        o, lse = reference.forward(q, k, v, **asked)
+        o, lse = place(o.astype(q.dtype)), place(lse.astype(expected.problem.accumulator_dtype))
+        two_pass = operation in ("backward_dq", "backward_dkdv", "sum_dkdv")
+        method = "two_pass" if two_pass else "single_pass"
+        of_others: tuple[str, ...] = ()  # results of the other pass, whose kernels are not launched
+        if operation == "backward_dq":
+            of_others = ("dk", "dv")
+            leave_out(monkeypatch, "backward_dkdv", "sum_dkdv")
+        elif two_pass:
+            of_others = tuple(name for name in gradient_names(asked, extras(asked)) if name not in ("dk", "dv"))
+            leave_out(monkeypatch, "backward_dq")
+        switches = extras(asked)
+        if not two_pass:
+            switches.pop("return_dscore_args", None)  # with it, all kernels but those of simt would be of two passes
+        gradients = backward(q, k, v, o, lse, do, method=method, **switches, **options)
+        results = dict(zip(gradient_names(asked, switches), gradients, strict=True))
+        expected.check(**{name: result for name, result in results.items() if name not in of_others})
+
+
+@functools.lru_cache(maxsize=None)
+def check_unbroken(operation: str, problem: Problem) -> None:
+    run(operation, problem)

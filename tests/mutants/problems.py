@@ -1,0 +1,88 @@
+"""What broken kernels are run on, and the problems that several of the tables share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from support.fake_cupy import place
+from support.feature_cases import accumulator, options_of
+from support.traced_cases import on_gpu, ready_made
+
+from fa2cupy import TileConfig
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is run on; the tiles are those of `small_tiles`, unless there is one here, for the sm90 family."""
+
+    dtype: str = "float16"
+    head_dim: int = 64
+    lengths: tuple[int, int] = (69, 99)
+    heads: tuple[int, int] = (2, 1)
+    batch: int = 1
+    causal: bool = True
+    few_multiprocessors: bool = False  # so that heads are scheduled in sections
+    packed: str = ""  # names of arrays that lie between others
+    growing: bool = False  # scores that leave the softmax's row shift behind
+    hopper_tile: TileConfig | None = None
+    feature: str = ""  # as `feature_cases.options_of` calls it
+    view: Callable = place  # how the feature's arrays lie
+    function: str = ""  # as `traced_cases.ready_made` calls it
+    scores: Callable = tuple  # from inputs to those with other scores
+    rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
+    device: str = ""  # instead of the one of the tests of Hopper's kernels
+    num_splits: int | None = 1  # blocks that share a tile
+    precision: str | None = None
+
+    @property
+    def features(self) -> dict:
+        """The keywords of the feature and of the function, their arrays on the device."""
+        function = {}
+        if self.function:
+            cases = ready_made(self.batch, self.heads[0], *self.lengths, wide=accumulator(self.dtype))
+            function = on_gpu(cases[self.function].options)
+        if not self.feature:
+            return function
+        sizes = {"batch": self.batch, "num_heads": self.heads[0]}
+        sizes |= dict(zip(("seqlen_q", "seqlen_k"), self.lengths, strict=True))
+        given = options_of(self.feature, self.dtype, sizes)
+        return function | {name: self.view(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+
+    @property
+    def offsets(self) -> dict:
+        """Those of packed sequences, if they are."""
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        own = (place(np.array([self.rows_ahead, length], "int32")) for length in self.lengths)
+        return dict(zip(names, own, strict=True)) if self.rows_ahead else {}
+
+
+ONE_SEQUENCE = Problem()
+PAIRS = (69, 98)  # lengths with which all rows of scores begin on even elements
+
+# Hopper, by the layout of dQ in its workspace where a backward runs: columns, transposed.
+ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
+HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
+HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
+HOPPER_COLUMNS = Problem(head_dim=96, lengths=(310, 150), hopper_tile=TileConfig(64, 128, 12, 2))
+HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileConfig(80, 128, 12, 2))
+
+
+def with_units(inputs: tuple) -> tuple:
+    """V grows with the key, so that its blocks have different units."""
+    inputs[2][:, 64:] *= 16
+    return inputs
+
+
+def with_small_gradients(inputs: tuple) -> tuple:
+    inputs[3][...] *= np.float32(1e-7)
+    return inputs
+
+
+# float32 in parts
+PARTS = Problem("float32", 64, (200, 290), precision="split")
+PARTS_OF_GROUPS = dataclasses.replace(PARTS, heads=(4, 2))
+PARTS_OF_UNITS = dataclasses.replace(PARTS, scores=with_units)
+PARTS_OF_SMALL_GRADIENTS = dataclasses.replace(PARTS, scores=with_small_gradients)

@@ -1,0 +1,289 @@
+"""The kernels on mma.sync: copies, masks and tile ranges, heads, the softmax, the backward; and Delta."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+from .problems import Problem
+
+ONE_HEAD = Problem(heads=(1, 1))
+GROUPS = Problem(heads=(4, 2))
+FULL = Problem(causal=False)
+MASKED_ROWS = Problem(lengths=(94, 37))
+GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
+WIDE = Problem(head_dim=160)
+SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
+#: Between the bound of a loop over 8-column tiles and its body.
+EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
+
+MUTANTS = (
+    # sm80: the ring of key tiles
+    Mutant(
+        "no barrier in the ring",
+        "forward",
+        "cp_async_wait<kStages - 2>();\n        }\n        __syncthreads();",
+        "cp_async_wait<kStages - 2>();\n        }",
+        "race",
+    ),
+    Mutant("no wait for the copy", "forward", "cp_async_wait<kStages - 2>();", "", "race"),
+    Mutant(
+        "wait for the tile before",
+        "backward_dq",
+        "cp_async_wait<kStages - 2>();",
+        "cp_async_wait<kStages - 1>();",
+        "race",
+    ),
+    Mutant(
+        "next tile into the slot in use",
+        "forward",
+        "load(position - (kStages - 1));",
+        "load(position - kStages);",
+        "race",
+    ),
+    Mutant(
+        "no wait where no key tile was",
+        "forward",
+        "cp_async_wait<0>();\n        __syncthreads();\n        store(params, where, share, softmax, output, smem",
+        "store(params, where, share, softmax, output, smem",
+        "race",
+        MASKED_ROWS,
+    ),
+    # sm80: tiles in shared memory
+    Mutant(
+        "swizzle on one side",
+        "forward",
+        "chunk_ = (chunk ^ Tile::swizzle(row)) << 4;",
+        "chunk_ = chunk << 4;",
+        "numbers",
+    ),
+    Mutant(
+        "no column predicate on load",
+        "forward",
+        "row_valid && (kHeadDim == Tile::kCols || chunk * 8 < kHeadDim);",
+        "row_valid;",
+        "bounds",
+        Problem(head_dim=40, heads=(1, 1)),
+    ),
+    Mutant(
+        "no row predicate on load",
+        "backward",
+        "row_valid = first_row + row < num_rows;",
+        "row_valid = true;",
+        "bounds",
+        ONE_HEAD,
+    ),
+    Mutant(
+        "no row predicate on store", "forward", "if (first_row + row < num_rows && (kHeadDim", "if ((kHeadDim", "bounds"
+    ),
+    Mutant(
+        "k read with the strides of v",
+        "forward",
+        "(slot(position), k, k_stride,",
+        "(slot(position), k, v_stride,",
+        "bounds",
+        Problem(packed="v"),
+    ),
+    Mutant(
+        "v read with the strides of k",
+        "forward",
+        "KeyTile::kBytes, v, v_stride,",
+        "KeyTile::kBytes, v, k_stride,",
+        "uninitialised",
+        Problem(packed="v"),
+    ),
+    Mutant(
+        "o stored with the strides of q",
+        "forward",
+        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.o_strides.row",
+        "store_rows<QTile, kM16, kHeadDim>(smem, warp_row, 0, output, o, params.q_strides.row",
+        "stray",
+        Problem(heads=(1, 1), packed="o"),
+    ),
+    Mutant(
+        "o written over q",
+        "forward",
+        "Element* o = params.o + params.o_strides.offset(where.batch, 0, where.head);",
+        "Element* o = const_cast<Element*>(params.q) + params.q_strides.offset(where.batch, 0, where.head);",
+        "input",
+    ),
+    # Masks and tile ranges
+    Mutant(
+        "causal mask one key too far",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + diagonal + 2) : seqlen_k;",
+        "numbers",
+    ),
+    Mutant("causal mask one query too far", "backward", "key - diagonal : 0;", "key - diagonal + 1 : 0;", "numbers"),
+    Mutant(
+        "ragged edge one key too far",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + diagonal + 1) : seqlen_k + 1;",
+        "numbers",
+        FULL,
+    ),
+    Mutant(
+        "last ragged tile left out", "backward_dq", "ceil_div(seen_by_any, kBc)};", "seen_by_any / kBc};", "numbers"
+    ),
+    Mutant(
+        "diagonal from the top left",
+        "forward",
+        "query + diagonal + 1) : seqlen_k;",
+        "query + 1) : seqlen_k;",
+        "numbers",
+    ),
+    Mutant(
+        "blocks of the last section miscounted",
+        "forward",
+        "const int32 tile = rank / heads;",
+        "const int32 tile = rank / schedule.heads_per_section;",
+        "bounds",
+        SECTIONS,
+    ),
+    # Heads
+    Mutant(
+        "query heads dealt out to key heads in turn",
+        "forward",
+        "* kBr;\n        const int32 head_kv = where.head / params.heads_per_group;",
+        "* kBr;\n        const int32 head_kv = where.head % (params.num_heads / params.heads_per_group);",
+        "numbers",
+        GROUPS,
+    ),
+    Mutant(
+        "only the first head of a group",
+        "backward_dkdv",
+        "tiles_per_head * tiles.num_heads(params.heads_per_group);",
+        "tiles_per_head;",
+        "numbers",
+    ),
+    # The softmax
+    Mutant(
+        "sum not rescaled",
+        "forward",
+        "sum[i] = sum[i] * rescale[i] + share;",
+        "sum[i] = sum[i] + share;",
+        "numbers",
+    ),
+    Mutant(
+        "output rescaled by the other row",
+        "forward",
+        f"kD / 8{EACH} output[m].value[n][e] *= rescale[e / 2];",
+        f"kD / 8{EACH} output[m].value[n][e] *= rescale[0];",
+        "numbers",
+    ),
+    Mutant(
+        "no slow path",
+        "forward",
+        "if (!__all_sync(kFullWarp, attempt<kChains>(scores, to_base2, p, share))) return false;",
+        "attempt<kChains>(scores, to_base2, p, share);",
+        "numbers",
+        GROWING,
+    ),
+    Mutant(
+        "log-sum-exp of a row without keys",
+        "forward",
+        "lse[i] = empty ? -infinity<Real>() : row_shift",
+        "lse[i] = empty ? Real(0) : row_shift",
+        "numbers",
+        MASKED_ROWS,
+    ),
+    Mutant(
+        "-inf - (-inf)",
+        "forward",
+        "highest[i] == -infinity<Real>() ? Real(0) : highest[i];",
+        "highest[i];",
+        "numbers",
+        MASKED_ROWS,
+    ),
+    Mutant(
+        "last log-sum-exp not written",
+        "forward",
+        "if (lane % 4 == 0 && row < params.seqlen_q) lse[row]",
+        "if (lane % 4 == 0 && row < params.seqlen_q - 1) lse[row]",
+        "unwritten",
+    ),
+    # sm80: wide heads, where pairs of warps share rows
+    Mutant(
+        "no barrier before the partner's P",
+        "forward",
+        "write_p(p);\n                barrier_sync(barrier(), 64);",
+        "write_p(p);",
+        "race",
+        WIDE,
+    ),
+    Mutant(
+        "no barrier before the partner's maximum",
+        "forward",
+        "stat[m][i]);\n        barrier_sync(barrier(), 64);",
+        "stat[m][i]);",
+        "race",
+        WIDE,
+    ),
+    Mutant(
+        "each warp keeps its own vote",
+        "forward",
+        "kept = barrier_all(barrier(), 64, fits);",
+        "barrier_all(barrier(), 64, fits);\nkept = __all_sync(common::kFullWarp, fits);",
+        "deadlock",
+        Problem(head_dim=160, lengths=(35, 320), causal=False, growing=True),
+    ),
+    # sm80: the backward by key tiles
+    Mutant(
+        "no barrier at the top of an iteration",
+        "backward",
+        "cp_async_wait<0>();\n            block_barrier();\n            if",
+        "cp_async_wait<0>();\n            if",
+        "race",
+    ),
+    Mutant(
+        "dV leaves before the last dQ has read K",
+        "backward",
+        "if (steps > 0) add_dq(previous, (steps + 1) % 2);\n            block_barrier();",
+        "if (steps > 0) add_dq(previous, (steps + 1) % 2);",
+        "race",
+    ),
+    Mutant("P taken before it is written", "backward_dkdv", "barrier_sync(1 + pair, 64);", "", "race"),
+    Mutant("P never announced", "backward_dkdv", "barrier_arrive(1 + pair, 64);", "", "deadlock"),
+    Mutant(
+        "one buffer for the row statistics",
+        "backward",
+        "store_row_stat(row_stat, (t + 1) % 2);",
+        "store_row_stat(row_stat, t % 2);",
+        "race",
+    ),
+    Mutant(
+        "row statistics past the end",
+        "backward",
+        "const bool valid = row < params.seqlen_q;",
+        "const bool valid = true;",
+        "bounds",
+    ),
+    Mutant(
+        "dK without the scale",
+        "backward_dkdv",
+        "common::kept_scale<Spec>(params) : params.softmax_scale;",
+        "common::kept_scale<Spec>(params) : 1.0f;",
+        "numbers",
+    ),
+    Mutant("dQ stored instead of added", "backward", "red.relaxed.gpu.global.add.v4.f32", "st.global.v4.f32", "blocks"),
+    Mutant(
+        "dQ without delta",
+        "backward_dq",
+        "common::kProductsFromDelta<Spec> ? minus_delta[m][e / 2] : 0.0f;",
+        "0.0f;",
+        "numbers",
+    ),
+    Mutant("dQ converted without the scale", "convert_dq", "params.softmax_scale * workspace", "workspace", "numbers"),
+    Mutant("dQ converted past the end", "convert_dq", "if (row >= rows.length) continue;", "", "bounds"),
+    Mutant("delta past the end", "delta", "if (lane == 0 && valid)", "if (lane == 0)", "bounds"),
+    Mutant("delta clears too little", "delta", "offset < bytes;", "offset + kBytes < bytes;", "unwritten"),
+    Mutant("delta clears too much", "delta", "offset < bytes;", "offset <= bytes;", "bounds"),
+    Mutant(
+        "delta leaves shares",
+        "delta",
+        "clear(params.shares, params.shares_bytes);",
+        "",
+        "unwritten",
+        Problem(num_splits=2),
+    ),
+)

@@ -1,0 +1,145 @@
+"""dQ by query tiles on Hopper, two_pass's first kernel."""
+
+from __future__ import annotations
+
+from fa2cupy import TileConfig
+
+from .mutant import Mutant
+from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem
+
+HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
+HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
+HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
+
+MUTANTS = (
+    # sm90: dQ
+    Mutant(
+        "dQ: no wait for Q",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for dO",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());",
+        "",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: no wait for V",
+        "backward_dq",
+        "mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());\n        multiply_rows",
+        "multiply_rows",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: Q over one that is in use",
+        "backward_dq",
+        "mbarrier_wait(empty, queries_.parity() ^ 1);",
+        "",
+        "race",
+        Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
+    ),
+    Mutant(
+        "dQ: as many stages of V as of K",
+        "backward_dq",
+        "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
+        "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: K handed back before dQ is there",
+        "backward_dq",
+        "wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);\n        release_key();",
+        "release_key();\n        wgmma_wait<kPending>();\n        pin(dq_);\n        pin(ds_);",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: the K of the next scores",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.next().slot()), Shape::kKeyPanelBytes)",
+        "race",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: dP used before it is there",
+        "backward_dq",
+        "wgmma_wait<0>();\n        pin(dp_);",
+        "pin(dp_);",
+        "in flight",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: V of what is passed over is kept",
+        "backward_dq",
+        "values_.parity());\n                release_value();",
+        "values_.parity());\n                values_.advance();",
+        "deadlock",
+        HOPPER_SKIPPING,
+    ),
+    Mutant(
+        "dQ: the group's other warps still read dO",
+        "backward_dq",
+        "barrier_sync(kOutputBarrier + group_, kGroupThreads);",
+        "",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: dO handed back before dQ has left through it",
+        "backward_dq",
+        "tma_store_wait_read();\n                mbarrier_arrive(memory_.empty_dout",
+        "mbarrier_arrive(memory_.empty_dout",
+        "race",
+        HOPPER_ONE_WAY_OUT,
+    ),
+    Mutant(
+        "dQ: no proxy fence before the store",
+        "backward_dq",
+        "async_proxy_fence();\n        __syncwarp();",
+        "__syncwarp();",
+        "proxy",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: rows without a key",
+        "backward_dq",
+        "natural == -common::infinity<float>() ? natural :",
+        "false ? natural :",
+        "numbers",
+        HOPPER_MASKED_ROWS,
+    ),
+    Mutant(
+        "dQ: lse past the end",
+        "backward_dq",
+        "const bool valid = at < own.seqlen_q;",
+        "const bool valid = true;",
+        "bounds",
+        HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: delta of one row for both",
+        "backward_dq",
+        "(p, dp, -minus_delta_[i], params_);",
+        "(p, dp, -minus_delta_[0], params_);",
+        "numbers",
+        HOPPER_TILES,
+    ),
+    Mutant("dQ: no scale", "backward_dq", "dq_.value[n][e] *= params_.softmax_scale;", ";", "numbers", HOPPER_TILES),
+    Mutant(
+        "dQ: the panels of K in one place",
+        "backward_dq",
+        "memory_.key(keys_.slot()), Shape::kKeyPanelBytes)",
+        "memory_.key(keys_.slot()), 0)",
+        "numbers",
+        HOPPER_PANELS,
+    ),
+)
