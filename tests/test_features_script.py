@@ -1,0 +1,440 @@
+"""The benchmark of features and the sections of the other one, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+
+import benchmark
+import features
+import numpy as np
+import pytest
+from common import check, decoding, feature_cases, flex, function_cases, measure, peers, sparse
+from common.measure import Candidate, Problem
+from support.fake_timing import FakeGpu, HastyGpu, needs_cupy
+from support.fake_torch import FakeTensor, fake_torch
+
+from fa2cupy.families.device import DeviceInfo
+
+
+@pytest.fixture
+def small_features(monkeypatch):
+    for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "LONGEST_SCORES": 128, "SMALL_TOKENS": 64}.items():
+        monkeypatch.setattr(feature_cases, name, value)
+    monkeypatch.setattr(features, "TOKENS", 256)
+
+
+def feature_options(*extra):
+    return features.parse_arguments(["--head-dims", "32", "--seqlens", "128", "256", "--rounds", "1", *extra])
+
+
+class FakeFlex:
+    """Ours once more, through what a peer has."""
+
+    name, features = "torch flex", flex.FlexAttention.features
+    supports = flex.FlexAttention.supports
+    release = staticmethod(lambda: None)
+    factor = 1
+
+    def __init__(self, gpu):
+        pass
+
+    def candidate(self, case, sets, options, operation):
+        q, k, v, do = case.arrays(sets[0])
+        o, lse = features.fa2cupy.forward(q, k, v, **options[0])
+        if operation == "forward":
+            return Candidate(self.name, lambda: (o * self.factor,))
+        return Candidate(self.name, lambda: features.fa2cupy.backward(q, k, v, o, lse, do, **options[0]))
+
+    def arrays(self, operation, results):
+        return results
+
+
+def test_features_from_checks_to_files(small_features, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
+    run = features.run(feature_options("--families", "default", "sm80"), HastyGpu(), tmp_path)
+    assert not run.failures
+    rows = measure.read_csv(tmp_path / "features.csv")
+    assert tuple(rows[0]) == features.COLUMNS
+    ours = [row for row in rows if row["provider"] == "fa2cupy"]
+    everywhere = {"plain", "softcap", "alibi", "padding", "sink", "dropout"}
+    scores = {f"{name}{kind}" for name in ("bias", "dbias") for kind in ("", "_batch", "_full")}
+    assert {row["feature"] for row in ours if row["seqlen"] == "128"} == {*everywhere, "mask", *scores}
+    assert {row["feature"] for row in ours if row["seqlen"] == "256"} == {*everywhere, "window127"}
+    assert {row["feature"] for row in ours if row["seqlen"] == "16"} == {"plain", "packed"}
+    assert {row["operation"] for row in ours if row["feature"] == "dbias"} == {"backward"}
+    families = {name: {row["family"] for row in ours if row["feature"] == name} for name in ("plain", "packed")}
+    assert families == dict.fromkeys(("plain", "packed"), {"sm90", "sm80"})
+    assert all((row["over_plain"] == "1") == (row["feature"] != "packed") for row in ours)
+    theirs = [row for row in rows if row["provider"] == "torch flex"]
+    assert {(row["feature"], row["operation"]) for row in theirs} == {
+        (feature, operation) for feature in ("softcap", "alibi") for operation in ("forward", "backward")
+    }
+    assert {row["ratio"] for row in theirs} == {"1"}
+    assert any("softcap" in line and "ratio" in line for line in features.summary(run.rows))
+
+
+def test_features_that_are_wrong_are_not_timed(small_features, tmp_path, monkeypatch, capsys):
+    right = features.fa2cupy.forward
+
+    def forward(*arguments, softcap=None, **options):
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(features.fa2cupy, "forward", forward)
+    monkeypatch.setattr(measure, "Gpu", FakeGpu)
+    monkeypatch.setitem(features.PEERS, "flex", FakeFlex)
+    monkeypatch.setattr(FakeFlex, "factor", 2)
+    arguments = ["--features", "softcap", "alibi", "--head-dims", "32", "--seqlens", "256", "--rounds", "1"]
+    assert features.main([*arguments, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "WRONG: softcap bfloat16 d=32 seqlen=256" in told and "torch flex: result 0 differs" in told
+    rows = measure.read_csv(tmp_path / "features.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        ("alibi", "forward", "fa2cupy"), ("alibi", "backward", "fa2cupy"), ("alibi", "backward", "torch flex"),
+    }  # fmt: skip
+
+
+def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    def no_room(xp, problem, seed):
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(features.FEATURES, "sink", feature_cases.Feature(no_room))
+    monkeypatch.setattr(features.FeatureBenchmark, "compile", lambda self, cases: None)
+    run = features.run(feature_options("--features", "sink", "alibi"), FakeGpu(), tmp_path)
+    assert {row["feature"] for row in run.rows} == {"alibi"} and len(run.failures) == 2
+    assert "FAILED: sink bfloat16 d=32 seqlen=128 batch=2 heads=2 causal: MemoryError: too large" in run.failures
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient, flex: ")
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """PyTorch's operators, computed by NumPy."""
+    torch = fake_torch()
+
+    def initialize(self, gpu):
+        self.torch, self.xp = torch, np
+
+    monkeypatch.setattr(peers.TorchPeer, "__init__", initialize)
+    monkeypatch.setattr(peers.TorchPeer, "tensor", lambda self, array: array.view(FakeTensor))
+    monkeypatch.setattr(peers.TorchPeer, "array", lambda self, tensor: np.asarray(tensor))
+    monkeypatch.setattr(peers.TorchPeer, "peak_bytes", lambda self, call: FakeGpu().peak_bytes(lambda: call()[:1]))
+    monkeypatch.setattr(peers.TorchPeer, "deterministic", contextlib.nullcontext)
+    monkeypatch.setattr(peers.TorchPeer, "release", lambda self: None)
+    return torch.ops.aten
+
+
+def test_operators_have_the_features_that_they_are_asked_for(small_features, operators, tmp_path):
+    run = features.run(feature_options("--peers", *features.OPERATORS), HastyGpu(), tmp_path)
+    assert not run.failures
+    both, scores = ("forward", "backward"), ("mask", "bias", "bias_batch", "bias_full")
+    expected = {
+        "torch flash": {(name, each) for name in ("dropout", "packed", "window127") for each in both}
+        | {("alibi", "forward")},
+        "torch cudnn": {(name, each) for name in ("dropout", "padding", *scores) for each in both},
+    }
+    gradients = {(name, "backward") for name in ("dbias", "dbias_batch", "dbias_full")}
+    expected["torch efficient"] = expected["torch cudnn"] | gradients
+    for name, pairs in expected.items():
+        assert {(row["feature"], row["operation"]) for row in run.rows if row["provider"] == name} == pairs
+    full = {row["batch"] for row in run.rows if row["feature"].endswith("_full")}
+    assert full == {2}, "both sequences fit into the limit"
+    assert any(line.startswith("| dropout | 1.00 / 1.00 | 1.00 / 1.00 |") for line in features.table(run.rows))
+
+
+def test_bias_of_all_scores_has_as_many_sequences_as_fit(monkeypatch):
+    cases = list(feature_cases.all_cases(feature_cases.FEATURES, (64, 128), (2048, 16384)))
+    batches = {case.problem.head_dim: case.problem.batch for case in cases if case.feature == "dbias_full"}
+    assert batches == {64: 4, 128: 8}
+    for case in cases:
+        if case.feature == "bias_full":
+            assert case.problem.batch * case.problem.num_heads * case.problem.seqlen**2 * 2 <= 2**30
+    assert {case.problem.seqlen for case in cases if "bias" in case.feature} == {2048}
+
+
+def test_operator_that_is_wrong_is_found(small_features, operators, tmp_path, monkeypatch):
+    right = operators._scaled_dot_product_efficient_attention_backward
+
+    def wrong(*arguments, **options):
+        *gradients, dbias = right(*arguments, **options)
+        return (*gradients, None if dbias is None else dbias * 2)
+
+    monkeypatch.setattr(operators, "_scaled_dot_product_efficient_attention_backward", wrong)
+    options = feature_options("--peers", "efficient", "--features", "bias", "dbias")
+    run = features.run(options, FakeGpu(), tmp_path)
+    assert len(run.failures) == 1 and "torch efficient: result 3 differs" in run.failures[0]
+    assert {row["feature"] for row in run.rows if row["provider"] == "torch efficient"} == {"bias"}
+
+
+@needs_cupy
+@pytest.mark.sample(family=(None,))
+@pytest.mark.parametrize("family", (None, "sm80"))
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
+    """What is compiled ahead and checked is what calls take, at their own choice of method."""
+    from support import fake_gpu
+    from support.fake_cupy import place
+
+    device = DeviceInfo.named("sm_90")
+    for case in feature_cases.all_cases(feature_cases.FEATURES, (128,), (2048,)):
+        if operation not in case.operations:
+            continue
+        # A call of the real length, of few heads and without its work.
+        case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=2, num_heads=2))
+        if case.feature == "packed":
+            case = case.shrunk()
+        with fake_gpu.fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
+            q, k, v, do = map(place, case.inputs(np))
+            options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in case.options(np, 0).items()}
+            o, lse = fake_gpu.forward(q, k, v, family=family, **options)
+            if operation == "backward":
+                launched.clear()
+                gradients = {f"return_{name}": True for name in case.gradients}
+                fake_gpu.backward(q, k, v, o, lse, do, family=family, **gradients, **options)
+        assert tuple(stage.spec for stage in launched) == case.kernels(device, operation, family).specs, case
+
+
+def test_work_of_features_is_that_of_visible_pairs():
+    problem = Problem("bfloat16", 64, 1024, 16, 32, True)
+    pairs = sum(min(i, 127) + 1 for i in range(1024))
+    assert feature_cases.Case("window127", problem).flops("forward") == 4 * 16 * 32 * pairs * 64
+    packed = feature_cases.Case("packed", problem)
+    assert packed.flops("forward") == 2 * 32 * sum(n * n for n in feature_cases.PACKED) * 64
+    assert sum(feature_cases.PACKED) == feature_cases.TOKENS
+    assert packed.arrays(*FakeGpu().tensors(problem, 1))[0].shape == (16384, 32, 64)
+
+
+def test_missing_torch_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    available = peers.available_peers(FakeGpu(), list(peers.PEERS))
+    assert [peer.name for peer in available] == ["cupy unfused"]
+    assert capsys.readouterr().out.startswith("without flash, cudnn, efficient: ")
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    monkeypatch.setattr(benchmark, "MODELS", {"even": (2, 2, 32), "grouped": (4, 2, 64)})
+    monkeypatch.setattr(benchmark, "MODEL_SIZES", ((1, 40), (2, 24)))
+
+
+def test_models_from_checks_to_files(small_models, operators, tmp_path, monkeypatch, capsys):
+    right = operators._scaled_dot_product_cudnn_attention
+
+    def same_heads_only(query, key, *arguments):
+        if query.shape[1] != key.shape[1]:
+            raise RuntimeError("as many heads, please")
+        return right(query, key, *arguments)
+
+    monkeypatch.setattr(operators, "_scaled_dot_product_cudnn_attention", same_heads_only)
+    gpu = FakeGpu()
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "models"]), gpu, tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["models.csv"], "the results of other sections stay"
+    assert gpu.precompiled[1] == peers.OPERATIONS
+    rows = measure.read_csv(tmp_path / "models.csv")
+    assert tuple(rows[0]) == benchmark.MODEL_COLUMNS
+    operations = ("forward", "default", "deterministic")
+    heads = {"even": ("2", "2"), "grouped": ("4", "2")}
+    assert {(row["model"], row["batch"], row["operation"], row["provider"]) for row in rows} == {
+        (model, batch, operation, provider)
+        for model in heads
+        for batch in "12"
+        for operation in operations
+        for provider in ("fa2cupy", "torch flash", "torch cudnn")
+        if provider != "torch cudnn" or model == "even"
+    }
+    assert all((row["num_heads"], row["num_heads_kv"]) == heads[row["model"]] for row in rows)
+    tiles = {row["operation"]: row["tile"].split(":")[0] for row in rows if row["provider"] == "fa2cupy"}
+    assert {tiles[name] for name in ("default", "deterministic")} == {"two_pass"}
+    grouped = next(row for row in rows if (row["model"], row["operation"]) == ("grouped", "default"))
+    assert float(grouped["tflops"]) == pytest.approx(5 * 2 * 4 * 40**2 / 2 * 64 / 2e-3 / 1e12, rel=1e-4)
+    assert int(grouped["extra_bytes"]) == 100, "dk and dv are smaller than dq"
+    told = capsys.readouterr().out
+    assert "without torch cudnn: as many heads, please" in told
+    assert "| grouped | 1.00 / 1.00 / 1.00 | 1.00 / 1.00 / 1.00 |" in told and "smallest: 1.00, " in told
+    assert benchmark.main(["--plot-only", str(tmp_path / "models.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 1 x 40 | 2 x 24 |\n")
+
+
+def test_models_that_are_wrong_are_failures(small_models, tmp_path, monkeypatch):
+    def verify(self, operation, **options):
+        raise AssertionError("dq is off by a mile")
+
+    monkeypatch.setattr(check.HeadCheck, "verify", verify)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "models", "--peers"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 2 * 2 * 3 and "WRONG: bfloat16 d=32 seqlen=40" in run.failures[0]
+
+
+def test_models_have_the_heads_that_they_are_named_after():
+    problems = [problem for _, problem in benchmark.model_problems()]
+    assert len(problems) == 27 and all(problem.causal and problem.dtype == "bfloat16" for problem in problems)
+    llama = dict(benchmark.model_problems())["llama3-70b-tp8"]
+    assert (llama.num_heads, llama.heads_kv, llama.head_dim, llama.batch, llama.seqlen) == (8, 1, 128, 4, 4096)
+
+
+def test_float32_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    asked, forward = [], peers.fa2cupy.forward
+
+    def remembered(*inputs, **options):
+        asked.append(options.get("precision"))
+        return forward(*inputs, **options)
+
+    monkeypatch.setattr(peers.fa2cupy, "forward", remembered)
+    small = [measure.Problem("float32", 32, 64, 1, 2, causal) for causal in (False, True)]
+    monkeypatch.setattr(benchmark, "precision_problems", lambda: small)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "float32"]), FakeGpu(), tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["float32.csv"]
+    rows = measure.read_csv(tmp_path / "float32.csv")
+    assert tuple(rows[0]) == benchmark.PRECISION_COLUMNS
+    assert {(row["precision"], row["causal"], row["operation"], row["provider"]) for row in rows} == {
+        (precision, causal, operation, provider)
+        for precision in benchmark.PRECISIONS
+        for causal in "01"
+        for operation in ("forward", "default", "deterministic")
+        for provider in ("fa2cupy", "torch efficient")
+    }
+    assert set(benchmark.PRECISIONS) <= set(asked)
+    assert "| split 32 causal | 1.00 / 1.00 / 1.00 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "float32.csv")]) == 0
+    assert capsys.readouterr().out.startswith("| forward / default / deterministic | 64 |\n")
+
+
+def test_the_sizes_of_float32():
+    problems = list(benchmark.precision_problems())
+    assert len(problems) == 18 and all(one.dtype == "float32" and one.batch * one.seqlen == 16384 for one in problems)
+
+
+def test_sparse_from_checks_to_files(operators, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 512, 1, 2, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 512)
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert not run.failures and not run.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse.csv"]
+    rows = measure.read_csv(tmp_path / "sparse.csv")
+    assert tuple(rows[0]) == sparse.COLUMNS
+    calls = {(row["pattern"], row["operation"]) for row in rows if row["operation"] != "map"}
+    assert calls == {(name, operation) for name in ("dense", *sparse.PATTERNS) for operation in sparse.OPERATIONS}
+    for row in rows:  # every call takes 2 ms
+        if row["operation"] in sparse.OPERATIONS:
+            pairs = float(row["density"]) * 2 * 512**2
+            assert float(row["tflops"]) == pytest.approx(measure.flops(row["operation"], pairs, 16) / 2e9, rel=1e-3)
+            assert float(row["ratio"]) == pytest.approx(float(row["density"]), rel=1e-3)
+    assert next(row["provider"] for row in rows if row["operation"] == "map") == "fa2cupy"
+    assert "| forward / default | 16, 512 |" in capsys.readouterr().out
+    assert benchmark.main(["--plot-only", str(tmp_path / "sparse.csv")]) == 0
+    assert "| prefix-LM |" in capsys.readouterr().out
+
+
+def test_sparse_reports_what_is_wrong(operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "sparse_problems", lambda: [Problem("float32", 16, 256, 1, 1, False)])
+    monkeypatch.setattr(sparse, "MAP_SEQLEN", 256)
+    monkeypatch.setattr(sparse, "PATTERNS", ("document",))
+    monkeypatch.setattr(sparse.fa2cupy, "forward", lambda q, k, v, **options: (q, np.zeros((1, 1, 256), "float32")))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "sparse"]), FakeGpu(), tmp_path)
+    assert len(run.failures) == 1 and run.failures[0].startswith(
+        "WRONG: float32 d=16 seqlen=256 batch=1 heads=1 full doc"
+    )
+
+
+def test_section_features_is_the_other_script_without_the_compiler(small_features, operators, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "PEER_FEATURES", ("bias", "softcap"))
+    monkeypatch.setattr(features, "HEAD_DIMS", (32,))
+    monkeypatch.setattr(features, "SEQLENS", (128,))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "features"]), FakeGpu(), tmp_path)
+    assert not run.failures
+    assert [path.name for path in tmp_path.iterdir()] == ["features-peers.csv"]
+    rows = measure.read_csv(tmp_path / "features-peers.csv")
+    providers = {name: {row["provider"] for row in rows if row["feature"] == name} for name in ("bias", "softcap")}
+    assert providers == {"bias": {"fa2cupy", "torch cudnn", "torch efficient"}, "softcap": {"fa2cupy"}}
+
+
+def test_section_functions_is_beside_flex_attention_and_the_built_in_keywords(small_features, tmp_path, monkeypatch):
+    class FakeFlexFunctions(FakeFlex):
+        features = flex.FlexFunctions.features
+
+    for name, value in {"TOKENS": 256, "MODEL_DIM": 64, "SEQLENS": (256,)}.items():
+        monkeypatch.setattr(function_cases, name, value)
+    monkeypatch.setattr(benchmark, "FlexFunctions", FakeFlexFunctions)
+    monkeypatch.setattr(features, "HEAD_DIMS", (32,))
+    run = benchmark.run(benchmark.parse_arguments(["--sections", "functions", "--rounds", "1"]), HastyGpu(), tmp_path)
+    assert not run.failures
+    rows = measure.read_csv(tmp_path / "functions.csv")
+    assert {(row["feature"], row["operation"], row["provider"]) for row in rows} == {
+        (name, operation, provider)
+        for name in function_cases.FUNCTIONS
+        for operation in ("forward", "backward")
+        for provider in ("fa2cupy", "torch flex")
+    }
+    causal = {row["feature"]: row["causal"] for row in rows}
+    assert {name for name in causal if causal[name] == "1"} == {"softcap", "alibi", "t5_relative"}
+
+
+def test_functions_are_those_of_the_built_in_keywords():
+    problem = measure.Problem("bfloat16", 64, 96, 1, 4, True)
+    q, k, v, _ = (np.asarray(x, "float32") for x in feature_cases.Case("plain", problem).inputs(np))
+    for name in ("softcap", "alibi"):
+        case = function_cases.FunctionCase(name, problem)
+        results = [features.fa2cupy.forward(q, k, v, **each.options(np, 0))[0] for each in (case, case.plain)]
+        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_visible_pairs_and_buckets_of_functions():
+    problem = measure.Problem("bfloat16", 64, 4096, 2, 32, False)
+    pairs = measure.visible_pairs(4096, function_cases.WINDOW)
+    for name, expected in (("sliding_window", pairs), ("causal", 4096 * 4097 / 2), ("document", 16 * 256**2)):
+        flops = function_cases.FunctionCase(name, problem).flops("forward")
+        assert flops == pytest.approx(4 * 2 * 32 * expected * 64, rel=4e-3)
+    buckets = function_cases.distance_buckets(200)
+    assert buckets[200] == 0 and buckets[199] == 1 and buckets[201] == 17 and buckets.max() == buckets[-1] == 31
+
+
+def test_decoding_is_checked_timed_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(decoding, "_COPIED_BYTES", 1 << 12)
+
+    class Peer:
+        name = "torch flash"
+
+        def own(self, array):
+            return array
+
+        def forward(self, causal, q, k, v):
+            if q.shape[1] > 1:
+                raise RuntimeError("no such shape")
+            return (q,)
+
+        def release(self):
+            pass
+
+    problems = [
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1),
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 3),
+        decoding.CachedProblem("ragged", (3, 40), (4, 1), 16, 1),
+        decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1, 16),
+    ]
+    path = tmp_path / "decode.csv"
+    assert not decoding.run_decode(FakeGpu(), [Peer()], 2, 1.0, path, problems)
+    rows = measure.read_csv(path)
+    assert list(rows[0]) == list(decoding.COLUMNS)
+    ours = [row for row in rows if row["provider"] == "fa2cupy"]
+    assert [row["cache"] for row in ours] == ["2 x 70", "2 x 70", "ragged", "2 x 70"]
+    assert float(ours[0]["us_median"]) == 2000 and all(row["host_us"] for row in ours)
+    assert [row["ratio"] for row in rows if row["provider"] == "torch flash"] == ["1.000"]
+    assert "| 16 | 4/2 | 1 | 2 x 70, pages of 16 |" in capsys.readouterr().out
+
+
+def test_wrong_results_of_decoding_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding, "_COPIED_BYTES", 1 << 12)
+    monkeypatch.setattr(decoding.fa2cupy, "decode", lambda q, *_, **__: (q, None))
+    problem = decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1)
+    (failure,) = decoding.run_decode(FakeGpu(), [], 2, 1.0, tmp_path / "decode.csv", [problem])
+    assert "an error of" in failure and not (tmp_path / "decode.csv").exists()
+
+
+def test_the_cached_problems_are_those_that_are_promised():
+    problems = list(decoding.cached_problems())
+    assert {problem.head_dim for problem in problems} == {64, 128}
+    assert {problem.page_size for problem in problems} == {None, 16, 64}
+    assert max(problem.nbytes for problem in problems) == 128 * 8192 * 8 * 128 * 4
