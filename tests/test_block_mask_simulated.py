@@ -217,7 +217,7 @@ def test_lists(monkeypatch, options, tile):
 # --------------------------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.sample(band=({"window": (40, 3)},))
+@pytest.mark.sample(band=({"window": (40, 3)},), family=("simt", "sm90"))
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
 @pytest.mark.parametrize("family", TILES)
 def test_maps_of_functions(launched, family, band):

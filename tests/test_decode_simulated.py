@@ -61,7 +61,7 @@ def test_tensor_cores_at_every_head_dim(launched, dtype, head_dim):
         check(on_device, case)
 
 
-@pytest.mark.sample(head_dim=(59, 111))
+@pytest.mark.sample(head_dim=(59,))
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [("float32", d) for d in (1, 32, 59, 128, 250)] + [("float64", d) for d in (32, 111, 256)]
 )

@@ -163,6 +163,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     """Each wait is needed by one order of events at least, in which the results of a scheme are wrong without it."""
     monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)

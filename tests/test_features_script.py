@@ -414,6 +414,7 @@ def test_decoding_is_checked_timed_and_written(tmp_path, capsys, monkeypatch):
         decoding.CachedProblem("ragged", (3, 40), (4, 1), 16, 1),
         decoding.CachedProblem("2 x 70", (70, 70), (4, 2), 16, 1, 16),
     ]
+    monkeypatch.setattr(decoding, "host_microseconds", lambda gpu, calls, rounds: {calls[0].name: 20.0})
     path = tmp_path / "decode.csv"
     assert not decoding.run_decode(FakeGpu(), [Peer()], 2, 1.0, path, problems)
     rows = measure.read_csv(path)

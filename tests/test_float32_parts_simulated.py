@@ -214,7 +214,7 @@ def test_features_together(launched, kernels):
     check(draw("float32", lengths, 128), launched, kernels, causal=True, **features_of(names, lengths))
 
 
-@pytest.mark.sample(repeated=("hq",), softcap=(None,), kernels=("sm90, two_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("repeated", "head_dim", "softcap"),
     (("", 64, None), ("b", 64, None), ("hq", 64, None), ("hq", 64, 2.0), ("k", 64, None)),
@@ -243,13 +243,13 @@ def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, 
     assert all(("full_dbias" in spec.features) == (not repeated) for spec in specs)
 
 
-@pytest.mark.matrix  # every day runs the one of a caller's below
+@pytest.mark.sample(name=("softcap",))
 @in_turn("name", ready_made(1, 2, 150, 210))
 def test_ready_made_functions(launched, kernels, name):
     check(draw("float32", (150, 210), 64), launched, kernels, **on_gpu(ready_made(1, 2, 150, 210)[name].options))
 
 
-@of_mma
+@pytest.mark.matrix
 @pytest.mark.parametrize("kernels", ["sm90, two_pass", "sm80, two_pass"], indirect=True)
 def test_the_gradient_of_a_functions_array(launched, kernels):
     """Also of heads that are left to IEEE arithmetic, with a soft cap behind the function and dropout."""
@@ -372,7 +372,7 @@ def test_wide_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(laun
 
 
 @of_wide_rows
-@pytest.mark.sample(kind=("positive",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ("normal", "positive", "channels", "opposite magnitudes", "spread rows"))
 def test_errors_of_wide_rows_are_those_of_float32(monkeypatch, kernels, kind):
     check_errors(monkeypatch, kind, 150, 256, kernels)
@@ -415,7 +415,7 @@ def spoil(inputs: tuple, kind: str) -> tuple:
     return inputs
 
 
-@pytest.mark.sample(kind=("small columns", "large terms"))
+@pytest.mark.sample(kind=("large terms",))
 @in_turn("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
     """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""

@@ -19,6 +19,7 @@ from fa2cupy.families.operations import TILED
 from fa2cupy.inspection import default_specs
 from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import KernelSource, render_kernel
+from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.plan.calls import plan_backward
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.attention import AttentionProblem
@@ -785,6 +786,12 @@ def layout_id(spec) -> str:
     return f"{spec.operation}-{spec.family}-{spec.dtype}{'-split' if spec.is_split else ''}"
 
 
+def compile_checks(spec: KernelSpec, checks: str) -> None:
+    """Compiles static assertions behind the headers of a kernel, without the kernel, which takes longer."""
+    head, kernel, _ = render_kernel(spec).text.partition('extern "C" __global__')
+    compile_source(KernelSource(spec, f"{head}{checks}{kernel} void {spec.symbol}() {{}}\n"))
+
+
 @pytest.mark.parametrize("spec", every_layout(), ids=layout_id)
 def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
     pytest.importorskip("cupy", exc_type=ImportError)
@@ -808,7 +815,7 @@ def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
         f"static_assert(sizeof(fa2::Params::{name}) == {sizes[name]});"
         for name, offset in offsets.items()
     ]
-    compile_source(KernelSource(spec, render_kernel(spec).text + "\n".join(checks) + "\n"))
+    compile_checks(spec, "\n".join(checks) + "\n")
 
 
 @pytest.mark.parametrize("spec", every_layout(), ids=layout_id)
@@ -856,16 +863,13 @@ def test_the_kernels_have_the_workspace_of_dq_in_the_planned_size(head_dim, fami
     _, main, convert = plan.stages
     per_tile = workspace_sizes(plan)["dq_accum"] // 4 // convert.blocks
     check = f"static_assert(fa2::{family}::ConvertDq<fa2::Spec>::Workspace::kTileElements == {per_tile});\n"
-    compile_source(KernelSource(convert.spec, render_kernel(convert.spec).text + check))
-    # Only the check matters here, not the kernel, which takes longer to compile.
-    head, _, _ = render_kernel(main.spec).text.partition('extern "C" __global__')
+    compile_checks(convert.spec, check)
     shape = {"sm80": "Backward<fa2::Spec>", "sm90": "BackwardShape<fa2::Spec, true>"}[family]
     check = (
         f"using Main = fa2::{family}::{shape};\n"
         f"static_assert(fa2::{family}::DqWorkspace<Main::kBr, Main::kD>::kTileElements == {per_tile});\n"
     )
-    kernel = f'extern "C" __global__ void {main.spec.symbol}() {{}}\n'
-    compile_source(KernelSource(main.spec, head + check + kernel))
+    compile_checks(main.spec, check)
 
 
 @pytest.mark.parametrize("family", ("sm80", "sm90"))
@@ -877,9 +881,7 @@ def test_the_kernels_have_the_workspace_of_shares_in_the_planned_size(head_dim, 
         tiles = record(stage)["num_tiles"] * BASE.num_heads * BASE.batch
         check = f"static_assert(fa2::common::OutputShares<fa2::Spec>::kTileElements * {3 * tiles * 4}ll == "
         check += f"{plan.workspaces[0].nbytes});\n"
-        head, _, _ = render_kernel(stage.spec).text.partition('extern "C" __global__')
-        kernel = f'extern "C" __global__ void {stage.spec.symbol}() {{}}\n'
-        compile_source(KernelSource(stage.spec, head + check + kernel))
+        compile_checks(stage.spec, check)
 
 
 def test_two_launches_differ_in_nothing_but_what_the_caller_changed():

@@ -116,10 +116,18 @@ def test_a_checkpoint_of_another_text_is_refused(corpus, tmp_path):
         Training.load(tmp_path / "other.npz", changed, NumpyArrays())
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", "array", "archive", "shapes", "settings", "cut"])
-def test_junk_is_no_checkpoint(content, corpus, short_corpus, tmp_path, capsys):
-    path = tmp_path / "junk.npz"
+@pytest.fixture(scope="module")
+def checkpoint(corpus, tmp_path_factory) -> bytes:
+    """One of one step."""
+    path = tmp_path_factory.mktemp("checkpoint") / "good.npz"
     train(SMALL, corpus, 1).save(path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", "array", "archive", "shapes", "settings", "cut"])
+def test_junk_is_no_checkpoint(content, checkpoint, short_corpus, tmp_path, capsys):
+    path = tmp_path / "junk.npz"
+    path.write_bytes(checkpoint)
     with np.load(path) as saved:
         good = dict(saved)
     if content == "array":
