@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Container
 from pathlib import Path
 
@@ -28,6 +30,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="on a GPU: each array alone in pages of its own, so that what is read or written outside of it faults",
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        default=(0, 1),
+        metavar="K/N",
+        help="of the matrix, part K of N, counted from 0; a test is always of the same part",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, got {text!r}")
+    return int(part), int(parts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not all(_is_sampled(item, mark.kwargs) for mark in item.iter_markers("sample")):
             item.add_marker(pytest.mark.matrix)
+    part, parts = config.getoption("--part")
+    others = [item for item in items if item.get_closest_marker("matrix") and _part_of(item, parts) != part]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if config.pluginmanager.hasplugin("xdist"):
         for item in needing:
@@ -74,6 +96,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # usual threshold the collector looks through them over and over. Tests on the GPU leave memory there to it.
     if any(item.get_closest_marker("simulated") for item in session.items):
         gc.set_threshold(100_000, 20, 20)
+
+
+def _part_of(item: pytest.Item, parts: int) -> int:
+    """Out of its name, so that a new test leaves the others where they are."""
+    return zlib.crc32(item.nodeid.encode()) % parts
 
 
 def _is_sampled(item: pytest.Item, values: dict[str, Container]) -> bool:

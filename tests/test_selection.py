@@ -1,0 +1,45 @@
+"""Which tests run: the parts of the matrix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import CHECKOUT
+
+pytestmark = pytest.mark.matrix
+
+#: One with tests of the matrix and others, which imports little.
+FILE = "tests/test_distributed_races.py"
+
+
+def collect(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", FILE, *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+
+
+def names(*arguments: str) -> set[str]:
+    run = collect(*arguments)
+    assert run.returncode == 0, run.stdout
+    return {line for line in run.stdout.splitlines() if "::" in line}
+
+
+def test_each_test_of_the_matrix_is_of_one_part():
+    parts = [names("-m", "matrix", "--part", f"{part}/3") for part in range(3)]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    assert set().union(*parts) == names("-m", "matrix")
+
+
+def test_what_is_not_of_the_matrix_is_of_every_part():
+    assert names("--part", "1/3") == names() != set()
+
+
+@pytest.mark.parametrize("part", ["3/3", "1", "-1/3", "1/0", "a/b"])
+def test_a_part_that_cannot_be_is_refused(part):
+    run = collect(f"--part={part}")
+    assert run.returncode == 4
+    assert f"expected K/N with 0 <= K < N, got '{part}'" in run.stderr
