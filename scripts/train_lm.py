@@ -39,7 +39,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +51,7 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
         os.environ.setdefault(name, "1")
 
 import numpy as np
+from common.ranks import communicator, device_count, free_ports
 from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.ranks import OneRank, SeveralRanks
@@ -342,16 +342,6 @@ def run(options: argparse.Namespace, ranks: OneRank) -> int:
     return 0
 
 
-def device_count() -> int:
-    """The number of GPUs; 0 without CuPy or a driver."""
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # CuPy without a driver raises its own kind
-        return 0
-
-
 def run_simulated(options: argparse.Namespace) -> int:
     """Ranks as threads on NumPy."""
     options.device = "cpu"
@@ -361,8 +351,7 @@ def run_simulated(options: argparse.Namespace) -> int:
 def run_processes(options: argparse.Namespace) -> int:
     """A process for each GPU; one that fails ends the others."""
     context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
     processes = [context.Process(target=run_process, args=(options, rank, port)) for rank in range(options.ranks)]
     for process in processes:
         process.start()
@@ -382,11 +371,7 @@ def run_processes(options: argparse.Namespace) -> int:
 
 def run_process(options: argparse.Namespace, rank: int, port: int) -> None:
     """The process of one GPU."""
-    import cupy
-
-    cupy.cuda.Device(rank).use()
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1"}
-    comm = dist.Communicator.from_env({**environment, "MASTER_PORT": str(port)}, timeout=_TIMEOUT_S)
+    comm = communicator(rank, options.ranks, port, _TIMEOUT_S)
     try:
         sys.exit(run(options, SeveralRanks(comm)))
     except (SetupError, FloatingPointError) as error:

@@ -7,12 +7,16 @@ import queue
 import sys
 import threading
 import types
+from functools import partial
 
 import numpy as np
 import pytest
 import scaleout
 from common import measure
-from common.scaleout_peers import TorchRingWork
+from sequence_parallel import processes, rank
+from sequence_parallel.devices import GpuDevice, HostDevice
+from sequence_parallel.jobs import Job, Measurement, share_of
+from sequence_parallel.torch_ring import TorchRingWork
 
 import fa2cupy.distributed as dist
 from fa2cupy.distributed.threads import ThreadTransport, World
@@ -29,8 +33,8 @@ def simulate(folder, *more: str) -> int:
     return scaleout.main(["--simulate", "--out", str(folder), "--heads", "4/2", *more])
 
 
-def job(scheme: str, seqlen: int = 32) -> scaleout.Job:
-    return scaleout.Job(measure.Problem("float64", 16, seqlen, 1, 4, True, 2), 2, scheme)
+def job(scheme: str, seqlen: int = 32) -> Job:
+    return Job(measure.Problem("float64", 16, seqlen, 1, 4, True, 2), 2, scheme)
 
 
 # --- simulated ranks --------------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def test_without_several_gpus_it_says_so(monkeypatch, capsys):
 
 def test_jobs_are_all_that_the_ranks_divide(monkeypatch):
     options = scaleout.argument_parser().parse_args(["--full", "--peers"])
-    jobs = scaleout.all_jobs(options, scaleout.ranks_of(8), scaleout.GpuDevice)
+    jobs = scaleout.all_jobs(options, scaleout.ranks_of(8), GpuDevice)
     assert {one.ranks for one in jobs} == {2, 4, 8}
     assert {one.problem.seqlen for one in jobs} == {32768, 131072, 524288, 1048576}
     narrow = [one.scheme for one in jobs if one.ranks == 8 and one.problem.heads_kv == 4]
@@ -165,7 +169,7 @@ def test_jobs_are_all_that_the_ranks_divide(monkeypatch):
     [((32, 8), 4, (8, 2)), ((16, 4), 8, (2, 1)), ((16, 16), 2, (8, 8)), ((32, 8), 3, None), ((16, 4), 32, None)],
 )
 def test_the_baseline_has_a_share_of_the_heads(heads, ranks, share):
-    found = scaleout.share_of(measure.Problem("bfloat16", 128, 4096, 1, heads[0], True, heads[1]), ranks)
+    found = share_of(measure.Problem("bfloat16", 128, 4096, 1, heads[0], True, heads[1]), ranks)
     assert (found and (found.num_heads, found.heads_kv)) == share
     assert found is None or found.seqlen == 4096
 
@@ -176,7 +180,7 @@ def test_the_baseline_has_a_share_of_the_heads(heads, ranks, share):
 def made_up(scheme: str, seqlen: int, ranks: int) -> list[dict[str, object]]:
     calls = {"forward": [2.0, 3.0, 4.0], "backward": [5.0, 5.0, 5.0], "training": [7.0, 8.0, 12.0]}
     alone = {name: [0.9 * one for one in times] for name, times in calls.items()}
-    one = scaleout.Measurement("one call", 1e-3, True, 2**20, calls, alone)
+    one = Measurement("one call", 1e-3, True, 2**20, calls, alone)
     slow = one._replace(times={**calls, "training": [8.0, 8.0, 8.0]})
     rows = scaleout.rows_of(job(scheme, seqlen)._replace(ranks=ranks), [one, slow])
     return [{"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **row} for row in rows]
@@ -241,23 +245,23 @@ def ranks(monkeypatch):
             for world in worlds.values():
                 world.fail(0)
 
-    class Device(scaleout.HostDevice):
+    class Device(HostDevice):
         gpu = None
 
     context = types.SimpleNamespace(Queue=queue.Queue, Process=Process)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda rank: types.SimpleNamespace(use=int)))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(scaleout.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: context)
     monkeypatch.setattr(dist.Communicator, "from_env", from_env)
-    monkeypatch.setattr(scaleout, "GpuDevice", Device)
-    monkeypatch.setattr(scaleout, "TIMEOUT_S", 20.0)
-    monkeypatch.setattr(scaleout, "POLL_S", 0.02)
+    monkeypatch.setattr(processes, "GpuDevice", Device)
+    monkeypatch.setattr(processes, "TIMEOUT_S", 20.0)
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
     return worlds
 
 
 def test_ranks_measure_job_by_job(ranks):
     jobs = [job("heads"), job("ring")]
-    found = list(scaleout.on_gpus(jobs))
+    found = list(processes.on_gpus(jobs))
     assert [one for one, _ in found] == jobs
     assert all([one.equal for one in by_rank] in ([True, True], [False, False]) for _, by_rank in found)
     assert all(len(one.times["training"]) == 2 for _, by_rank in found for one in by_rank)
@@ -265,16 +269,16 @@ def test_ranks_measure_job_by_job(ranks):
 
 
 def test_other_processes_go_on_after_a_failure(ranks, monkeypatch, capsys):
-    right = scaleout.Rank.measure
+    right = rank.Rank.measure
 
     def failing(self, one):
         if one.scheme == "gather" and self.comm.rank == 1:
             raise MemoryError("out of memory\nin CuPy")
         return right(self, one)
 
-    monkeypatch.setattr(scaleout.Rank, "measure", failing)
+    monkeypatch.setattr(rank.Rank, "measure", failing)
     jobs = [job("heads"), job("gather"), job("ring")]
-    found = dict(scaleout.on_gpus(jobs))
+    found = dict(processes.on_gpus(jobs))
     assert list(found) == jobs
     assert found[jobs[1]].startswith("rank ")
     assert all(len(found[jobs[place]]) == 2 for place in (0, 2))
@@ -291,7 +295,7 @@ def test_ranks_that_do_not_reach_each_other_end_the_run(ranks, monkeypatch, tmp_
     monkeypatch.setattr(scaleout, "find_gpu", lambda: gpu)
     monkeypatch.setattr(scaleout, "device_count", lambda: 2)
     arguments = ["--rows", "64", "--heads", "4/2", "--peers", "--out", str(tmp_path)]
-    monkeypatch.setattr(scaleout.GpuDevice, "dtype", "float64")
+    monkeypatch.setattr(GpuDevice, "dtype", "float64")
     assert scaleout.main(arguments) == 1
     assert ": ImportError: CuPy finds no NCCL" in capsys.readouterr().err.splitlines()[-1]
 
@@ -301,8 +305,8 @@ def test_a_process_that_dies_is_an_error():
         raise queue.Empty
 
     dead = [types.SimpleNamespace(exitcode=code) for code in (None, -6)]
-    with pytest.raises(scaleout.RankError, match=r"the processes of ranks \[1\] have ended") as raised:
-        next(scaleout.collected(types.SimpleNamespace(get=nothing), dead, 1))
+    with pytest.raises(processes.RankError, match=r"the processes of ranks \[1\] have ended") as raised:
+        next(processes.collected(types.SimpleNamespace(get=nothing), dead, 1))
     assert not raised.value.is_setup
 
 
@@ -312,7 +316,7 @@ def test_a_process_that_dies_is_an_error():
 def test_without_torch_is_one_line(ranks, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     jobs = [job("heads"), job(scaleout.PEER), job("ring"), job(scaleout.PEER)]
-    _, failed = scaleout.run(jobs, scaleout.on_gpus, {}, tmp_path / "scaleout.csv")
+    _, failed = scaleout.run(jobs, processes.on_gpus, {}, tmp_path / "scaleout.csv")
     assert failed == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
     assert len(told) == 1 and told[0].startswith("without torch ring on 2 ranks") and "torch" in told[0]
@@ -334,18 +338,18 @@ def test_the_ring_of_torch_is_checked_and_timed(is_right, ranks, monkeypatch, tm
         def release(self):
             pass
 
-    class RingWork(scaleout.Work):
+    class RingWork(rank.Work):
         def __init__(self, ring, arrays):
-            calls = [scaleout.partial(call, ring.comm, scheme="ring") for call in (dist.forward, dist.backward)]
+            calls = [partial(call, ring.comm, scheme="ring") for call in (dist.forward, dist.backward)]
             super().__init__(*calls, arrays)
 
         def arrays(self):
             o, _, *gradients = self.training()
             return o if is_right else o + 1e-6, *gradients
 
-    monkeypatch.setattr(scaleout, "TorchRing", Ring)
-    monkeypatch.setattr(scaleout, "TorchRingWork", RingWork)
-    rows, failed = scaleout.run([job(scaleout.PEER)], scaleout.on_gpus, {}, tmp_path / "scaleout.csv")
+    monkeypatch.setattr(processes, "TorchRing", Ring)
+    monkeypatch.setattr(rank, "TorchRingWork", RingWork)
+    rows, failed = scaleout.run([job(scaleout.PEER)], processes.on_gpus, {}, tmp_path / "scaleout.csv")
     assert failed == 0
     assert [row["extra_bytes"] for row in rows] == ([1000] * 3 if is_right else [])
     assert is_right or "its results are not ours" in capsys.readouterr().out

@@ -295,8 +295,8 @@ def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
 def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
     """Numbers that NumPy's BLAS reads when it is loaded, and that a test can only see from within the process."""
     spy = "import os, sys, numpy; print(os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
-    (tmp_path / "language_model").mkdir()
-    (tmp_path / "language_model" / "__init__.py").write_text(f"{spy}\nraise SystemExit(0)\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").write_text(f"{spy}\nraise SystemExit(0)\n")
     (tmp_path / "train_lm.py").write_text((SCRIPTS / "train_lm.py").read_text())
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     script, imported = [str(tmp_path / "train_lm.py")], ["-c", "import train_lm"]

@@ -53,7 +53,7 @@ class TorchRing(TorchPeer):
 
 
 class TorchRingWork:
-    """Forward and backward on a rank's rows, with the methods of `scaleout.Work`.
+    """Forward and backward on a rank's rows, with the methods of `rank.Work`.
 
     Parameters
     ----------

@@ -1,0 +1,38 @@
+"""Processes of several GPUs of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import fa2cupy.distributed as dist
+
+__all__ = ["communicator", "device_count", "free_ports"]
+
+
+def device_count() -> int:
+    """GPUs that CuPy can use."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # without CuPy or a driver, for any reason, there is no GPU
+        return 0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+def communicator(rank: int, ranks: int, port: int, timeout: float) -> dist.Communicator:
+    """That of the process of one rank, which uses the GPU of that number from now on."""
+    import cupy
+
+    cupy.cuda.Device(rank).use()
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return dist.Communicator.from_env(environment, timeout=timeout)

@@ -1,0 +1,1 @@
+"""What `scaleout.py` runs on each rank, and how it runs ranks."""

@@ -1,0 +1,73 @@
+"""What is measured, and what a rank finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from common.measure import TRAINING, Problem
+
+from .torch_ring import TorchRing
+
+SCHEMES, PEER = ("heads", "gather", "ring"), TorchRing.name
+OPERATIONS = ("forward", "backward", TRAINING)
+
+#: Largest error over the largest value. Shares of gradients are rounded before they are summed.
+ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}
+
+
+class Job(NamedTuple):
+    """One scheme on one problem of the whole sequence."""
+
+    problem: Problem
+    ranks: int
+    scheme: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme} on {self.ranks} ranks, {self.problem}"
+
+
+class Measurement(NamedTuple):
+    """What one rank has found.
+
+    Attributes
+    ----------
+    check : str
+        What results were compared with: ``one call`` or ``samples``; for a peer ``gather``.
+    error : float
+        The largest of all ranks.
+    equal : bool or None
+        Whether o and lse are those of one call bit for bit, or whether repeated calls are equal, on all ranks.
+    extra_bytes : int or None
+    times, alone : dict of list of float
+        Milliseconds of each call by operation, of the scheme and of the baseline; none if a result was wrong.
+    missing : str
+        Why there is no result of a peer.
+    """
+
+    check: str
+    error: float
+    equal: bool | None
+    extra_bytes: int | None = None
+    times: Mapping[str, Sequence[float]] = {}
+    alone: Mapping[str, Sequence[float]] = {}
+    missing: str = ""
+
+    def wrong(self, dtype: str) -> str:
+        """What is wrong with the result; empty if nothing is."""
+        if not self.error <= ALLOWED[dtype]:
+            return f"error {self.error:.1e} of the largest value, {ALLOWED[dtype]:.0e} is allowed"
+        return "repeated calls differ" if self.check == "samples" and not self.equal else ""
+
+
+def part_of(problem: Problem, **sizes: int) -> Problem:
+    """A problem with other sizes."""
+    return Problem(**{**vars(problem), **sizes})
+
+
+def share_of(problem: Problem, ranks: int) -> Problem | None:
+    """The work of one rank as one call: a share of the heads. None if the ranks do not divide them."""
+    heads, heads_kv = problem.num_heads // ranks, max(1, problem.heads_kv // ranks)
+    if problem.num_heads % ranks or (problem.heads_kv % ranks and problem.heads_kv > ranks) or heads % heads_kv:
+        return None
+    return part_of(problem, num_heads=heads, num_heads_kv=heads_kv)
