@@ -1,4 +1,4 @@
-"""fa2cupy beside the peers that can be imported, on the same arrays in one process.
+"""Benchmarks fa2cupy and the peers that can be imported, on the same arrays in one process.
 
     python scripts/benchmark.py                 everything: about seven minutes on an H100
     python scripts/benchmark.py --quick         fewer sizes, shorter measurements
@@ -13,44 +13,44 @@ speed
     (batch, seqlen, heads, head_dim), with standard normal inputs; float32, which has few peers, with 4096 tokens and
     one length. A forward is 4 * batch * heads * seqlen^2 * head_dim FLOPs, half of it when causal, and a backward 2.5
     times as many, by either method. Results are checked first: one head of ours against float64, all heads of every
-    peer against ours; what is wrong is reported and not timed. Then the implementations take turns in rounds, and each
+    peer against ours. A wrong result is reported and not timed. Then the implementations take turns in rounds, and each
     rotates among inputs larger than twice the L2 cache. ``ratio`` is the median over rounds of a peer's time over ours:
-    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode, but for cuDNN, which has none in
-    PyTorch and adds atomically there, too.
+    above 1, ours is faster. In ``two_pass`` the peers are in their deterministic mode, except cuDNN: PyTorch has none
+    for it, and it adds atomically there, too.
 training
     A forward and a backward one after the other, through `fa2cupy.attention`, with the FLOPs of both.
 memory
-    One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is what a
-    call holds at its peak beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
+    One long sequence, to show that nothing of size seqlen^2 is allocated. ``extra_bytes``, here and above, is the peak
+    memory of a call beyond inputs and o, or dq, dk, dv: ours are lse, delta and, in ``single_pass``, an fp32 dQ.
 host
     ``host_us``: host time of a call on a tiny problem without waiting for the GPU, the least of several rounds.
 startup
     First calls with an empty and with a filled disk cache, in processes of their own: startup.csv.
 models
-    The heads of well-known models, most of them with fewer heads of k and v, in bfloat16, causal, measured as in speed
-    with shorter rounds: what a caller gets who names no method (``default``), and with ``deterministic=True``, where
-    the peers are in the mode of ``two_pass``; ``tile`` says which method it was. In models.csv; the table at the end
-    has the best peer's time over ours.
+    The heads of well-known models, most of them with fewer heads of k and v, in bfloat16, causal. They are measured as
+    in speed, with shorter rounds, without a method (``default``) and with ``deterministic=True``, for which the peers
+    are in the mode of ``two_pass``; ``tile`` names the method. Rows are in models.csv; the table at the end has the
+    best peer's time over ours.
 features
-    What scripts/features.py measures, beside the peers that need no compiler: features-peers.csv.
+    The features of scripts/features.py, beside the peers that need no compiler: features-peers.csv.
 float32
     float32 with 16384 tokens, by ``precision`` (``ieee``, ``split``), beside PyTorch's memory-efficient operator,
-    measured as in models. In float32.csv; the table at the end has that operator's time over ours.
+    measured as in models. Rows are in float32.csv; the table at the end has that operator's time over ours.
 decode
     `fa2cupy.decode` in bfloat16 on caches of one length, ragged lengths and pages: bytes of keys and values over time,
-    beside a device copy (what it reads and writes over its time) and, where they take the shape, PyTorch's operators.
-    In decode.csv.
+    beside a device copy (bytes read and written over time) and those of PyTorch's operators that take the shape. Rows
+    are in decode.csv.
 functions
     The ready-made functions of `fa2cupy.mods` in bfloat16, with 16384 tokens in one or two sequences, measured as in
     features, beside compiled FlexAttention with the same functions: its compiler takes most of the time, once for each
-    function and size (``--functions`` names some). In functions.csv; ``over_plain`` of softcap and alibi is the time of
-    the built-in keyword over that of the function, of others 1; ``tflops`` counts visible pairs. The table at the end
-    has FlexAttention's time over ours.
+    function and size (``--functions`` names some). Rows are in functions.csv. ``over_plain`` is the time of the
+    built-in keyword over that of the function for softcap and alibi, and 1 for the others; ``tflops`` counts visible
+    pairs. The table at the end has FlexAttention's time over ours.
 sparse
     Calls with sparse maps, in bfloat16, with 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs of the
-    tiles that are visited, and ``ratio`` is it over that of the call without a map. One head is held against float64
-    first. Then the map of documents in 131072 x 131072, beside PyTorch's ``create_block_mask``. In sparse.csv; the
-    table at the end has the ratios.
+    tiles that are visited, and ``ratio`` is that number over the one of the call without a map. One head is compared
+    with float64 first. Then the map of documents of 131072 x 131072 is made, beside PyTorch's ``create_block_mask``.
+    Rows are in sparse.csv; the table at the end has the ratios.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *
 SECTIONS = (
     "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "sparse",
 )  # fmt: skip
-#: The sections whose rows benchmark.csv has.
+#: Sections whose rows are in benchmark.csv.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
 
 TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096}
@@ -135,10 +135,10 @@ MODEL_BUDGET_MS, FEATURES_BUDGET_MS = 4.0, 4.0
 PRECISIONS, PRECISION_HEAD_DIMS, PRECISION_SEQLENS = ("ieee", "split"), (64, 128, 256), (2048, 4096, 16384)
 PRECISION_PEERS = ("torch efficient",)
 PRECISION_COLUMNS = ("precision", *COLUMNS[:-1])
-#: Without the call that the others are compared to, and without what is like a shorter window.
+#: Features without the plain call, which is the baseline, and without window4095, which is like a shorter window.
 PEER_FEATURES = tuple(name for name in features.FEATURES if name not in ("plain", "window4095"))
 
-#: Bars of the plots, in their order.
+#: Colors of the bars of the plots, in their order.
 COLORS = {
     "fa2cupy": "#d1301f",
     "fa2cupy single_pass": "#d1301f",
@@ -158,7 +158,7 @@ STARTUP_PROBLEM = Problem("float16", 128, 1024, 1, 2, True)
 
 
 def speed_problems(dtypes: Iterable[str], head_dims: Iterable[int], seqlens: Sequence[int]) -> Iterator[Problem]:
-    """The sizes of the speed section."""
+    """Yields the problems of the section speed."""
     for dtype in dtypes:
         fitting = [seqlen for seqlen in seqlens if seqlen <= TOKENS[dtype]]
         for head_dim in head_dims:
@@ -170,20 +170,20 @@ def speed_problems(dtypes: Iterable[str], head_dims: Iterable[int], seqlens: Seq
 
 
 def model_problems() -> Iterator[tuple[str, Problem]]:
-    """The sizes of the section models, those that need the same kernels one after the other."""
+    """Yields the models and problems of the section models, those that need the same kernels in succession."""
     for model, (num_heads, num_heads_kv, head_dim) in MODELS.items():
         for batch, seqlen in MODEL_SIZES:
             yield model, Problem("bfloat16", head_dim, seqlen, batch, num_heads, True, num_heads_kv)
 
 
 def precision_problems() -> Iterator[Problem]:
-    """The sizes of the section float32."""
+    """Yields the problems of the section float32."""
     for head_dim, seqlen, causal in itertools.product(PRECISION_HEAD_DIMS, PRECISION_SEQLENS, (False, True)):
         yield Problem("float32", head_dim, seqlen, 16384 // seqlen, MODEL_DIM // head_dim, causal)
 
 
 class Benchmark:
-    """One run: the device, the implementations, and what they have shown so far."""
+    """One run: the device, the implementations, and the rows and failures so far."""
 
     def __init__(self, gpu: Gpu, peers: Sequence, rounds: int, budget_ms: float, precision: str | None = None):
         self.gpu = gpu
@@ -223,7 +223,7 @@ class Benchmark:
                 write(describe(row))
 
     def host(self, problem: Problem, operations: Iterable[str]) -> None:
-        """Host time of all implementations on a tiny problem."""
+        """Measures the host time of all implementations on a tiny problem."""
         sets = self.gpu.tensors(problem, 1)
         check = HeadCheck(self.gpu.xp, problem, sets[0])
         for operation in operations:
@@ -233,7 +233,7 @@ class Benchmark:
                 print(f"  {operation:12s}{name:16s}{microseconds:8.1f} us of host time a call")
 
     def startup(self, problem: Problem, path: Path) -> None:
-        """First calls, in processes of their own."""
+        """Measures first calls, in processes of their own."""
         try:
             rows = [{**self.stamp, **problem.columns(), **row} for row in measure_startup(problem)]
         except RuntimeError as error:
@@ -260,7 +260,7 @@ class Benchmark:
     def _checked(
         self, problem: Problem, sets: Sequence, operation: str, check: HeadCheck, write
     ) -> tuple[list[Candidate], dict[str, int]]:
-        """The candidates whose results are right, ours first, and the bytes that a call of each holds at its peak."""
+        """Returns the candidates with right results, ours first, and the peak bytes of a call of each."""
         candidates, bytes_held = [], {}
         try:
             check.verify(operation)
@@ -281,7 +281,7 @@ class Benchmark:
                     check_equal(problem, results, peer.arrays(operation, candidate.call()))
                     bytes_held[peer.name] = peer.peak_bytes(candidate.call)
                 candidates.append(candidate)
-            except AssertionError as error:  # one of the two is wrong, in a head that float64 was not asked about
+            except AssertionError as error:  # one of the two is wrong, in a head that was not compared with float64
                 self._fail(f"WRONG: {problem} {operation}: {peer.name}: {error}")
             except Exception as error:  # an operator that does not know the problem, or has no memory for it
                 self._drop(peer.name, problem, operation, error, write)
@@ -301,7 +301,7 @@ class Benchmark:
 
 
 def describe(row: dict[str, object]) -> str:
-    """A row of the speed section as a line."""
+    """Returns a row of the speed section as a line."""
     ratio = f"  {row['ratio']:5.2f} x our time" if "ratio" in row else ""
     return (
         f"  {row['operation']:14s}{row['provider']:16s}{row['ms_median']:9.3f} ms "
@@ -311,7 +311,7 @@ def describe(row: dict[str, object]) -> str:
 
 
 def summary(rows: Iterable[dict[str, object]]) -> list[str]:
-    """Our speed relative to each peer by operation, dtype and head_dim: the worst and the median over the rest."""
+    """Returns our worst and median speed relative to each peer, by operation, dtype and head_dim, as lines."""
     groups: dict[tuple, list[float]] = {}
     for row in rows:
         if row.get("ratio"):
@@ -325,7 +325,7 @@ def summary(rows: Iterable[dict[str, object]]) -> list[str]:
 
 
 def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
-    """forward.png and backward.png from rows, fresh or read from a CSV: a panel for each dtype, mask and head_dim."""
+    """Draws forward.png and backward.png from new rows or those of a CSV: panels by dtype, mask and head_dim."""
     paths = []
     folder.mkdir(parents=True, exist_ok=True)
     for name, operations in (("forward", ("forward",)), ("backward", ("single_pass", "two_pass"))):
@@ -346,7 +346,7 @@ def plot(rows: Sequence[dict[str, object]], folder: Path) -> list[Path]:
 
 
 def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
-    """What an earlier run is shown by: its table, and the plots, where there are any and they can be drawn."""
+    """Shows an earlier run: its table, and its plots if it has any and they can be drawn."""
     tables = {"model": model_table, "precision": precision_table, "pattern": sparse_table}
     for column, table in tables.items():
         if column in rows[0]:
@@ -358,13 +358,13 @@ def show(rows: Sequence[dict[str, object]], folder: Path) -> None:
 
 
 def model_table(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The best peer's time over ours, by model and size: forward, default backward, deterministic backward."""
+    """Returns the best peer's time over ours by model and size: forward, default backward, deterministic backward."""
     sized = [{**row, "size": f"{row['batch']} x {row['seqlen']}"} for row in rows]
     return [*ratio_table(sized, "model", "size", DEFAULT_OPERATIONS), *smallest_ratio(sized, "model", "size")]
 
 
 def precision_table(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The best peer's time over ours in float32, by precision, head_dim and mask, and by length."""
+    """Returns the best peer's time over ours in float32, by precision, head_dim and mask, and by length."""
     masks = ("full", "causal")
     named = [
         {**row, "what": f"{row['precision']} {row['head_dim']} {masks[int(row['causal'])]}"}
@@ -382,7 +382,7 @@ def _series(row: dict[str, object]) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `--quick` only changes defaults."""
+    """Parses the command line; `--quick` only changes defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer sizes, fewer and shorter rounds")
@@ -429,9 +429,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
-    """All sections asked for; returns what those have measured that benchmark.csv has, and the failures of all.
+    """Runs the sections asked for; returns the `Benchmark` of benchmark.csv, with the failures of all sections.
 
-    What there is by then is written after each problem, and when the run is broken off.
+    The rows so far are written after each problem, and when the run is interrupted.
     """
     peers = available_peers(gpu, options.peers)
     benchmark = Benchmark(gpu, peers, options.rounds, options.budget_ms)
@@ -461,7 +461,7 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
 
 
 def run_speed(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> None:
-    """The sections whose rows benchmark.csv has."""
+    """Runs the sections whose rows are in benchmark.csv."""
     problems = list(speed_problems(options.dtypes, options.head_dims, sorted(options.seqlens)))
     if "speed" not in options.sections:
         problems = []
@@ -486,7 +486,7 @@ def run_speed(options: argparse.Namespace, benchmark: Benchmark, path: Path) -> 
 
 
 def run_models(benchmark: Benchmark, path: Path) -> None:
-    """The section models."""
+    """Runs the section models."""
     work = list(model_problems())
     print("compiling")
     benchmark.gpu.precompile([problem for _, problem in work], OPERATIONS)
@@ -500,7 +500,7 @@ def run_models(benchmark: Benchmark, path: Path) -> None:
 
 
 def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[str]:
-    """The section float32; returns what failed."""
+    """Runs the section float32; returns its failures."""
     runs = [Benchmark(gpu, peers, rounds, MODEL_BUDGET_MS, precision) for precision in PRECISIONS]
     rows: list[dict[str, object]] = []
     problems = list(precision_problems())
@@ -515,7 +515,7 @@ def run_precisions(gpu: Gpu, peers: Sequence, rounds: int, path: Path) -> list[s
 
 
 def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
-    """The section sparse; returns what failed."""
+    """Runs the section sparse; returns its failures."""
     run = SparseBenchmark(gpu, stamp_of(gpu), options.short_rounds, MODEL_BUDGET_MS)
     problems = list(sparse_problems())
     with progress(len(problems), "sparse") as bar:
@@ -530,7 +530,7 @@ def run_sparse(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
 
 
 def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
-    """The section features; returns what failed."""
+    """Runs the section features; returns its failures."""
     peers = available_peers(gpu, [name for name in features.OPERATORS if name in options.peers], features.PEERS)
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
     features.measure_all(run, features.all_cases(PEER_FEATURES, features.HEAD_DIMS, features.SEQLENS), path)
@@ -539,7 +539,7 @@ def run_features(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]
 
 
 def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str]:
-    """The section functions; returns what failed."""
+    """Runs the section functions; returns its failures."""
     peers = available_peers(gpu, ["flex"], {"flex": FlexFunctions})
     run = features.FeatureBenchmark(gpu, peers, (features.DEFAULT,), options.short_rounds, FEATURES_BUDGET_MS)
     features.measure_all(run, function_cases.all_cases(options.functions, features.HEAD_DIMS), path)

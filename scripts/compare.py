@@ -1,15 +1,15 @@
-"""Whether a change costs speed: an older checkout and this one, timed by turns on one GPU.
+"""Checks that a change costs no speed: an older checkout and this one, timed in turns on one GPU.
 
     git worktree add ../before 2219f09
     python scripts/compare.py ../before                        the grid of the benchmark, and features
     python scripts/compare.py ../before --cells "d128 .*sink"  the cells whose names match
     python scripts/compare.py ../before --pairs 3 --again 1.02
 
-Each checkout works in a process of its own. Both have the same inputs, their results are compared, and then one call
-after the other is timed with CUDA events, this checkout's and the older one's by turns: clocks and temperatures are
-the same for both. What a process gets for addresses moves a cell by a few per cent, so that one pair of processes
-shows a loss only where it is large: `--again` measures cells above a ratio in further pairs, and the ratio of a cell is
-the median of its pairs. One set of inputs is larger than the L2 cache, or nearly so. Writes ``compare.csv``.
+Each checkout works in a process of its own. Both have the same inputs, and their results are compared. Then the calls
+of both are timed in turns with CUDA events, so that clocks and temperatures are the same for both. The addresses that a
+process gets change the time of a cell by a few per cent, so that one pair of processes shows only large losses:
+`--again` measures cells above a ratio in further pairs, and the ratio of a cell is the median of its pairs. One set of
+inputs is larger than the L2 cache, or nearly so. Writes ``compare.csv``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ FEATURES = ("softcap", "window127", "window1023", "alibi", "packed", "sink")
 FEATURE_HEAD_DIMS, FEATURE_SEQLENS = (64, 128), (2048, 16384)
 #: Milliseconds of one timing, and the fewest and the most calls in it.
 TIMING_MS, FEWEST_CALLS, MOST_CALLS = 8, 2, 40
-#: Largest difference between the two results, as a part of the largest value: roundings of 16-bit outputs.
+#: Largest difference between the two results, relative to the largest value: the rounding of 16-bit outputs.
 TOLERANCE = 2**-6
 WORKER = SCRIPTS / "common" / "checkout.py"
 COLUMNS = ("gpu", "date", "before", "cell", "pairs", "ms_before", "ms_now", "ratio", "ratio_min", "ratio_max")
 
 
 def all_cells(dtypes: Sequence[str]) -> Iterator[Cell]:
-    """The grid of the benchmark, then features, whose backward is that by the default method."""
+    """Yields the grid of the benchmark, then features, with a backward by the default method."""
     for cell in itertools.product(dtypes, HEAD_DIMS, SEQLENS, (False, True), OPERATIONS):
         yield Cell(*cell)
     sizes = itertools.product(FEATURE_HEAD_DIMS, FEATURE_SEQLENS, (True,), ("forward", "default"), FEATURES)
     for cell in sizes:
-        if cell[1] == FEATURE_SEQLENS[0] or cell[-1] != "packed":  # whose sequences have lengths of their own
+        if cell[1] == FEATURE_SEQLENS[0] or cell[-1] != "packed":  # packed sequences have lengths of their own
             yield Cell(dtypes[0], *cell)
 
 
@@ -68,7 +68,7 @@ class Checkout:
         self._process = subprocess.Popen(command, env=environment, cwd=folder, **pipes)
 
     def ask(self, question: object):
-        """The worker's answer. Raises RuntimeError if its process has ended; what it printed says why."""
+        """Returns the worker's answer. Raises RuntimeError if its process has ended; its output says why."""
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
@@ -88,7 +88,7 @@ class Checkout:
 def measure(
     cells: Sequence[Cell], folders: Sequence[Path], caches: Sequence[str | None], rounds: int
 ) -> tuple[str, dict[Cell, tuple[float, float]]]:
-    """Times cells in a new pair of processes: the GPU's name, and the milliseconds of both checkouts.
+    """Times cells in a new pair of processes; returns the GPU's name and the milliseconds of both checkouts.
 
     Raises
     ------
@@ -119,12 +119,12 @@ def measure(
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Time of this checkout over that of the older one: the median over pairs of processes."""
+    """Returns the time of this checkout over that of the older one: the median over pairs of processes."""
     return statistics.median(now / before for before, now in pairs)
 
 
 def row_of(cell: Cell, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
-    """A row of the results."""
+    """Returns a row of the results."""
     before, now = map(statistics.median, zip(*pairs, strict=True))
     ratios = [now / before for before, now in pairs]
     spread = {"ratio_min": min(ratios), "ratio_max": max(ratios)}

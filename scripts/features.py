@@ -1,4 +1,4 @@
-"""What the features of attention cost: each alone beside the plain causal call, and beside PyTorch's implementations.
+"""Measures the cost of each feature of attention, beside the plain causal call and PyTorch's implementations.
 
     python scripts/features.py                          about four minutes on an H100, most of it PyTorch's compiler
     python scripts/features.py --peers flash cudnn efficient    without FlexAttention, which needs it: 1.5 minutes
@@ -18,15 +18,16 @@ backward by the default method:
     dropout                0.1
     packed                 16 sequences of 131 to 2557 rows, beside 16 of 1024
 
-The peers are those that have the feature of FlashAttention-2, cuDNN and the memory-efficient operator, as PyTorch ships
-them, and compiled FlexAttention. Results are checked first: ours on 512 rows against float64, by the kernels that are
-timed, and the peers' against ours, but for dropout, where each draws its own elements; what is wrong is reported and
-not timed. Then plain, feature and peers take turns in rounds, on inputs larger than twice the L2 cache. ``tflops``
-counts the pairs of query and key that causal masks, windows and packed sequences leave, but not what masks and padding
-hide. ``over_plain`` is the median over rounds of the time of the plain call over that of the feature, with the same
-``family=``: 1 costs nothing, and windows are above it. For packed sequences it is their TFLOP/s over those of the equal
-lengths. Without a family they may run on kernels of different ones: ``family`` says on which. ``ratio`` is that of the
-peer's time over ours, by the first of --families: above 1, ours is faster. Writes features.csv.
+The peers are FlashAttention-2, cuDNN and the memory-efficient operator, as PyTorch ships them, and compiled
+FlexAttention, each for the features that it has. Results are checked first: ours on 512 rows against float64, by the
+kernels that are timed, and the peers' against ours, except for dropout, where each draws its own elements. A wrong
+result is reported and not timed. Then plain call, feature and peers take turns in rounds, on inputs larger than twice
+the L2 cache. ``tflops`` counts the pairs of query and key that causal masks, windows and packed sequences leave; pairs
+that masks and padding hide are counted, too. ``over_plain`` is the median over rounds of the time of the plain call
+over that of the feature, with the same ``family=``: at 1 the feature costs nothing, and windows are above 1. For packed
+sequences it is their TFLOP/s over those of equal lengths. Without a family the two calls may run on kernels of
+different families: ``family`` names that of the feature. ``ratio`` is the median over rounds of the peer's time over
+ours, by the first of --families: above 1, ours is faster. Writes features.csv.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ RATIO_GOAL = 1.3
 
 
 class Timed(NamedTuple):
-    """One of ours, ready to be timed: the names of two candidates, the plain one last, and what it runs on."""
+    """A case on one family, ready to be timed: the names of its candidate and of the plain one, and its kernels."""
 
     name: str
     plain: str
@@ -92,7 +93,7 @@ class Timed(NamedTuple):
 
 
 class FeatureBenchmark:
-    """One run: the device, the peers that are there, and what has been measured so far."""
+    """One run: the device, the available peers, and the rows and failures so far."""
 
     def __init__(self, gpu: Gpu, peers: Sequence, families: Sequence[str], rounds: int, budget_ms: float = BUDGET_MS):
         self.gpu, self.peers, self.rounds, self.budget_ms = gpu, peers, rounds, budget_ms
@@ -105,7 +106,7 @@ class FeatureBenchmark:
         self._stamp = stamp_of(gpu)
 
     def compile(self, cases: Iterable[Case]) -> None:
-        """Compiles what the cases will need, side by side."""
+        """Compiles the kernels of the cases, in parallel."""
         specs = []
         for case in cases:
             for operation in case.operations:
@@ -114,11 +115,11 @@ class FeatureBenchmark:
                         try:
                             specs += each.kernels(self.gpu.info, operation, family).specs
                         except UnsupportedProblemError:
-                            continue  # which will be said where it is measured
+                            continue  # reported when it is measured
         self.gpu.compile(specs)
 
     def measure(self, case: Case, write: Callable[[str], object]) -> None:
-        """Checks and times a case. What fails is noted; the rest goes on."""
+        """Checks and times a case. A failure is noted; the rest goes on."""
         try:
             self._release()
             sets = self._sets(case)
@@ -152,7 +153,7 @@ class FeatureBenchmark:
     def _ours(
         self, case: Case, operation: str, sets: list[Tensors], options: list[dict], write
     ) -> tuple[list[Candidate], list[Timed], tuple]:
-        """The candidates and their names by family, if their results are right, and the results of the first."""
+        """Returns the candidates and their names by family, if their results are right, and the first results."""
         candidates, timed, first = [], [], ()
         for label, family in self.families.items():
             try:
@@ -181,7 +182,7 @@ class FeatureBenchmark:
     def _theirs(
         self, case: Case, operation: str, sets: list[Tensors], options: list[dict], ours: tuple, write
     ) -> list[Candidate]:
-        """The peers' candidates whose results are ours, or may be where they draw random numbers."""
+        """Returns the peers' candidates with results equal to ours, or finite ones if they are random."""
         candidates = []
         for peer in self.peers:
             if not peer.supports(case, operation):
@@ -213,7 +214,7 @@ class FeatureBenchmark:
         family: str | None,
         method: str,
     ) -> Candidate:
-        """A call on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""
+        """Binds a call to rotating inputs. A backward's o and lse are computed here, outside of the timing."""
         calls, gradients = [], {f"return_{gradient}": True for gradient in case.gradients}
         for tensors, keywords in zip(sets, options, strict=True):
             q, k, v, do = case.arrays(tensors)
@@ -227,7 +228,7 @@ class FeatureBenchmark:
         return Candidate(name, taking_turns(calls))
 
     def _verified(self, case: Case, operation: str, family: str | None) -> Kernels:
-        """The kernels of a call, held against float64 on few rows, once for each choice of them."""
+        """Returns the kernels of a call. Each choice of kernels is compared with float64 once, on few rows."""
         kernels = case.kernels(self.gpu.info, operation, family)
         key = (kernels, case.feature, case.problem.head_dim, operation, family)
         if key not in self._checks:
@@ -243,7 +244,7 @@ class FeatureBenchmark:
         return kernels
 
     def _sets(self, case: Case) -> list[Tensors]:
-        """Inputs beyond the cache, those of the last case if they fit."""
+        """Returns inputs beyond the cache: those of the previous case if the problem is the same."""
         problem = case.problem
         if self._inputs[0] != problem:
             self._inputs = (None, [])
@@ -272,17 +273,17 @@ class FeatureBenchmark:
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Of two candidates' times, round by round."""
+    """Returns the median over rounds of the ratio of two candidates' times."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def describe_error(error: Exception) -> str:
-    """The first line, and what kind of error it is."""
+    """Returns the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def describe(row: dict[str, object]) -> str:
-    """A row as a line of the table."""
+    """Returns a row as a line of the table."""
     how = " ".join(str(row[name]) for name in ("family", "method") if row.get(name))
     line = (
         f"{row['feature']:12s}{row['operation']:9s} d={row['head_dim']:<4}seqlen={row['seqlen']:<6}"
@@ -295,7 +296,7 @@ def describe(row: dict[str, object]) -> str:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The worst of what there are goals for."""
+    """Returns the worst value for each goal, as lines."""
     ratios = {(feature, None): RATIO_GOAL for feature in FlexAttention.features}
     lines = []
     for column, goals in (("over_plain", GOALS), ("ratio", ratios)):
@@ -311,7 +312,7 @@ def summary(rows: Sequence[dict[str, object]]) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, object]]) -> list[str]:
-    """The best peer's time over ours, by feature and size."""
+    """Returns the best peer's time over ours, by feature and size."""
     sized = [{**row, "size": f"d={row['head_dim']} seqlen={row['seqlen']}"} for row in rows]
     return [
         *ratio_table(sized, "feature", "size", ("forward", "backward")), *smallest_ratio(sized, "feature", "size")
@@ -319,7 +320,7 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, names, families = parser.add_argument, tuple(FEATURES), (DEFAULT, *dict.fromkeys(row.name for row in FAMILIES))
     add("--features", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
@@ -339,7 +340,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measure_all(benchmark: FeatureBenchmark, cases: Iterable[Case], path: Path) -> None:
-    """All cases. What there is by then is written after each."""
+    """Measures all cases. The rows so far are written after each."""
     cases = list(cases)
     print("compiling")
     benchmark.compile(cases)
@@ -351,7 +352,7 @@ def measure_all(benchmark: FeatureBenchmark, cases: Iterable[Case], path: Path) 
 
 
 def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> FeatureBenchmark:
-    """What the command line asks for."""
+    """Runs what the command line asks for."""
     peers = available_peers(gpu, options.peers, PEERS)
     benchmark = FeatureBenchmark(gpu, peers, options.families, options.rounds)
     measure_all(benchmark, all_cases(options.features, options.head_dims, options.seqlens), folder / "features.csv")

@@ -6,11 +6,11 @@
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
-skipped, those of large arrays (``large``) and the others once more with each array alone in pages of its own (``pytest
---isolate``), what each tool of compute-sanitizer found, and a digest of ``fa2cupy/`` and ``kernels/``, so that a
-receipt can be held against the code that it is about (``--verify`` does). It is written after each step, and a run that
-skips steps keeps what an earlier one noted of the same code, so that short runs make one receipt. Commit it with the
-change that it checks.
+skipped, and what each tool of compute-sanitizer found. Tests of large arrays are counted apart (``large``); the others
+run once more with each array alone in pages of its own (``isolated``, by ``pytest --isolate``). A digest of
+``fa2cupy/`` and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. The receipt is
+written after each step, and a run that skips steps keeps the earlier results of the same code, so that short runs make
+one receipt. Commit it with the change that it checks.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
 
 STEPS = ("tests", "large", "isolated", "sanitizers", "benchmark")
-#: Those that run pytest: its marker, and further options.
+#: Steps that run pytest: its marker, and further options.
 SUITES = {
     "tests": ("gpu and not large", ()),
     "large": ("gpu and large", ()),
     "isolated": ("gpu and not large", ("--isolate",)),
 }
-# What each tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the
+# Kernels that a tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the
 # block's barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model
 # the second and synccheck reports the first. With bar.sync in place of bar.arrive racecheck finds nothing, and with one
 # loop for both roles synccheck finds nothing; either costs up to 15 % of the speed.
 NOT_MODELLED = ("fa2_backward_sm80", "fa2_backward_dkdv_sm80")
-# In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck takes what the other lanes have read
-# before for unordered with the next write (write after read; nothing else is reported): with all lanes arriving it
-# finds nothing, in those of float32, too.
+# In the sm90 kernels one lane arrives at an mbarrier for its warp. racecheck treats earlier reads of the other lanes as
+# unordered with the next write (write after read; nothing else is reported). With all lanes arriving it finds nothing,
+# in the float32 kernels, too.
 ONE_LANE_ARRIVES = ("fa2_backward_sm90", "fa2_backward_dkdv_sm90")
 TOOLS = {"memcheck": (), "initcheck": (), "racecheck": NOT_MODELLED + ONE_LANE_ARRIVES, "synccheck": NOT_MODELLED}
-# Those of the tests, which are compiled ahead on all CPUs.
+# Head dimensions of the tests, whose kernels are compiled ahead on all CPUs.
 NATIVE_HEAD_DIMS = (32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SECONDS_FOR_A_TOOL = 120
-#: Of tests/support/sanitized_calls.py. They run side by side: a tool uses little of the GPU and one CPU.
+#: Parts of tests/support/sanitized_calls.py. They run in parallel: a tool uses little of the GPU and one CPU.
 SANITIZED_PARTS = (
     "plain", "features", "functions", "packed", "sparse", "float32-59", "float32-128", "float32-250", "decode",
 )  # fmt: skip
-# Those of the benchmark that a change is held to; the others, beside peers alone, would take it beyond ten minutes.
+# Sections of the benchmark that check a change. The others only compare with peers, and would take the check beyond ten
+# minutes.
 BENCHMARK_SECTIONS = ("speed", "training", "memory", "host", "startup")
 SANITIZED = ROOT / "tests" / "support" / "sanitized_calls.py"
 _CLEAN = re.compile(r"0 (errors|hazards)|not run")
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if gpu is None:
         return 2
 
-    # Nothing older than this code is run from either: kernels are found by a digest of their complete text.
+    # Neither folder can supply kernels of older code: kernels are found by a digest of their complete text.
     given = options.cache and contextlib.nullcontext(options.cache)
     with given or tempfile.TemporaryDirectory(prefix="fa2cupy-check-") as cache:
         os.environ["FA2CUPY_CACHE_DIR"] = os.path.abspath(cache)
@@ -106,7 +107,7 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
         "python": versions["python"],
         "digest": code_digest(ROOT),
     }
-    # Written after each step, so that a run that is broken off leaves what it found.
+    # Written after each step, so that an interrupted run leaves its results.
     path = folder / "check.json"
     before = _receipt_of(receipt, path)
     steps: dict[str, Callable[[Path], object]] = {
@@ -127,7 +128,7 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
 
 
 def _receipt_of(setting: dict[str, object], path: Path) -> dict:
-    """What is noted already of the same code on the same device with the same compiler."""
+    """Returns the earlier receipt if it is of the same code, device and versions, else an empty one."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +137,7 @@ def _receipt_of(setting: dict[str, object], path: Path) -> dict:
 
 
 def code_digest(root: Path) -> str:
-    """sha256 over names and contents of the package and the templates."""
+    """Returns the sha256 over names and contents of the package and the templates."""
     digest = hashlib.sha256()
     files = (path for folder in ("fa2cupy", "kernels") for path in (root / folder).rglob("*"))
     for path in sorted(p for p in files if p.suffix in (".py", ".cu", ".cuh", ".j2")):
@@ -156,7 +157,7 @@ def _verify(path: Path) -> int:
 
 def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -> dict[str, object]:
     start = time.perf_counter()
-    # Those of large arrays need the GPU's memory for themselves.
+    # Tests of large arrays need the GPU's memory for themselves.
     parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 and "not large" in marker else []
     report = folder / "tests.xml"
     options = [f"--junitxml={report}", *more, *parallel]
@@ -176,7 +177,7 @@ def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -
 def _compile_ahead() -> None:
     half = {"dtypes": ("float16", "bfloat16"), "head_dims": NATIVE_HEAD_DIMS, "progress": True}
     precompile(**half)
-    precompile(**half, family="sm80")  # which Hopper falls back to
+    precompile(**half, family="sm80")  # the fallback on Hopper
     precompile(dtypes=("float32", "float64"), head_dims=(*NATIVE_HEAD_DIMS, 59, 111), progress=True)
 
 
@@ -184,7 +185,7 @@ def _run_sanitizers(folder: Path) -> dict[str, str]:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         return dict.fromkeys(TOOLS, "not run: compute-sanitizer is not on the PATH")
-    # Once without a tool: what was not compiled ahead is then in the disk cache, too.
+    # The first runs have no tool: they bring the kernels that were not compiled ahead into the disk cache.
     runs = list(itertools.product(TOOLS, SANITIZED_PARTS))
     with ThreadPoolExecutor(len(runs)) as pool:
         commands = [[sys.executable, str(SANITIZED), part] for part in SANITIZED_PARTS]
@@ -194,15 +195,15 @@ def _run_sanitizers(folder: Path) -> dict[str, str]:
 
 
 def _summary(found: Sequence[str], not_modelled: Sequence[str]) -> str:
-    """What a tool found, part by part where that is not the same everywhere."""
+    """Returns what a tool found, part by part if the parts differ."""
     parts = dict(zip(SANITIZED_PARTS, found, strict=True))
     text = found[0] if len(set(found)) == 1 else "; ".join(f"{part}: {one}" for part, one in parts.items())
     return text + (f"; not judged: {', '.join(not_modelled)}" if not_modelled else "")
 
 
 def _sanitize(sanitizer: str, tool: str, part: str) -> str:
-    # initcheck has to see the kernels that wrote the inputs, too. cuda-bindings asks the driver for functions that it
-    # may not have, which is an error of the API each time.
+    # initcheck has to see the kernels that wrote the inputs, too. memcheck would report an API error for each function
+    # that cuda-bindings asks for and the driver lacks.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=fa2_"]
     for name in TOOLS[tool]:

@@ -1,4 +1,4 @@
-"""Is the default the fastest? Every method and number of splits, by heads, batch, length, head dimension and mask.
+"""Compares the default with every method and number of splits, by heads, batch, length, head dimension and mask.
 
     python scripts/methods.py                               about three minutes on an H100
     python scripts/methods.py --operations backward --head-dims 128 --heads 8/1 16/2
@@ -6,23 +6,23 @@
     python scripts/methods.py --plot-only scripts/results/h100-80gb-hbm3/methods.csv
     python scripts/methods.py --judge scripts/results/h100-80gb-hbm3/methods.csv
 
-A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The method of a backward:
-`single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass` computes seven
-and needs no sums. And the number of thread blocks among which the work on one tile is divided, in a forward and in a
-backward: a grid that is too small for the GPU gains by more of them, any other pays for their sums. A forward of the
-last few queries alone, against all keys, has the smallest grids. Both decisions are
-in `fa2cupy/families/`, and follow from what is measured here: the default and all choices on bfloat16, of 1, 2, 4, 8
-and 16 splits those that leave a split at least a tile and that do not fill a full GPU still more. What a kernel rejects
-is left out.
+A caller who names neither ``method`` nor ``num_splits`` leaves two decisions to the package. The first is the method of
+a backward: `single_pass` computes five matrix products for each pair of tiles and adds dQ up in memory; `two_pass`
+computes seven and needs no sums. The second is the number of thread blocks that share the work on one tile, in a
+forward and in a backward: more blocks speed up a grid that is too small for the GPU, and any other grid pays for their
+sums. A forward of the last few queries alone, against all keys, has the smallest grids. Both decisions are made in
+`fa2cupy/families/`, and follow from the results of this script. It measures the default and all choices in bfloat16.
+Of 1, 2, 4, 8 and 16 splits it tries those that leave each split at least a tile, up to 4 blocks for each
+multiprocessor. Choices that a kernel rejects are left out.
 
 The default's results are checked against float64 first, and those of all choices against the default's. Then they take
-turns, on inputs larger than twice the L2 cache. The fastest choice of several is also the luckiest one, so that the
+turns, on inputs larger than twice the L2 cache. The fastest of several choices is partly so by chance, so that the
 default is compared to it on new measurements: ``loss`` is the median over rounds of the default's time over that of the
-best choice, less 1. Below 0.03 everywhere and 0.01 on average is wanted. Writes methods.csv, a row for each choice and
-one, with the loss, for the default; methods.png shows the losses.
+best choice, less 1. It should be below 0.03 everywhere and 0.01 on average. Writes methods.csv, a row for each choice
+and one, with the loss, for the default; methods.png shows the losses.
 
-After a change to the estimates, ``--judge`` rewrites the rows of the default in the files of an earlier run: what the
-present default takes, and what it loses by the times of that run, to the fastest time of all. It needs no GPU.
+After a change to the estimates, ``--judge`` rewrites the rows of the default in the files of an earlier run. They then
+have the choice of the present default, and its loss to the fastest choice by the times of that run. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -79,30 +79,30 @@ HEADS = ((16, 16), (16, 2), (8, 1), (64, 8))
 BATCHES = (1, 4)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 WINDOW = 1023
-#: Those of forwards with few queries, against keys of at least eight times the length.
+#: Numbers of queries of the forwards with few of them, against at least eight times as many keys.
 QUERIES = (128, 1024)
 SPLITS = (1, 2, 4, 8, 16)
 
-#: Larger problems fill the GPU many times over, as smaller ones do already, and take most of the time.
+#: Limits of a problem. Larger ones fill the GPU many times over, as smaller ones do, and take most of the time.
 MOST_TOKENS, MOST_FLOPS = 16384, 0.6e12
-#: Rows of a tile, about, and how often the blocks of a grid may fill the GPU before more of them are pointless.
+#: Approximate rows of a tile, and the blocks for each multiprocessor beyond which more splits are pointless.
 TILE_ROWS, MOST_WAVES = 128, 4
 #: Rounds in which the best choice is found, and in which the default is compared to it.
 ROUNDS, ROUNDS_OF_TWO, BUDGET_MS = 3, 7, 2.0
 
-#: The most that is wanted, of one loss and of their mean.
+#: Wanted limits of each loss and of their mean.
 MOST_LOSS, MOST_MEAN_LOSS = 0.03, 0.01
 
 
 class Choice(NamedTuple):
-    """What a caller may decide; None leaves it to the package."""
+    """The decisions of a caller; None leaves one to the package."""
 
     method: str | None = None
     num_splits: int | None = None
 
     @property
     def keywords(self) -> dict[str, object]:
-        """Of the call."""
+        """Keywords of the call."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Cell(NamedTuple):
     window : int or None
         Keys to the left of the diagonal that are visible.
     queries : int or None
-        A forward has the last so many queries alone.
+        How many of the last queries a forward has; None for all.
     """
 
     operation: str
@@ -147,7 +147,7 @@ class Cell(NamedTuple):
         return flops(operation, pairs, problem.head_dim)
 
     def choices(self, multiprocessors: int) -> Iterator[Choice]:
-        """All that are sensible."""
+        """Yields all sensible choices."""
         problem = self.problem
         is_forward = self.operation == "forward"
         heads = problem.num_heads if is_forward else problem.heads_kv
@@ -173,7 +173,7 @@ def all_cells(
     masks: Sequence[str],
     queries: Sequence[int],
 ) -> Iterator[Cell]:
-    """Every combination that is not too large; windows and few queries only where the sequences are much longer."""
+    """Yields every combination that is not too large; windows and few queries only for much longer sequences."""
     for head_dim in head_dims:
         for num_heads, num_heads_kv in heads:
             for batch in batches:
@@ -192,7 +192,7 @@ def all_cells(
 def measure(
     gpu: Gpu, cell: Cell, sets: Sequence[Tensors], check: HeadCheck, rng: random.Random, write: Callable[[str], object]
 ) -> list[dict[str, object]]:
-    """A row for each choice, checked and timed, and the last one for the default.
+    """Returns a row for each choice, checked and timed, and the last one for the default.
 
     Raises
     ------
@@ -231,14 +231,14 @@ def measure(
 
 
 def default_of(device: DeviceInfo, cell: Cell) -> Choice:
-    """What the package chooses."""
+    """Returns the choice of the package."""
     features = {name: value for name, value in cell.options.items() if name != "causal"}
     chosen = default_choice(device, cell.problem, cell.operation, queries=cell.queries, **features)
     return Choice(chosen.method, max(chosen.num_splits.values(), default=1))
 
 
 def judge(device: DeviceInfo, rows: Sequence[dict[str, str]]) -> list[dict[str, object]]:
-    """The rows with those of the default rewritten: the time of what it takes now, or of the next number of splits."""
+    """Returns the rows, with the default's rewritten to its present choice or to the nearest number of splits."""
     judged: list[dict[str, object]] = []
     for cell, group in itertools.groupby(rows, _cell_of):
         *measured, default = group
@@ -263,7 +263,7 @@ def _cell_of(row: Mapping[str, str]) -> Cell:
 
 
 def _inputs(cell: Cell, sets: Sequence[Tensors]) -> Iterator[tuple]:
-    """Arguments of the call. A backward's o and lse are computed here, outside of what is timed."""
+    """Yields arguments of the call. A backward's o and lse are computed here, outside of the timing."""
     for t in sets:
         q, k, v = t.q[:, -(cell.queries or 0) :], t.k, t.v
         yield (q, k, v) if cell.operation == "forward" else (q, k, v, *fa2cupy.forward(q, k, v, **cell.options), t.do)
@@ -276,7 +276,7 @@ def _candidate(cell: Cell, choice: Choice, inputs: Sequence[tuple]) -> Candidate
 
 
 def _compared(cell: Cell, results: tuple) -> tuple:
-    """O of a forward, and all gradients."""
+    """Returns o of a forward, or all gradients of a backward."""
     return results[:1] if cell.operation == "forward" else results
 
 
@@ -291,14 +291,14 @@ def _row(cell: Cell, choice: Choice, samples: Sequence[float]) -> dict[str, obje
 
 
 def describe(row: Mapping[str, object]) -> str:
-    """What is to be known of a default's row beside the cell."""
+    """Returns the time, the choice and the loss of a default's row, as text."""
     taken = f", {row['taken']}" if row.get("taken") else ""
     loss = f"; {100 * row['loss']:+.1f} % beside {row['best']}" if "loss" in row else "; no choice beside it"
     return f"{row['ms_median']:.3f} ms{taken}{loss}"
 
 
 def summary(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """The losses by operation, heads and head_dim, and of all."""
+    """Returns the losses by operation, heads and head_dim, and of all, as lines."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
@@ -323,7 +323,7 @@ def _losses(name: str, losses: Sequence[float]) -> str:
 
 
 def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """The loss over the length: a panel for each operation, mask and head_dim, a line for each heads and batch."""
+    """Plots the loss over the length: panels by operation, mask and head_dim, lines by heads and batch."""
     panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in rows:
         if row["method"] == DEFAULT and row.get("loss") not in (None, ""):
@@ -339,21 +339,21 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
 
 
 def show(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """What an earlier run is shown by."""
+    """Shows the losses of a run: the plot, if it can be drawn, and the summary."""
     if can_plot():
         plot(rows, path)
     print(*summary(rows), sep="\n")
 
 
 def rewrite(rows: Sequence[dict[str, str]], path: Path, arch: str) -> None:
-    """What ``--judge`` does."""
+    """Rewrites the rows of the default in the CSV of an earlier run, and shows its losses."""
     judged = judge(DeviceInfo.named(arch), rows)
     write_csv(path, COLUMNS, judged)
     show(judged, path.with_suffix(".png"))
 
 
 def group_of_heads(text: str) -> tuple[int, int]:
-    """``16/2`` of the command line."""
+    """Parses ``16/2`` of the command line."""
     numbers = text.split("/")
     if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise argparse.ArgumentTypeError(f"expected two numbers such as 16/2, got {text!r}")
@@ -364,7 +364,7 @@ def group_of_heads(text: str) -> tuple[int, int]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     for name, values in (("operations", OPERATIONS), ("masks", MASKS)):
@@ -386,7 +386,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run(options: argparse.Namespace, gpu: Gpu, path: Path) -> tuple[list[dict[str, object]], int]:
-    """All cells: the rows, and how many cells failed. What there is by then is written after each."""
+    """Measures all cells; returns the rows, and how many cells failed. The rows so far are written after each."""
     axes = (options.operations, options.head_dims, options.heads, options.batches, options.seqlens, options.masks)
     found = all_cells(*axes, [n for n in options.queries if n > 0])
     cells, rows, failed = [cell for cell in found if cell.queries or not options.only_queries], [], 0

@@ -1,4 +1,4 @@
-"""Whether a change keeps the machine code: digests of a fixed set of kernels, compared with those of an earlier run.
+"""Checks that a change keeps the machine code: compares digests of a fixed set of kernels with those of an earlier run.
 
     python scripts/same_code.py before.json                       compiles and writes digests; needs no GPU
     python scripts/same_code.py after.json --against before.json  the same, then lists the kernels that differ
@@ -59,7 +59,7 @@ OF_BOTH = tuple(name for name in CALL_KEYWORDS if name not in (*OF_BACKWARD, "bl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a kernel differs from what `--against` has of it."""
+    """Returns 1 if a kernel differs from that of `--against`, or is not in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="JSON file for the digests")
     parser.add_argument("--against", metavar="JSON", help="what an earlier run wrote")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
-    """Prints what differs; returns 1 if anything does."""
+    """Prints the kernels that differ or are new; returns 1 if there are any."""
     differing = [name for name in after if before.get(name, after[name]) != after[name]]
     missing = [name for name in after if name not in before]
     for name in differing:
@@ -87,7 +87,7 @@ def compare(before: dict[str, str], after: dict[str, str]) -> int:
 
 
 def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
-    """Plain calls, calls with one feature, and calls with all of them, of each family."""
+    """Yields the kernels of plain calls, calls with one feature, and calls with all of them, for each family."""
     for arch, dtype, family, head_dims in FAMILIES:
         if families and family not in families:
             continue
@@ -119,7 +119,7 @@ def fixed_specs(families: Sequence[str] | None = None) -> Iterator[KernelSpec]:
 def specs_without_gradient(
     device: DeviceInfo, kernels: Family, dtype: str, head_dims: Sequence[int]
 ) -> Iterator[KernelSpec]:
-    """Merges and, of families that have it, decoding."""
+    """Yields the kernels of merges and, for families that have it, of decoding."""
     for head_dim in head_dims:
         yield merge_spec(device, dtype, head_dim)
         if "decode" in kernels.operations:
@@ -129,12 +129,12 @@ def specs_without_gradient(
 
 
 def operations_of(method: str | None) -> tuple[str, ...]:
-    """The tiled operations of a forward, or of a backward by a method."""
+    """Returns the tiled operations of a forward, or of a backward by a method."""
     return ("forward",) if method is None else OPERATIONS_OF[method]
 
 
 def digests(specs: Sequence[KernelSpec], jobs: int) -> dict[str, str]:
-    """The digest of each kernel by its description."""
+    """Returns the digest of each kernel by its description."""
 
     def one(spec: KernelSpec) -> str:
         return code_digest(compile_source(render_kernel(spec)).cubin)
@@ -148,7 +148,7 @@ def digests(specs: Sequence[KernelSpec], jobs: int) -> dict[str, str]:
 
 
 def code_digest(cubin: bytes) -> str:
-    """sha256 of the sections of a cubin that the GPU and the driver act upon."""
+    """Returns the sha256 of the sections of a cubin that the GPU and the driver act upon."""
     digest = hashlib.sha256()
     for section in sorted(sections(cubin), key=lambda section: section.name):
         if section.name.startswith(ACTED_UPON) and not section.name.startswith(ADDRESSES):
@@ -168,7 +168,7 @@ class Section(NamedTuple):
 
 
 def sections(elf: bytes) -> Iterator[Section]:
-    """The sections of a 64-bit ELF file."""
+    """Yields the sections of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     entry_bytes, count, names_index = struct.unpack_from("<3H", elf, 58)
     entries = [struct.unpack_from("<2I4Q2I", elf, table + entry_bytes * index) for index in range(count)]
@@ -180,7 +180,7 @@ def sections(elf: bytes) -> Iterator[Section]:
 
 
 def attributes(info: bytes) -> bytes:
-    """The attributes of a kernel (format, number, size, value) without the symbols that some of them begin with."""
+    """Returns the attributes of a kernel (format, number, size, value) without the symbols that begin some values."""
     found, at = b"", 0
     while at < len(info):
         layout, number, size = struct.unpack_from("<2BH", info, at)

@@ -1,4 +1,4 @@
-"""The schemes of `fa2cupy.distributed` on the GPUs of one host, beside one GPU that has the same work.
+"""Measures the schemes of `fa2cupy.distributed` on the GPUs of one host, beside one GPU that has the same work.
 
     python scripts/scaleout.py                          2, 4, ... GPUs, 32768 and 131072 rows
     python scripts/scaleout.py --full                   524288 and 1048576 rows, too
@@ -10,17 +10,17 @@ Forward, backward and both (``training``) of bfloat16, head_dim 128, causal, one
 process for each GPU.
 
 Results are checked first. Up to 32768 rows they are compared with one call of one GPU: ``error`` is the largest error
-over the largest value, and ``equal`` says whether o and lse are equal bit for bit. Beyond, two calls with
+over the largest value, and ``equal`` says whether o and lse are equal bit for bit. Beyond that, two calls with
 ``deterministic=True`` must give equal bits (``equal``), and 64 rows of each rank are compared with float64, o, lse and
 dq over all keys, dk and dv over all queries, in one K/V head (``error``). A wrong result is reported and not timed, and
 the exit status is 1.
 
 The baseline is the same work on each GPU without messages: a share of the heads (at least one K/V head), the whole
-sequence, in contiguous arrays. Scheme and baseline take turns, call by call, after at least a second of work. Ranks
+sequence, in contiguous arrays. Scheme and baseline take turns, call by call, after at least 1.5 s of work. Ranks
 meet before each call, and the time of a call is that of the slowest rank, by CUDA events. ``efficiency`` is the median
 of the baseline over that of the scheme; it is empty where the ranks do not divide the heads. ``tflops`` is that of one
-GPU. ``extra_bytes`` are the most bytes of CuPy's pool (for PyTorch, of its allocator) that a call of the largest rank
-needs beyond inputs and results.
+GPU. ``extra_bytes`` is the peak of CuPy's pool (for PyTorch, of its allocator) in a call beyond inputs and results, the
+largest of all ranks.
 
 PyTorch's context parallelism with cuDNN (``torch ring``) is timed in the same processes, if PyTorch has it. Writes
 scaleout.csv after each problem and scheme, and scaleout.png.
@@ -73,7 +73,7 @@ SIMULATED_ROWS, SIMULATED_HEADS = (64, 128), ((4, 2), (2, 2))
 
 
 def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]:
-    """The rows of a job, one for each operation."""
+    """Returns the rows of a job, one for each operation."""
     first, rows = by_rank[0], []
     for operation in OPERATIONS:
         times = slowest([one.times[operation] for one in by_rank])
@@ -94,12 +94,12 @@ def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """The time of each call: that of its slowest rank."""
+    """Returns the time of each call, that of its slowest rank."""
     return [max(one) for one in zip(*by_rank, strict=True)]
 
 
 def describe(job: Job, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of a job as a line."""
+    """Returns the rows of a job as a line."""
     both = rows[-1]
     parts = [f"{job}:"]
     for row in rows:
@@ -112,7 +112,7 @@ def describe(job: Job, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The efficiency of forward and backward over the rows: panels by ranks and heads, a line for each scheme."""
+    """Plots the efficiency of forward and backward over the rows: panels by ranks and heads, lines by scheme."""
     panels: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in sorted(rows, key=lambda row: (int(row["ranks"]), int(row["seqlen"]))):
         if row["operation"] == TRAINING and row.get("efficiency") not in (None, ""):
@@ -126,7 +126,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def show(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes the picture, if matplotlib is there."""
+    """Writes the plot, if matplotlib is installed."""
     if can_plot():
         plot(rows, path)
         print(path)
@@ -136,14 +136,14 @@ def show(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def rank_count(text: str) -> int:
-    """A number of ranks of the command line."""
+    """Parses a number of ranks of the command line."""
     if positive_int(text) < 2:
         raise argparse.ArgumentTypeError(f"expected at least 2, got {text}")
     return int(text)
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", nargs="+", type=rank_count, metavar="N", help="numbers of GPUs; default: 2, 4, ... and all")
@@ -163,17 +163,17 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def ranks_of(count: int) -> list[int]:
-    """2, 4, ... and all GPUs."""
+    """Returns the numbers of ranks: 2, 4, ... and all GPUs."""
     return sorted({2**power for power in range(1, count.bit_length()) if 2**power <= count} | {count})
 
 
 def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) -> list[Job]:
-    """By number of ranks, rows, heads and scheme, without what the ranks cannot divide.
+    """Returns the jobs by number of ranks, rows, heads and scheme; ``heads`` only if the ranks divide the K/V heads.
 
     Raises
     ------
     ValueError
-        The ranks cannot divide the rows, or there is no job.
+        The ranks cannot divide the rows into two chunks each, or there is no job.
     """
     simulated = options.simulate
     rows = options.rows or (SIMULATED_ROWS if simulated else FULL_ROWS if options.full else ROWS)
@@ -196,7 +196,7 @@ def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) ->
 
 
 def run(jobs: Sequence[Job], measured: Callable, stamp: Mapping[str, str], path: Path) -> tuple[list[dict], int]:
-    """All jobs: the rows, and how many jobs failed. What there is by then is written after each."""
+    """Measures all jobs; returns the rows, and how many jobs failed. The rows so far are written after each."""
     rows: list[dict[str, object]] = []
     failed, told = 0, set()
     with progress(len(jobs), "scaleout") as bar:
@@ -217,14 +217,14 @@ def run(jobs: Sequence[Job], measured: Callable, stamp: Mapping[str, str], path:
 
 
 def reason(job: Job, found: Sequence[Measurement] | str) -> str:
-    """Why a job has no rows; empty if it has."""
+    """Returns the reason why a job has no rows; empty if it has."""
     if isinstance(found, str):
         return found
     return next((one.missing for one in found if one.missing), "") or found[0].wrong(job.problem.dtype)
 
 
 def by_ranks(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Measurement] | str]]:
-    """`on_gpus` for each number of GPUs."""
+    """Yields the results of `on_gpus` for each number of GPUs."""
     for count in dict.fromkeys(job.ranks for job in jobs):
         yield from on_gpus([job for job in jobs if job.ranks == count])
 

@@ -1,4 +1,4 @@
-"""The template parameter sweep: every legal tile of one kernel compiled, checked, timed and tabulated.
+"""Sweeps the template parameters: compiles, checks, times and tabulates every legal tile of one kernel.
 
     python scripts/sweep.py --operation forward --head-dim 128                  on this GPU
     python scripts/sweep.py --operation backward --head-dim 64 --causal --save  the winner becomes this GPU's default
@@ -64,7 +64,7 @@ TOKENS = {"float16": 16384, "bfloat16": 16384, "float32": 4096, "float64": 2048}
 MODEL_DIM = 2048
 CHECK_SEQLEN = 601
 FINALISTS = 8
-DEFAULT_STREAM = 0  # as an address: where CuPy works and records its events unless told otherwise
+DEFAULT_STREAM = 0  # its address; CuPy launches kernels and records events on it by default
 FILTERS = {
     "--b-r": "b_r",
     "--b-c": "b_c",
@@ -77,7 +77,7 @@ METHODS = {"forward": "forward", "backward": "single_pass", "backward_dq": "two_
 
 @dataclass
 class Row:
-    """One tile and all that is known of it."""
+    """One tile and its results."""
 
     spec: KernelSpec
     report: Report
@@ -92,7 +92,7 @@ class Row:
 
 
 def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
-    """Whether a tile can be good: the blocks it reserves registers for fit, and 4 warps or more can be resident."""
+    """Returns True if a tile can be good: the blocks it reserves registers for fit, and 4 warps can be resident."""
     warps = (
         device.occupancy(spec.tile.num_threads, 1, spec.shared_memory_bytes) * device.threads_per_multiprocessor / 32
     )
@@ -103,7 +103,7 @@ def interesting(spec: KernelSpec, device: DeviceInfo) -> bool:
 
 
 def choose_specs(options: argparse.Namespace, device: DeviceInfo) -> list[KernelSpec]:
-    """The kernels of the sweep, after all filters."""
+    """Returns the kernels of the sweep, after all filters."""
     family = family_of_kernel(options.operation, options.dtype, device, options.family)
     head_dim = -(-options.head_dim // family.head_dim_step) * family.head_dim_step
     tiles = legal_configs(
@@ -157,7 +157,7 @@ class KernelRunner:
         }
 
     def candidate(self, tile: TileConfig) -> Candidate:
-        """The kernel with a tile. Repeated calls add to the same workspace, which changes values and not the time."""
+        """Binds the kernel with a tile. Repeated calls add to the same workspace: values change, the time does not."""
         arguments = (self._problem, self.gpu.info, self._strides)
         options = CallOptions(config={self.operation: tile}, family=self.family)
         if self.operation == "forward":
@@ -180,7 +180,7 @@ class KernelRunner:
 
 
 def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> None:
-    """Checks and times what compiled; the fastest are timed again in turns."""
+    """Checks and times the compiled tiles; the fastest are timed again in turns."""
     compiled = [row for row in rows if not row.report.failure]
     if not compiled:
         return
@@ -207,7 +207,7 @@ def time_rows(gpu: Gpu, problem: Problem, rows: Sequence[Row], rounds: int) -> N
 
 
 def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str, object]:
-    """A row for the CSV."""
+    """Returns a row for the CSV."""
     spec = row.spec
     record = {
         **stamp,
@@ -233,7 +233,7 @@ def as_record(row: Row, problem: Problem, stamp: dict[str, object]) -> dict[str,
 
 
 def table(rows: Sequence[Row], problem: Problem) -> list[str]:
-    """The printed table: the fastest first, or by tile where nothing was timed."""
+    """Returns the printed table: the fastest tiles first, or by tile if none was timed."""
     ordered = sorted(rows, key=lambda row: row.ms if row.samples else float("inf"))
     lines = ["  b_r  b_c warps stages blocks  registers  spilled  shared memory  occupancy         ms  TFLOP/s"]
     for row in ordered:
@@ -253,7 +253,7 @@ def table(rows: Sequence[Row], problem: Problem) -> list[str]:
 
 
 def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo) -> None:
-    """The heat map: the best variant for each (b_r, b_c), by speed if it was timed, else by occupancy."""
+    """Draws the heat map: the best variant for each (b_r, b_c), by speed if any was timed, else by occupancy."""
     timed = [row for row in rows if row.samples]
     shown = timed or [row for row in rows if not row.report.failure]
     cells: dict[tuple[int, int], tuple[float, str]] = {}
@@ -276,7 +276,7 @@ def plot(rows: Sequence[Row], problem: Problem, path: Path, device: DeviceInfo) 
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--operation", choices=TILED, required=True)

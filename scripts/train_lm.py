@@ -11,16 +11,16 @@ Model, gradients and optimizer are in ``language_model/model.py`` and use the ar
 ``fa2cupy.attention`` for attention. With ``--attention unfused`` the same training, from the same weights on the same
 bytes, goes through a written-out score matrix; ``both`` does one after the other and compares loss, memory and speed.
 
-With ``--ranks`` the rows of every context are spread over several ranks (``fa2cupy.distributed``), each with all
-weights, whose gradients are summed: the loss curve is that of one rank but for rounding.
+With ``--ranks`` the rows of every context are spread over several ranks (``fa2cupy.distributed``). Each rank has all
+weights, and the gradients are averaged over ranks: the loss curve is that of one rank except for rounding.
 
-Everything is measured in bits per byte. The line to beat is what zlib at level 9 needs for the held-out files in one
-stream. The model gets them in windows of its context length, each byte predicted once, and knows nothing from before a
-window, while zlib always sees the 32 KiB before. Held-out figures during the training are of a few evenly spaced
-windows, the final one of more, up to all of them; the output says of how many bytes.
+Everything is measured in bits per byte. The baseline is zlib at level 9 on the held-out files in one stream. The model
+gets them in windows of its context length, predicts each byte once, and knows nothing from before a window, while zlib
+always sees the previous 32 KiB. Held-out figures during the training are for a few evenly spaced windows, the final one
+for more, up to all of them; the output says for how many bytes.
 
-After a training the model continues a few held-out bytes, with `fa2cupy.decode` and a cache of keys and values, and
-says how many bytes it samples in a second, beside those without a cache, from the whole context each time.
+After a training the model continues a few held-out bytes, with `fa2cupy.decode` and a cache of keys and values. The
+output gives the bytes sampled in a second, with the cache and without it, from the whole context each time.
 
 Written to ``--out``: a CSV of the curve and a checkpoint for each run, and a PNG of the curves.
 
@@ -45,8 +45,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
-    # BLAS reads them when NumPy loads it. Its threads spin while they wait for each other, in every product: on cores
-    # that have other work, too, a small model takes ten times as long as with one thread.
+    # BLAS reads these variables when NumPy loads it. Its threads spin while they wait for each other, in every product:
+    # on cores that have other work, too, a small model takes ten times as long as with one thread.
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
@@ -79,7 +79,7 @@ PRESETS = {
         evaluate_every=50, evaluate_windows=64, final_windows=0,
     ),
 }  # fmt: skip
-_TIMEOUT_S = 300.0  # that ranks wait for each other: the first calls compile
+_TIMEOUT_S = 300.0  # for a rank to wait for the others: the first calls compile
 _NO_SIZES = ("attention", "deterministic", "dtype")
 _SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not in _NO_SIZES]
 
@@ -87,7 +87,7 @@ _SIZES = [field.name for field in dataclasses.fields(Settings) if field.name not
 class Interrupt:
     """While entered, Ctrl-C only sets a flag, so that no step is left half done; a second one ends the program.
 
-    Ranks cannot stop each for itself: `enabled` is False for several, which Ctrl-C ends at once.
+    A rank cannot stop alone: with several ranks `enabled` is False, and Ctrl-C ends them at once.
     """
 
     def __init__(self, enabled: bool):
@@ -122,7 +122,7 @@ class Progress:
             self._bar = tqdm(desc=label, initial=done, total=total, unit="step", dynamic_ncols=True)
 
     def show(self, training: Training) -> None:
-        """Loss and speed as of the last reading."""
+        """Shows loss and speed as of the last reading."""
         recent = np.mean(training.curve.losses[-LOG_EVERY:])
         text = f"loss {recent:.3f} bit/byte"
         if not math.isnan(training.tokens_per_second):
@@ -151,7 +151,7 @@ def train(
     -------
     result : Result
     interrupted : bool
-        Whether it was Ctrl-C.
+        True if Ctrl-C ended the training.
     """
     settings, is_first = training.settings, training.ranks.is_first
     periods = (LOG_EVERY, settings.evaluate_every, checkpoint_every)
@@ -163,7 +163,7 @@ def train(
 
         first = True
         while training.step < until and not over():
-            # The first step goes alone: its time is not that of the others, and memory is counted in it.
+            # The first step runs alone: its time differs from the others', and memory is counted in it.
             stops = [training.step + 1] if first else [(training.step // p + 1) * p for p in periods]
             training.run_to(min(until, *stops), over)
             if first and is_first:
@@ -186,7 +186,7 @@ def train(
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Checks what argparse does not."""
+    """Parses the command line, and checks what argparse does not."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -242,7 +242,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def plan_runs(
     options: argparse.Namespace, arrays: Arrays, corpus: Corpus, ranks: OneRank
 ) -> dict[str, Callable[[], Training]]:
-    """What begins each run, by the name of its files."""
+    """Returns a function that begins each run, by the name of its files."""
     if options.resume:
         return {options.resume.stem: functools.partial(Training.load, options.resume, corpus, arrays)}
     preset = options.preset or ("tiny" if isinstance(arrays, NumpyArrays) else "gpu")
@@ -258,7 +258,7 @@ def plan_runs(
 
 
 def sample_lines(training: Training, count: int) -> list[str]:
-    """A continuation of held-out bytes, and the speeds of sampling with a cache and without, which samples fewer."""
+    """Returns a continuation of held-out bytes, and the speeds with a cache and, for fewer bytes, without."""
     context, held_out = training.settings.context, training.corpus.held_out
     count = min(count, context // 2)
     prompt = np.stack([held_out[start : start + min(64, context // 2)] for start in range(0, 4 * 64, 64)])
@@ -274,9 +274,9 @@ def sample_lines(training: Training, count: int) -> list[str]:
 def run_all(
     plans: Mapping[str, Callable[[], Training]], folder: Path, time_limit: float, checkpoint_every: int, sampled: int
 ) -> dict[str, Result]:
-    """One run after the other. The time limit is that of the first; the second does as many steps.
+    """Does one run after the other. The time limit is for the first; the second does as many steps.
 
-    After each, `sampled` bytes are sampled.
+    After each run, `sampled` bytes are sampled.
     """
     results: dict[str, Result] = {}
     for name, begin in plans.items():
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, ranks: OneRank) -> int:
-    """One rank's trainings; the first rank reports them."""
+    """Does the trainings of one rank; the first rank reports them."""
     folder = options.out or (options.resume.parent if options.resume else Path("runs"))
     dtype = Training.saved_settings(options.resume).dtype if options.resume else options.dtype or "bfloat16"
     arrays, corpus = select_arrays(options.device, dtype), load_corpus()
@@ -343,13 +343,13 @@ def run(options: argparse.Namespace, ranks: OneRank) -> int:
 
 
 def run_simulated(options: argparse.Namespace) -> int:
-    """Ranks as threads on NumPy."""
+    """Runs the ranks as threads on NumPy."""
     options.device = "cpu"
     return max(dist.simulate(options.ranks, lambda comm: run(options, SeveralRanks(comm)), timeout=_TIMEOUT_S))
 
 
 def run_processes(options: argparse.Namespace) -> int:
-    """A process for each GPU; one that fails ends the others."""
+    """Runs a process for each GPU; one that fails ends the others."""
     context = multiprocessing.get_context("spawn")
     (port,) = free_ports(1)
     processes = [context.Process(target=run_process, args=(options, rank, port)) for rank in range(options.ranks)]
@@ -370,7 +370,7 @@ def run_processes(options: argparse.Namespace) -> int:
 
 
 def run_process(options: argparse.Namespace, rank: int, port: int) -> None:
-    """The process of one GPU."""
+    """Trains in the process of one GPU, and exits with the status."""
     comm = communicator(rank, options.ranks, port, _TIMEOUT_S)
     try:
         sys.exit(run(options, SeveralRanks(comm)))

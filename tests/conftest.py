@@ -1,4 +1,4 @@
-"""What all tests share: where they may write, which of them need a GPU, and which are for the whole matrix."""
+"""Setup of all tests: the folders that they write to, skips without a GPU, and the selection of the matrix."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Before collection, because parametrised tests look tiles up when they are collected. Workers of pytest-xdist
-    # inherit the controller's folder. Kernels compiled by one test serve the next; set FA2CUPY_CACHE_DIR to keep them
-    # longer.
+    # The folder is made before collection, when parametrised tests look up tiles. Workers of pytest-xdist inherit the
+    # controller's folder. Tests reuse the kernels compiled by earlier ones; set FA2CUPY_CACHE_DIR to keep them longer.
     if hasattr(config, "workerinput"):
         return
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
@@ -57,10 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
     for variable in ("FA2CUPY_CACHE_LIMIT", "FA2CUPY_CACHE_PATH", "FA2CUPY_DUMP_DIR", "FA2CUPY_LOG"):
         os.environ.pop(variable, None)
-    if getattr(config.option, "numprocesses", None):  # workers share the cores: NumPy, not loaded there yet, takes one
+    if getattr(config.option, "numprocesses", None):  # workers share the cores and have not loaded NumPy yet
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # With pytest-xdist (-n) the tests of a group, those on the GPU, stay in one process. Where they are skipped,
-    # neighbours do: they share kernels that the interpreter has parsed.
+    # With pytest-xdist (-n), "loadgroup" keeps the tests on the GPU in one process. If they are skipped, "worksteal"
+    # keeps neighbouring tests together, which share kernels that the interpreter has parsed.
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup" if _why_no_gpu() is None else "worksteal"
 
@@ -93,18 +92,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # The interpreter keeps a million small objects for the kernels it has parsed, and makes hardly any garbage: at the
-    # usual threshold the collector looks through them over and over. Tests on the GPU leave memory there to it.
+    # usual threshold the collector scans them over and over. Tests on the GPU need the collector to free GPU memory.
     if any(item.get_closest_marker("simulated") for item in session.items):
         gc.set_threshold(100_000, 20, 20)
 
 
 def _part_of(item: pytest.Item, parts: int) -> int:
-    """Out of its name, so that a new test leaves the others where they are."""
+    """Returns the part of a test, derived from its name so that a new test does not move the others."""
     return zlib.crc32(item.nodeid.encode()) % parts
 
 
 def _is_sampled(item: pytest.Item, values: dict[str, Container]) -> bool:
-    """Whether each parameter that the mark names has one of the values that it gives."""
+    """Returns True if each parameter that the mark names has one of the values that the mark gives."""
     parameters = item.callspec.params
     return all(parameters[name] in some for name, some in values.items())
 
@@ -140,7 +139,7 @@ def isolated_cache(tmp_path, monkeypatch):
 
 
 def forget_cache() -> None:
-    """What a new process would not know either: kernels in memory, and which folders have been warned about."""
+    """Clears what a new process would not know: kernels in memory, and the folders that have been warned about."""
     cache._kernels.clear()
     entries._room.clear()
     folders._warned_about.clear()
@@ -148,7 +147,7 @@ def forget_cache() -> None:
 
 @pytest.fixture
 def fake_compiler(isolated_cache, monkeypatch):
-    """A compiler that takes no time and no CuPy; the specs that it has been called for, in an empty cache."""
+    """Replaces the compiler by one that needs no time and no CuPy, with an empty cache; gives the compiled specs."""
     specs = []
 
     def compile_source(source: KernelSource) -> CompiledKernel:

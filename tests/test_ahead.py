@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: which calls they are for, what the command line makes of it, and how it ends early."""
+"""Kernels compiled ahead: the calls that use them, the command line, progress, and interruptions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_
 
 @pytest.fixture
 def listed(monkeypatch):
-    """`precompile` as a set of specs, without compiling them."""
+    """Provides `precompile` as a function that returns a set of specs and compiles nothing."""
     monkeypatch.setattr(ahead, "cached_kernel", lambda spec: spec)
 
     def specs_of(*arguments, **options) -> set[KernelSpec]:
@@ -39,7 +39,7 @@ def listed(monkeypatch):
     return specs_of
 
 
-# ----------------------------------------------------------------------------------------- what calls with features use
+# --------------------------------------------------------------------------------------- kernels of calls with features
 
 # (device, dtype, family): each family in the dtypes whose kernels differ in more than the type.
 KINDS = (
@@ -56,7 +56,7 @@ CALLS = (
 
 
 def call_options(names: tuple[str, ...], dtype: str, bias_dtype: str, full_bias: bool) -> tuple[dict, dict]:
-    """Keywords of a forward with these features, and what a backward has besides."""
+    """Returns the keywords of a forward with these features, and the additional ones of a backward."""
     batch, rows, keys, heads, _ = FIXED.values()
     packed, wide = "cu_seqlens" in names, accumulator(dtype)
     if packed:  # three sequences in one batch
@@ -91,9 +91,9 @@ def launched_by(
     head_dim_v: int | None,
     functions: dict | None = None,
 ) -> set[KernelSpec]:
-    """The kernels that calls with these features launch: with both masks, all methods, and each kind of bias.
+    """Returns the kernels that calls with these features launch: causal or not, all methods, and each kind of bias.
 
-    `functions`: the keywords of functions that they have, and all gradients of.
+    If `functions` has keywords of functions, the calls have them, too, and return all gradients of their arrays.
     """
     pytest.importorskip("cupy", exc_type=ImportError)
     from support import fake_gpu
@@ -158,7 +158,7 @@ def test_every_feature_of_calls_can_be_compiled_ahead():
 @pytest.mark.parametrize("names", [(), ("window", "bias", "return_dbias", "cu_seqlens")], ids=("alone", "with more"))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
 def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(listed, monkeypatch, kind, names):
-    """For arrays of the same dtypes and numbers of axes, and vectors of the same length."""
+    """Checks arrays of the same dtypes and numbers of axes, and vectors of the same length."""
 
     def scored(score, b, h, q, k, table, x):
         return score + table[h, k % 5] * x[b, q].sum()
@@ -263,11 +263,11 @@ def test_a_kernel_is_printed_without_its_machine_code():
     )
 
 
-# ----------------------------------------------------------------------------------------------- progress, and its end
+# ------------------------------------------------------------------------------------------- progress and interruptions
 
 
 class CountedBar:
-    """What `progress` gives."""
+    """A progress bar that counts its updates."""
 
     def __init__(self, total: int, desc: str):
         self.total, self.desc, self.done = total, desc, 0
@@ -382,7 +382,7 @@ def test_version(capsys):
 
 
 def command_line(monkeypatch, arguments: str) -> dict:
-    """What the command line asks `precompile` for."""
+    """Returns the arguments that the command line passes to `precompile`."""
     asked = {}
     monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.update(archs=archs, **options) or [])
     assert cli.main(["precompile", *arguments.split()]) == 0

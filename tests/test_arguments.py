@@ -30,7 +30,7 @@ class OnlyCudaArrayInterface:
 
 
 def arguments(dtype: str = "float32") -> dict:
-    """Legal arrays for `backward`, of which `forward` and `delta` take their part."""
+    """Returns legal arrays for `backward`; `forward` and `delta` take some of them."""
     q, k, v, do = make_inputs(dtype, **SIZES)
     o, lse = fa2cupy.forward(q, k, v)
     return {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do}
@@ -48,7 +48,7 @@ def outputs(operation: str, tensors: dict) -> tuple[np.ndarray, ...]:
 
 
 def assert_refused(operation: str, error: type, match: str, options: dict | None = None, **changed) -> None:
-    """The call raises exactly this error, and has not touched its outputs."""
+    """Checks that the call raises exactly this error and does not write to its outputs."""
     tensors = arguments()
     out = outputs(operation, tensors)
     call(operation, tensors, out)  # the same call without the mistake is legal
@@ -64,7 +64,7 @@ def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-# What the tensor named first can be instead, and the error.
+# Wrong values of the tensor named first, and the error.
 WRONG_TENSORS = {
     "q rank 1": (zeros(8), ValueError, r"^q: expected 2, 3 or 4 axes .* got shape \(8,\)"),
     "q rank 5": (zeros(1, 2, 6, 4, 8), ValueError, r"^q: expected 2, 3 or 4 axes"),
@@ -112,7 +112,7 @@ def test_head_dim_above_256_is_not_supported(operation):
 
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_lengths_that_tiles_cannot_count_are_not_supported(side):
-    """Up to 2**31 - 2**16 rows: the number of the last tile's last row is an int32 for tiles of any size."""
+    """The limit is 2**31 - 2**16 rows, so that row numbers of the last tile are int32 for any tile size."""
 
     def problem(rows: int) -> AttentionProblem:
         sizes = {"q": 1, "k": 1, side: rows}
@@ -146,7 +146,7 @@ def test_other_kinds_of_objects(operation, other, hint):
 
 @pytest.mark.parametrize("operation", ["forward", "delta", "backward"])
 def test_arrays_with_a_mask_of_their_own(operation):
-    """The mask would be dropped without a word."""
+    """Without the error, the mask would be ignored silently."""
     tensors = arguments()
     for name in READS[operation]:
         masked = np.ma.masked_greater(tensors[name], 1.0)
@@ -167,7 +167,7 @@ def test_none_for_an_array_that_is_needed(operation):
 
 def test_arrays_of_both_modules():
     cupy = pytest.importorskip("cupy")
-    # Memory that nobody allocated: there may be no GPU, and nothing reads it.
+    # The memory is not allocated: there may be no GPU, and nothing reads it.
     memory = cupy.cuda.UnownedMemory(1 << 30, 1 << 20, None, 0)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     for operation, names in READS.items():
@@ -265,7 +265,7 @@ def test_tiles_are_positive_integers(fields):
 
 
 def out_of(operation: str, position: int, make) -> tuple[dict, tuple, list]:
-    """Outputs of which one is replaced by `make(it)`, and those that then must stay as they are."""
+    """Returns inputs, outputs with one replaced by `make(it)`, and those outputs that must stay unchanged."""
     tensors = arguments()
     out = list(outputs(operation, tensors))
     out[position] = make(out[position])

@@ -1,4 +1,4 @@
-"""Installations that lack something: each gets a sentence that says what to do, or works without."""
+"""Incomplete installations: each reports what to do, or works without the missing part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fa2cupy.jit.spec import KernelSpec
 
 SPEC = KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
-# Puts a stand-in before the real CuPy: none at all, or one that does not import.
+# Scripts that hide the real CuPy: no CuPy at all, or one that fails to import.
 WITHOUT_CUPY = "import sys; sys.modules['cupy'] = None\n"
 BROKEN_CUPY = """
 import importlib.abc, sys
@@ -42,7 +42,7 @@ except fa2cupy.KernelCompileError as error:
 
 @pytest.fixture
 def nvrtc():
-    """CuPy's NVRTC module, in which tests replace functions."""
+    """Provides CuPy's NVRTC module, in which tests replace functions."""
     pytest.importorskip("cupy", exc_type=ImportError)
     from cupy.cuda import nvrtc
 
@@ -128,7 +128,7 @@ def test_an_older_cupy_that_finds_no_nvrtc_is_told_which_one_is_needed(nvrtc, is
 
 
 def test_an_nvrtc_that_compiles_nothing_says_why(nvrtc, isolated_cache, monkeypatch):
-    # As with a wheel that lacks its second library.
+    # A wheel that lacks its second library fails like this.
     def refuse(*_):
         raise nvrtc.NVRTCError(7)
 
@@ -164,7 +164,7 @@ def test_an_nvrtc_too_new_for_the_architecture_says_so(nvrtc, monkeypatch):
 
 @pytest.fixture
 def no_gpu(nvrtc, monkeypatch):
-    """CuPy on a machine without a device, as it is in CI and as it would be on this machine."""
+    """Makes CuPy find no device, as it does in CI."""
     from cupy.cuda import runtime
 
     class NoDevice(runtime.CUDARuntimeError):

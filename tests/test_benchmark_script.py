@@ -52,7 +52,7 @@ def test_benchmark_from_checks_to_files(small_benchmark, tmp_path, capsys):
     assert all(bool(row["tile"]) == (row["provider"] == "fa2cupy") for row in rows)
     forward = next(row for row in timed if row["operation"] == "forward")
     assert float(forward["tflops"]) == pytest.approx(4 * 2 * 32**2 * 64 / 2e-3 / 1e12, rel=1e-4)
-    assert int(forward["extra_bytes"]) == 100 + 2 * 32 * 4  # what the meter adds, and lse
+    assert int(forward["extra_bytes"]) == 100 + 2 * 32 * 4  # 100 bytes of the fake meter, and lse
     assert {row["seqlen"] for row in timed} == {"32", "64", "100"}
     assert all(float(row["host_us"]) > 0 for row in rows if not row["ms_median"])
     assert "TFLOP/s" in capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_panels_are_in_the_order_of_numbers_and_none_is_empty(tmp_path, monkeypa
     figures = []
     new_figure = plots._new_figure
     monkeypatch.setattr(plots, "_new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
-    head_dims = (32, 64, 128, 256, 96)  # as a file may have them, of which only some are there of float32
+    head_dims = (32, 64, 128, 256, 96)  # in any order, as in a file; float32 has only some
     rows = [
         {
             "gpu": "Test GPU", "date": "2026-01-01", "dtype": dtype, "head_dim": head_dim, "causal": causal, "batch": 1,

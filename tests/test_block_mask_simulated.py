@@ -1,4 +1,4 @@
-"""Sparse maps on a GPU that is interpreted: the kernel that makes them, the lists, and the kernels that walk these."""
+"""Sparse maps on a simulated GPU: the kernel that makes them, the lists, and the kernels that follow the lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.simulated
 
 METHODS = ("single_pass", "two_pass")
 BY_ROWS, BY_KEYS = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
-#: Small tiles by family, and the sizes of scores that have several of them.
+#: Small tiles by family; `LENGTHS` has sizes of scores with several of them.
 TILES = {
     "simt": TileConfig(8, 8, 2),
     "sm80": {"forward": BY_ROWS, "backward_dq": BY_ROWS, "backward": BY_KEYS, "backward_dkdv": BY_KEYS},
@@ -38,13 +38,13 @@ TILES = {
         "backward": TileConfig(128, 128, 12, 2), "backward_dkdv": TileConfig(64, 128, 12, 2),
     },
 }  # fmt: skip
-#: Of sm80, whose lanes have more columns than are evaluated at once.
+#: A tile of sm80 with more columns per lane than are evaluated at once.
 WIDE = TileConfig(64, 64, 4)
 LENGTHS = {"simt": (29, 37), "sm80": (90, 100), "sm90": (270, 290)}
 DTYPES = {"simt": "float32", "sm80": "float16", "sm90": "bfloat16"}
-#: Whose blocks take several query tiles.
+#: A device with so few multiprocessors that a block takes several query tiles.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
-HEADS = 4  # of queries, for two of keys
+HEADS = 4  # query heads, for two key heads
 before_hopper = pytest.mark.sample(family=("simt", "sm80"))
 
 
@@ -59,7 +59,7 @@ def shape_of(family: str) -> tuple[int, int, int, int]:
 
 
 def documents(family: str) -> np.ndarray:
-    """The document of each position; the last one has no key, so that its queries see none."""
+    """Returns the document of each position; the last document has one key and no query."""
     longest = max(LENGTHS[family])
     ids = np.sort(np.random.default_rng(3).integers(0, 3, (2, longest)), axis=1)
     ids[:, LENGTHS[family][1] - 1 :] = 7
@@ -67,7 +67,7 @@ def documents(family: str) -> np.ndarray:
 
 
 def on_gpu(options: dict) -> dict:
-    """Keywords with arrays, and a map, of the simulated GPU."""
+    """Returns the keywords with arrays and maps placed on the simulated GPU."""
 
     def moved(value):
         if isinstance(value, BlockMask):
@@ -82,7 +82,7 @@ def on_gpu(options: dict) -> dict:
 
 
 def check(launched: list, family: str, *, methods=METHODS, inputs=None, num_splits=1, tiles=None, **options) -> None:
-    """All results of calls with a map, by kernels of a family."""
+    """Checks all results of calls with a map, and that kernels of the family compute them."""
     rows, keys = LENGTHS[family]
     sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 24}
     inputs = inputs or make_inputs(DTYPES[family], **(sizes | ({"head_dim": 64} if family == "sm90" else {})))
@@ -121,7 +121,7 @@ def test_maps_are_those_of_numpy(launched, name, tile):
 
 
 def test_one_element_decides(launched):
-    """The first and the last element of a tile, and of a tile that the sequence's end cuts."""
+    """Checks the first and the last element of a tile, and of a tile that is cut by the end of the sequence."""
     like = place(np.empty(1, "float32"))
     for row, column in ((0, 0), (7, 32), (10, 33), (10, 65), (8, 33)):
         for hides in (False, True):
@@ -146,7 +146,7 @@ def test_empty_maps_launch_nothing(launched):
 
 
 def lists_of(states: np.ndarray, visible, b_r: int, b_c: int, tile: tuple, lengths: tuple) -> dict:
-    """For each pair of a kernel's tiles its state, from those of the map and from the pairs that a band leaves."""
+    """Returns the state of each pair of a kernel's tiles, from states of the map and the visible pairs of a band."""
     rows, columns = (-(-n // size) for n, size in zip(lengths, (b_r, b_c), strict=True))
     found = {}
     for i in range(rows):
@@ -161,7 +161,7 @@ def lists_of(states: np.ndarray, visible, b_r: int, b_c: int, tile: tuple, lengt
 
 
 def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
-    """Every entry of every list, in order: full key tiles before mixed ones, mixed query tiles before full ones."""
+    """Checks all entries of lists, in order: full key tiles before mixed ones, mixed query tiles before full ones."""
     written = {}
 
     def keep(launch: Launch) -> None:
@@ -237,7 +237,7 @@ def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockM
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("family", TILES)
 def test_given_maps(launched, family, heads):
-    """Rows and columns of tiles that are empty, and heads of a group with other tiles than the others."""
+    """Checks empty rows and columns of tiles, and heads of one group with different tiles."""
     tile = {"simt": (8, 16), "sm80": (32, 32), "sm90": (128, 128)}[family]
     check(launched, family, block_mask=random_tiles(family, heads, tile))
     check(
@@ -256,7 +256,7 @@ def test_blocks_that_share_tiles(launched, family):
 @before_hopper
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_wide_heads(launched, family):
-    """Those whose main loops are others."""
+    """Checks head_dim 136, for which kernels have other main loops."""
     rows, keys = LENGTHS[family]
     sizes = {"batch": 2, "seqlen_q": rows, "seqlen_k": keys, "num_heads": HEADS, "num_heads_kv": 2, "head_dim": 136}
     tiles = {"sm80": {**TILES["sm80"], "forward": TileConfig(32, 32, 4, 2)}}.get(
@@ -307,7 +307,7 @@ def test_other_features(launched, family):
 
 
 def test_empty_tiles_are_not_read(launched):
-    """The keys of tiles that no query meets may be anything, even NaN."""
+    """Keys in tiles that no query sees may have any value, even NaN."""
     rows, keys = LENGTHS["simt"]
     q, k, v, do = make_inputs("float32", batch=1, seqlen_q=rows, seqlen_k=keys, num_heads=2, head_dim=8)
     tiles = np.zeros((4, 5), bool)
@@ -380,7 +380,7 @@ def test_kernels_of_float32_parts_leave_maps_to_those_without(launched):
 
 # ------------------------------------------------------------------------------------------------------------- mutants
 
-#: Kernel, text, what stands there instead, and what catches it: maps, lists, or the results of a call.
+#: (kernel, text, replacement, name of the check in `CHECKS` that catches the mutant).
 MUTANTS = {
     "hidden pairs are not seen": ("tile_states", "is_hidden |= !visible;", "", "maps"),
     "visible pairs are not seen": ("tile_states", "is_seen |= visible;", "", "maps"),
@@ -469,7 +469,7 @@ def test_mutants_are_caught(monkeypatch, name):
     def patch(spec, text: str) -> str:
         if spec.operation != operation:
             return text
-        if text.count(old) != 1:  # no AssertionError, which could pass for a mutant that is caught
+        if text.count(old) != 1:  # no AssertionError, which would count as a caught mutant
             raise ValueError(f"{old!r} occurs {text.count(old)} times")
         return text.replace(old, new)
 

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: what is found again, what is not, and what happens if the disk fails."""
+"""The cache of compiled kernels: hits, misses, damaged entries, its size, and failures of the disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMEOUT = 120  # for threads and processes that would otherwise wait for ever
 
 @pytest.fixture
 def compilations(isolated_cache, monkeypatch):
-    """The specs that NVRTC has been called for, in an empty cache."""
+    """Provides the list of specs that NVRTC has been called for, with an empty cache."""
     specs = []
 
     def counting(source: KernelSource):
@@ -51,7 +51,7 @@ def compilations(isolated_cache, monkeypatch):
 
 
 def forget_memory() -> None:
-    """As in a new process: kernels are on disk only."""
+    """Forgets the kernels in memory, as in a new process: they are on disk only."""
     cache._kernels.clear()
 
 
@@ -73,7 +73,7 @@ def test_first_request_compiles_and_leaves_one_entry(compilations, isolated_cach
 
 def test_second_request_is_answered_from_memory(compilations):
     kernel = cached_kernel(SPEC)
-    entry_path(SPEC).unlink()  # which a look at the disk would notice
+    entry_path(SPEC).unlink()  # a look at the disk would not find it
     assert cached_kernel(SPEC) is kernel
     assert compilations == [SPEC]
 
@@ -140,7 +140,7 @@ def test_what_was_verified_is_what_the_driver_gets(fake_compiler, monkeypatch):
     cached_kernel(SPEC)
     forget_memory()
     verified = cached_kernel(SPEC).cubin
-    clear_folder(entry_path(SPEC).parent)  # by another process
+    clear_folder(entry_path(SPEC).parent)  # as another process could
     assert launch.load_kernel(SPEC) == f"function {SPEC.symbol}"
     assert loaded == [verified]
     launch._load_kernel.cache_clear()
@@ -158,7 +158,7 @@ def test_a_lookup_does_not_hash_the_machine_code():
 
 
 def with_report(key: str, data: bytes, report: bytes) -> bytes:
-    """An entry with another report and the right checksum."""
+    """Returns the entry with another report and the right checksum."""
     body = report + b"\n" + data.split(b"\n", 2)[2]
     digest = hashlib.sha256(key.encode() + body).hexdigest()
     return f"fa2cupy-kernel {digest}\n".encode() + body
@@ -248,7 +248,7 @@ def test_an_entry_that_cannot_be_read_is_replaced_without_a_word(fake_compiler, 
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# -------------------------------------------------------------------------------------------- folders that take nothing
+# --------------------------------------------------------------------------------------- folders that cannot be written
 
 
 def full_disk(*_arguments, **_options):
@@ -294,7 +294,7 @@ def test_on_a_full_disk_kernels_work_with_one_warning_and_nothing_is_left(
     UNWRITABLE[failure](monkeypatch)
     messages = warnings_of(lambda: [cached_kernel(SPEC), cached_kernel(OTHER), cached_kernel(SPEC)])
     assert compilations == [SPEC, OTHER]
-    # A compilation that an interrupted call of another test left behind meets the same disk, with a folder of its own.
+    # A compilation that an interrupted call of another test left may fail on this disk, too, with another folder.
     (message,) = (message for message in messages if str(isolated_cache) in message)
     for part in ("No space left on device", "FA2CUPY_CACHE_DIR"):
         assert part in message
@@ -302,7 +302,7 @@ def test_on_a_full_disk_kernels_work_with_one_warning_and_nothing_is_left(
 
 
 def test_where_no_folder_can_be_made_kernels_work_with_one_warning(compilations, tmp_path, monkeypatch, caplog):
-    # Below a regular file nobody can write, not even root.
+    # Nobody can write below a regular file, not even root.
     (tmp_path / "file").touch()
     monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     messages = warnings_of(lambda: [cached_kernel(SPEC), cached_kernel(OTHER)])
@@ -397,7 +397,7 @@ def spec_number(number: int) -> KernelSpec:
 
 @pytest.fixture
 def megabytes(fake_compiler, monkeypatch):
-    """A limit of 4 MiB, and kernels of about one."""
+    """Sets a limit of 4 MiB and makes each kernel take about 1 MiB."""
     monkeypatch.setenv("FA2CUPY_CACHE_LIMIT", "4")
     compile_small = cache.compile_source
     monkeypatch.setattr(
@@ -507,7 +507,7 @@ def test_cache_folder_is_the_variable_then_the_users_cache_folder_then_the_home_
     assert cache_dir() == tmp_path / "chosen"
     monkeypatch.delenv("FA2CUPY_CACHE_DIR")
     assert cache_dir() == tmp_path / "xdg" / "fa2cupy"
-    for ignored in ("", "relative", "./relative"):  # says the XDG specification
+    for ignored in ("", "relative", "./relative"):  # as the XDG specification says
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
         assert cache_dir() == tmp_path / "home" / ".cache" / "fa2cupy"

@@ -14,7 +14,7 @@ import fa2cupy
 
 
 class FakeCheckout:
-    """A process in which a call takes 1 ms; where forwards are slow, 2 ms in the first pair and 1.5 ms in others."""
+    """A process with calls of 1 ms; forwards of the slow folder take 2 ms in the first pair and 1.5 ms in others."""
 
     slow_folder: Path | None = None
     pairs = 0
@@ -37,7 +37,7 @@ class FakeCheckout:
 
 @pytest.fixture
 def checkouts(monkeypatch, tmp_path):
-    """An older checkout, in the place of whose processes there are fake ones."""
+    """Provides an older checkout, with fake processes instead of those of checkouts."""
     (tmp_path / "before" / "fa2cupy").mkdir(parents=True)
     (tmp_path / "before" / "fa2cupy" / "__init__.py").touch()
     monkeypatch.setattr(compare, "Checkout", FakeCheckout)

@@ -1,6 +1,6 @@
 """Every default kernel compiles with NVRTC for its architectures, within the limits of the hardware; needs no GPU.
 
-Which tiles these are is for `fa2cupy.tile_table` to say: the tests hold whatever it says to the same rules.
+`fa2cupy.tile_table` has the default tiles; the tests apply the same rules to all of them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ H100 = DeviceInfo.named("sm_90")
 METHODS = (None, "single_pass", "two_pass")
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
-# (architectures, dtypes, head dimensions, causal) that are compiled, forward and both methods. What a mask adds costs
-# registers, so that the rows of EVERY_TILE are causal; here are those without, and the wider dtypes of Hopper.
+# (architectures, dtypes, head dimensions, causal) that are compiled, forward and both methods. A mask costs registers,
+# so the rows of EVERY_TILE are causal; these rows add kernels without a mask, and the other dtypes of Hopper.
 SELECTION = (
     (("sm_80",), ("float16",), (64, 128), (False,)),
     (("sm_90",), ("float16",), (64, 128, 256), (False,)),
@@ -51,8 +51,8 @@ SELECTION = (
     (("sm_90",), ("float32", "float64"), (64, 128, 256), (True,)),
     (("sm_90",), ("float32",), (64,), (False,)),
 )
-# (architectures, dtypes, family, head dimensions) of which every tile that calls get is compiled, causal, for the
-# widest rows that get it.
+# (architectures, dtypes, family, head dimensions): each tile that calls get is compiled, causal, for the largest of
+# these head dimensions that gets it.
 EVERY_WIDTH = tuple(range(8, 257, 8))
 EVERY_TILE = (
     (("sm_80", "sm_86", "sm_90"), ("float16",), None, EVERY_WIDTH),
@@ -70,7 +70,7 @@ EVERY_TILE = (
 
 @dataclasses.dataclass(frozen=True)
 class Exemption:
-    """Known and accepted spills of a default tile: at most so many bytes, for head dimensions up to `head_dim`."""
+    """Accepted spills of a default tile: at most `allowed_bytes`, for head dimensions up to `head_dim`."""
 
     operation: str
     head_dim: int
@@ -94,7 +94,7 @@ OF_PARTS = (
 OF_DECODE_ROWS = "what spills is a loop invariant, which is read back outside the loop over keys"
 OF_MMA_PARTS = "what spills is loop invariants: dK and dV take half of the registers; not yet measured on such a GPU"
 
-#: Every default tile that spills registers, by name; the first row that covers a spec holds.
+#: All default tiles that spill registers; the first row that covers a spec applies.
 EXEMPTIONS = (
     Exemption("forward", 64, TileConfig(128, 128, 4, 2, 2), 32, MEASURED),
     Exemption("forward", 128, TileConfig(128, 64, 4, 2, 2), 16, MEASURED),
@@ -138,19 +138,19 @@ def selected_specs() -> tuple[KernelSpec, ...]:
     for archs, dtypes, head_dims, masks in SELECTION:
         for arch, dtype, head_dim, causal, method in itertools.product(archs, dtypes, head_dims, masks, METHODS):
             specs.update(dict.fromkeys(default_specs(DeviceInfo.named(arch), dtype, head_dim, causal, method)))
-    # What the Hopper kernels do not take falls back to these; without a mask most are like sm_80's.
+    # Calls that the Hopper kernels do not take fall back to these; without a mask most are like those of sm_80.
     for (head_dim, causal), method in itertools.product(((32, True), (96, True), (128, True), (256, False)), METHODS):
         specs.update(dict.fromkeys(default_specs(H100, "float16", head_dim, causal, method, family="sm80")))
     # The backward of float32 data that is multiplied in parts.
     for (head_dim, causal), method in itertools.product(((64, True), (128, False), (128, True)), METHODS[1:]):
         specs.update(dict.fromkeys(default_specs(H100, "float32", head_dim, causal, method, family="sm90")))
-    # On mma.sync, also with the tiles of GPUs whose default are the CUDA cores.
+    # float32 on mma.sync, also with the tiles of GPUs that use the CUDA cores by default.
     for arch, (head_dim, causal), method in itertools.product(
         ("sm_80", "sm_86"), ((64, False), (64, True), (96, True), (128, True)), (None, "two_pass")
     ):
         device = DeviceInfo.named(arch)
         specs.update(dict.fromkeys(default_specs(device, "float32", head_dim, causal, method, family="sm80")))
-    # Decoding, and merges: each GPU with each dtype and each head_dim, not with both.
+    # Decoding and merges: each GPU has each dtype and each head_dim, but not each pair of them.
     for arch, dtype, head_dim in OF_DECODING:
         device = DeviceInfo.named(arch)
         specs.update(dict.fromkeys(decode_specs(device, dtype, head_dim)))
@@ -172,8 +172,8 @@ def spec_id(value: object) -> str | None:
 
 @pytest.fixture(scope="module")
 def default_kernels(request):
-    """From a spec to its kernel. All of the selected tests are compiled side by side while these look at the first."""
-    if hasattr(request.config, "workerinput"):  # processes of pytest-xdist are side by side, and know all tests
+    """Provides a function from a spec to its kernel; kernels of all selected tests are compiled in parallel."""
+    if hasattr(request.config, "workerinput"):  # pytest-xdist has parallel processes, and each knows all tests
         yield cached_kernel
         return
     items = [item for item in request.session.items if "default_kernels" in getattr(item, "fixturenames", ())]
@@ -183,7 +183,7 @@ def default_kernels(request):
     pool.shutdown(cancel_futures=True)
 
 
-#: Those that are compiled in every run of the tests.
+#: Specs that are compiled in every run of the tests.
 EVERYDAY = [
     spec
     for spec in selected_specs()
@@ -207,7 +207,7 @@ def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernel
     allocated = -(-kernel.registers // 8) * 8 * spec.tile.num_threads
     assert allocated * spec.tile.blocks_per_sm <= device.registers_per_multiprocessor
     assert shared <= device.shared_memory_per_block
-    # C7508: setmaxnreg is ignored. C7510 to C7515: the compiler serialises wgmma. Either is called a mere warning.
+    # C7508: setmaxnreg is ignored. C7510 to C7515: the compiler serialises wgmma. Both are only warnings.
     assert not re.search(r"C75\d\d", kernel.log), kernel.log
     exemption = next((row for row in EXEMPTIONS if row.covers(spec)), None)
     assert kernel.spill_bytes <= (exemption.allowed_bytes if exemption else 0), (
@@ -215,7 +215,7 @@ def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernel
     )
 
 
-#: Most bytes of spills of kernels with functions: by (dtype, head_dim) of those of `single_pass`, and of all others.
+#: Largest accepted spills in bytes of kernels with functions: of `single_pass` by (dtype, head_dim), and of all others.
 SPILLED = {("bfloat16", 64): 1100, ("bfloat16", 128): 256, ("float32", 64): 128, ("float32", 128): 640}
 SPILLED_ELSEWHERE = 640
 
@@ -268,7 +268,7 @@ def test_a_share_of_the_forward_spills_no_more_than_the_whole(family, head_dim, 
     assert share.spill_bytes <= cached_kernel(whole).spill_bytes + accepted
 
 
-# Tiles that a sweep might try. One that is called legal and does not compile is a wrong rule.
+# A sweep might try these tiles. If a legal tile does not compile, the rule is wrong.
 @pytest.mark.sample(head_dim=(64,), operation=("forward",))
 @pytest.mark.parametrize("operation", TILED)
 @pytest.mark.parametrize("head_dim", (64, 256))
@@ -315,7 +315,7 @@ def test_smallest_legal_simt_tile_compiles(operation):
 
 
 def everyday_specs() -> list[KernelSpec]:
-    """Each operation in each family and dtype once."""
+    """Returns specs of each operation in each family and dtype, each once."""
     specs = [
         spec
         for dtype, method in itertools.product(("float16", "bfloat16", "float32", "float64"), METHODS)
@@ -335,7 +335,7 @@ def test_rendered_text_is_plain_cuda_without_any_include(spec):
 
 @pytest.mark.parametrize("spec", [spec for spec in everyday_specs() if not spec.features], ids=spec_id)
 def test_a_kernel_without_features_knows_nothing_of_them(spec):
-    """What the record has of a feature cannot be named, so that code which uses it would not compile."""
+    """The record has no member of a feature, so that code which uses one would not compile."""
     assert not any(spec.flags.values())
     of_features = {name for need in FEATURES.values() for name in (*need.arrays, *need.values, *need.per_call)}
     assert not of_features & {field.name.removesuffix("_strides") for field in spec.params.fields}
@@ -353,7 +353,7 @@ def test_a_kernel_with_a_feature_is_another_one(name):
 
 
 def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
-    """NVRTC 13 did not find a library of its own then."""
+    """NVRTC 13 did not find one of its own libraries in such a process."""
     script = textwrap.dedent("""
         from concurrent.futures import ThreadPoolExecutor
         from fa2cupy.jit.compiler import compile_source
@@ -371,8 +371,8 @@ def test_the_first_kernels_of_a_process_are_compiled_side_by_side():
     assert run.stdout == "4\n", run.stderr
 
 
-#: One register too many, or a number that setmaxnreg does not take, in each sm90 kernel whose warp groups share
-# unequally.
+#: Too many registers, or a number that setmaxnreg does not take, in each sm90 kernel with unequal shares of its warp
+# groups.
 WRONG_SHARES = (
     ("forward", "* (kGroups + 1) - kProducerRegisters)", "* (kGroups + 1))"),
     ("forward", "min_of(240, (kAtEntry", "max_of(240, (kAtEntry"),
@@ -397,7 +397,7 @@ def test_register_shares_that_a_gpu_would_wait_for_are_not_compiled(operation, r
 
 @pytest.mark.matrix
 def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
-    """Fewer, and a group would wait for registers that the block does not have."""
+    """With fewer registers, a group would wait for some that the block does not have."""
     specs = [
         spec
         for head_dim, method in itertools.product((64, 128, 256), METHODS)
@@ -411,7 +411,7 @@ def test_sm90_kernels_start_with_the_registers_that_their_shares_are_cut_from():
 
 
 def test_a_cubin_is_complete():
-    """Up to the tables that its ELF header points to: CuPy leaves out the last byte, and tools refuse the dump."""
+    """The tables of the ELF header end with the cubin: CuPy leaves out the last byte, and tools refuse such a dump."""
     cubin = compile_source(render_kernel(delta_spec())).cubin
     tables = zip(struct.unpack_from("<QQ", cubin, 32), struct.iter_unpack("<2H", cubin[54:62]), strict=True)
     assert max(offset + size * count for offset, (size, count) in tables) == len(cubin)
@@ -464,7 +464,7 @@ def test_every_file_of_kernels_is_used_by_some_kernel():
 
 
 def delta_spec() -> KernelSpec:
-    """The kernel that compiles fastest."""
+    """Returns the spec of the kernel that compiles fastest."""
     return KernelSpec("delta", "common", "sm_80", "float16", 64, False, TileConfig(16, 1, 4))
 
 
@@ -519,7 +519,7 @@ def test_specs_of_one_architecture_have_symbols_of_their_own():
 
 @pytest.fixture
 def own_kernels(tmp_path, monkeypatch):
-    """A copy of the templates that a test may spoil."""
+    """Provides a copy of the templates that a test may change."""
     folder = tmp_path / "kernels"
     shutil.copytree(kernel_directory(), folder)
     monkeypatch.setattr(source, "kernel_directory", lambda: folder)
@@ -529,7 +529,7 @@ def own_kernels(tmp_path, monkeypatch):
 
 
 def spoil(path: Path, before: str, line: str) -> int:
-    """Puts a line before the first one that contains `before`, and says which number it has."""
+    """Puts a line before the first one that contains `before`, and returns its number."""
     lines = path.read_text().splitlines()
     number = next(number for number, text in enumerate(lines, start=1) if before in text)
     lines.insert(number - 1, line)

@@ -1,4 +1,4 @@
-"""The NumPy backend: against the reference, against itself in another form, and in how it works."""
+"""The NumPy backend: results against the reference and against itself in another form, and how it works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = [
 
 
 def check_all(inputs: tuple, tile: TileConfig | None = None, **options) -> None:
-    """Forward, delta and both backward methods, into arrays of NaN, against the reference."""
+    """Checks forward, delta and both backward methods, written into arrays of NaN, against the reference."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, **options)
     o, lse = fa2cupy.forward(q, k, v, **options, config=tile, out=expected.unwritten("o", "lse"))
@@ -39,7 +39,7 @@ def check_all(inputs: tuple, tile: TileConfig | None = None, **options) -> None:
 
 
 def run(q, k, v, do, **options) -> tuple:
-    """o, lse, dq, dk, dv."""
+    """Returns o, lse, dq, dk, dv."""
     o, lse = fa2cupy.forward(q, k, v, **options)
     return o, lse, *fa2cupy.backward(q, k, v, o, lse, do, **options)
 
@@ -303,7 +303,7 @@ class TestEdges:
 
 
 class TestProperties:
-    """What holds for exact attention, in float64 so that it must hold closely."""
+    """Properties of exact attention, in float64 so that they must hold closely."""
 
     def test_the_methods_agree(self):
         sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": 90, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
@@ -327,7 +327,7 @@ class TestProperties:
         q, k, v, do = make_inputs("float64", seqlen_q=30, seqlen_k=40, head_dim=8)
         options = {"causal": True, "softmax_scale": 0.5, "config": tile}
         o, lse, dq, dk, dv = run(q, k, v, do, **options)
-        shift = 600.0  # of the scores; exp of it is past float32, and exp of twice as much past float64
+        shift = 600.0  # of the scores; exp(600) overflows float32, and exp(1200) float64
 
         def widen(array, value):
             return np.concatenate([array, np.full((*array.shape[:-1], 1), value)], axis=-1)
@@ -402,7 +402,7 @@ class TestOptions:
         q, k, v, do = make_inputs("float64", seqlen_q=20, seqlen_k=30, num_heads=4, num_heads_kv=2, head_dim=8)
         o, lse, backprop = fa2cupy.attention(q, k, v, causal=True, return_lse=True)
         assert_bits_equal((o, lse), fa2cupy.forward(q, k, v, causal=True))
-        dlse = 2 * lse / lse.size  # of a z-loss, the mean of lse**2
+        dlse = 2 * lse / lse.size  # the gradient of a z-loss, the mean of lse**2
         wanted = fa2cupy.backward(q, k, v, o, lse, do, causal=True, dlse=dlse)
         assert_bits_equal(backprop(do, dlse), wanted)
         assert_bits_equal(backprop(do, dlse=dlse), wanted)
@@ -416,7 +416,7 @@ class TestOptions:
         delta = fa2cupy.delta(o, do)
         assert_bits_equal(fa2cupy.backward(q, k, v, o, lse, do, delta=delta), (dq, dk, dv))
         moved = fa2cupy.backward(q, k, v, o, lse, do, delta=delta + 1)
-        # dS loses P, so that dQ loses softmax_scale P K: the attention to k instead of v.
+        # dS decreases by P and dQ by softmax_scale P K, where P K is the forward with k instead of v.
         assert_close(moved[:1], (dq - 8**-0.5 * fa2cupy.forward(q, k, k)[0],))
         assert_close(moved[2:], (dv,))
 
@@ -473,7 +473,7 @@ class TestOptions:
 
 
 def record_tiles(monkeypatch) -> list[tuple[int, int]]:
-    """Shapes of the score tiles that are computed from now on."""
+    """Returns a list that collects the shapes of the score tiles computed from now on."""
     shapes = []
     original = cpu_tiles.Head.scores
 

@@ -1,4 +1,4 @@
-"""Decoding on NumPy: against the reference on the keys of each sequence, and arguments that do not fit."""
+"""Decoding on NumPy: results against the reference on the keys of each sequence, and refused arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_features(options):
 
 
 def test_rows_behind_a_length_are_not_read_and_not_written():
-    """`Case` fills them with NaN; besides, pages of no sequence stay as they are."""
+    """`Case` fills them with NaN. Pages of no sequence stay unchanged, too."""
     case = Case("float32", (5, 20), num_new=1, page_size=16)
     q, k_cache, v_cache, lengths, options = case.arguments()
     before = k_cache.copy(), v_cache.copy()
@@ -92,13 +92,13 @@ def test_empty_batches_and_queries():
         assert o.shape == q.shape and lse.size == 0
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 CASE = Case("float32", (5, 20), num_new=1, page_size=16)
 
 
 def changed(name: str, change):
-    """The arguments of `CASE` as a dict, one of them changed."""
+    """Returns the arguments of `CASE` as a dict, with one of them changed."""
     q, k_cache, v_cache, lengths, options = CASE.arguments()
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, **options}
     arguments[name] = change(arguments.get(name))
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_named(name, change, error, text):
 
 def test_pages_behind_a_sequence_may_be_anything():
     arguments = changed("block_table", lambda table: table)
-    arguments["block_table"][0, 1:] = -1  # sequence 0 has 6 rows, of the first page
+    arguments["block_table"][0, 1:] = -1  # sequence 0 has 6 rows, all in its first page
     fa2cupy.decode(**arguments)
 
 
@@ -180,7 +180,7 @@ def test_more_new_rows_than_a_sequence_can_have():
 
 
 def test_a_paged_cache_holds_the_rows_of_the_dense_one():
-    """What `support.decode_cases.paged` promises."""
+    """Checks the pages and the table of `support.decode_cases.paged`."""
     rows = np.arange(2 * 32.0).reshape(2, 32, 1, 1)
     pages, table = paged(rows, 16, np.random.default_rng(0))
     np.testing.assert_array_equal(pages[table].reshape(2, 32, 1, 1), rows)

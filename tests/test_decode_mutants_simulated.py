@@ -21,7 +21,7 @@ from fa2cupy.jit.spec import KernelSpec
 
 pytestmark = [pytest.mark.simulated, pytest.mark.matrix]
 
-#: What catches a mutant: the exception, and what its text says.
+#: The exception that catches a mutant, and a pattern of its text.
 CATCHES = {
     "race": (ptxsim.PtxError, "shared memory race"),
     "blocks": (ptxsim.PtxError, "global memory race"),
@@ -33,12 +33,12 @@ CATCHES = {
     "cache": (AssertionError, "Arrays are not equal"),
 }
 
-#: Blocks that have parts of several jobs, and enough of them for two levels of merges.
+#: Devices: one with blocks that have parts of several jobs, one with enough blocks for two levels of merges.
 FEW = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=2)
 MANY = dataclasses.replace(FEW, multiprocessors=23)
 
 PAGED = Case("float16", (40, 90, 17), page_size=16, num_new=1)
-MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # of which a warp has 32 keys
+MANY_SEQUENCES = Case("float16", (40, 90, 17, 33), page_size=16)  # a warp has 32 of its keys
 DENSE = Case("float16", (200, 90), num_new=1)
 LONG = Case("float16", (22 * 128 - 3,), heads=(2, 1), head_dim=128)
 TWO_JOBS = Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160)
@@ -48,7 +48,7 @@ TOO_LONG = dataclasses.replace(DENSE, lengths=(91, 90), capacity=92)
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is changed in the kernel, and what must catch the change."""
+    """A change of the kernel, and the check that must catch it."""
 
     name: str
     old: str
@@ -56,8 +56,8 @@ class Mutant:
     caught_by: str
     case: Case = DENSE
     options: tuple = ()
-    lengths: tuple | None = None  # in the place of the case's, which then are those that they are clamped to
-    table: int | None = None  # in the place of the entries of the block table
+    lengths: tuple | None = None  # replace those of the case, which are then the clamped ones
+    table: int | None = None  # replaces all entries of the block table
     device: DeviceInfo = FEW
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
@@ -78,7 +78,7 @@ class Mutant:
 
         if self.table is None:
             check(on_device, self.case, **dict(self.options))
-        else:  # what all sequences then read are the same rows of one page: there is nothing to compare with
+        else:  # all sequences then read the same rows of one page, so that there is no expectation
             q, k_cache, v_cache, lengths, options = self.case.arguments()
             on_device(q, np.zeros_like(k_cache), np.zeros_like(v_cache), lengths, **options)
 

@@ -25,14 +25,14 @@ from fa2cupy.testing import Expectation, make_inputs
 pytestmark = pytest.mark.simulated
 
 H100 = DeviceInfo.named("sm_90")
-#: Whose blocks have pieces of several jobs, and cut others.
+#: A device with so few blocks that each has pieces of several jobs, and jobs are cut.
 FEW = dataclasses.replace(H100, multiprocessors=2)
-#: Which has more blocks than parts are merged at once.
+#: A device with more blocks than parts that are merged at once.
 MANY = dataclasses.replace(H100, multiprocessors=23)
 
 
 def on_device(q, k_cache, v_cache, lengths, view=place, **options):
-    """`decode` of NumPy arrays on the simulated device. New rows come back in the caches."""
+    """Runs `decode` of NumPy arrays on the simulated device. New rows come back in the caches."""
     caches = view(k_cache), view(v_cache)
     placed = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if "softmax_scale" in placed:
@@ -73,7 +73,7 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim):
         check(on_device, case)
 
 
-#: By GPU and dtype, the last head_dim of which two tiles of keys and values fit in shared memory.
+#: The last head_dim with two tiles of keys and values in shared memory, by GPU and dtype.
 LAST_HEAD_DIMS = {
     ("sm_75", "float32"): 192, ("sm_75", "float64"): 96, ("sm_80", "float16"): 256, ("sm_80", "float32"): 256,
     ("sm_80", "float64"): 256, ("sm_86", "float16"): 256, ("sm_86", "float32"): 256, ("sm_89", "float64"): 160,
@@ -81,7 +81,7 @@ LAST_HEAD_DIMS = {
 
 
 def around_the_last() -> list[tuple[str, str, int]]:
-    """The last head_dim of each GPU and dtype and the next one, and in turn one of the smaller ones."""
+    """Returns the last head_dim of each GPU and dtype, the next one, and one of the smaller ones in turn."""
     head_dims = (64, 96, 128, 160, 192, 256)
     cases = []
     for i, ((arch, dtype), last) in enumerate(LAST_HEAD_DIMS.items()):
@@ -109,7 +109,7 @@ def test_tiles_for_less_shared_memory(monkeypatch, arch, dtype, head_dim):
 @pytest.mark.parametrize("num_new", [0, 1, 21])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_appended_rows_and_pages(launched, layout, num_new, page_size):
-    """Rows of the cache, then new ones, within 16 keys of a warp, at its end and across several tiles."""
+    """Checks new rows behind those of the cache: within 16 keys of a warp, at their end and across several tiles."""
     lengths = (0, 15, 16, 60, 64, 100)
     check(on_device, Case("float16", lengths, num_new=num_new, page_size=page_size, layout=layout, seqlen_q=2))
 
@@ -118,7 +118,7 @@ def test_appended_rows_and_pages(launched, layout, num_new, page_size):
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, (8, 8)), (4, (8, 1)), (5, (8, 1)), (9, (4, 1)), (17, (4, 2))])
 @pytest.mark.parametrize("causal", [False, True])
 def test_groups_of_rows(launched, causal, seqlen_q, heads):
-    """One tile of 16 rows or 32, whole and ragged, and several tiles; also sequences with fewer keys than queries."""
+    """Checks one tile of 16 or 32 rows, whole and ragged, several tiles, and sequences with fewer keys than queries."""
     case = Case("float16", (0, 3, 70, 130), seqlen_q=seqlen_q, heads=heads, head_dim=64, num_new=1)
     check(on_device, case, causal=causal)
 
@@ -152,7 +152,7 @@ def test_features(launched, dtype, options):
 @pytest.mark.sample(dtype=("float16",))
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_merges_in_two_levels(monkeypatch, dtype):
-    """More blocks for a job than parts are merged at once, in groups of which the last is smaller."""
+    """Checks jobs with more blocks than parts that are merged at once, in groups with a smaller last one."""
     with simulated_gpu(monkeypatch, MANY) as launched:
         lengths = (22 * 128 - 3 if dtype == "float16" else 37 * 32 - 3,)
         head_dim = 128 if dtype == "float16" else 160
@@ -163,7 +163,7 @@ def test_merges_in_two_levels(monkeypatch, dtype):
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_block_ends_the_last_group_of_a_job_and_begins_the_next_job(monkeypatch, seed):
-    """Of 21 parts, ceil(sqrt(21)) = 5 in a group would leave the last one in a group of its own."""
+    """Groups of ceil(sqrt(21)) = 5 of the 21 parts would leave the last part in a group of its own."""
     device = dataclasses.replace(H100, multiprocessors=24)
     with simulated_gpu(monkeypatch, device, seed=seed) as launched:
         check(on_device, Case("float32", (41 * 32 - 3, 4 * 32 - 5), heads=(1, 1), head_dim=160))
@@ -178,7 +178,7 @@ def test_many_jobs_have_small_blocks(launched, head_dim):
 
 
 def test_without_counters_no_job_is_cut(monkeypatch):
-    """As for calls that are captured when all counters are taken: each block has the jobs that begin in its piece."""
+    """Calls captured after all counters are taken have none: each block has the jobs that begin in its piece."""
     for device in (FEW, MANY):
         with monkeypatch.context() as patch, simulated_gpu(patch, device, with_counter=False):
             check(on_device, Case("float16", (0, 5, 200, 64), page_size=16, num_new=1))
@@ -194,7 +194,7 @@ def test_any_order_of_warps(monkeypatch, seed):
 
 
 def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
-    """The same bits from launch to launch."""
+    """Checks that two launches with different orders of blocks have the same bits."""
     case = Case("bfloat16", (200, 90, 333), num_new=1, page_size=16)
     found = []
     for seed in (None, 5):
@@ -206,7 +206,7 @@ def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
 
 
 def test_lengths_and_pages_are_clamped(monkeypatch):
-    """The host cannot check them: whatever they are, nothing outside of the cache is read or written."""
+    """The host cannot check them, so kernels must not read or write outside the cache for any values."""
     with simulated_gpu(monkeypatch, FEW):
         case = Case("float16", (40, 79, 0), num_new=1, page_size=16, capacity=80)
         clamped = check(on_device, case)
@@ -224,7 +224,7 @@ def test_arrays_between_others(launched):
 
 
 def test_arrays_on_odd_addresses(launched):
-    """q and new rows are copied; of a cache that is not aligned, an error says so."""
+    """q and new rows are copied; a cache that is not aligned is an error."""
 
     def shifted_by_one(*arrays, **options):
         q, k_cache, v_cache, lengths = map(place, arrays)
@@ -268,7 +268,7 @@ def test_a_head_dim_whose_rows_are_not_aligned_is_refused(launched):
 
 
 def test_the_grid_does_not_depend_on_lengths(launched):
-    """Nor anything else of the launch: a graph that has captured it may be launched with other lengths."""
+    """The whole launch is the same, so that a graph that has captured it may be launched with other lengths."""
     for lengths in ((1, 2), (60, 64)):
         q, k_cache, v_cache, given, _ = Case("float16", lengths, capacity=64).arguments()
         on_device(q, k_cache, v_cache, given)
@@ -299,7 +299,7 @@ def test_a_forward_with_few_queries_runs_the_same_kernel(launched, dtype):
 
 
 def test_other_forwards_do_not(monkeypatch):
-    """Many queries, features that the kernel does not have, packed sequences, and what a caller chooses."""
+    """Checks many queries, features that the kernel does not have, packed sequences, and choices of the caller."""
     with fake_gpu(monkeypatch, run=lambda launch: None) as launched:
         for lengths, options in (
             ((33, 40), {}),
@@ -310,4 +310,8 @@ def test_other_forwards_do_not(monkeypatch):
         ):
             q, k, v, _ = (place(x) for x in make_inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1]))
             forward(q, k, v, **options)
-    assert {stage.spec.operation for stage in launched} <= {"forward", "merge_forward"}
+        q, k, v, _ = (place(x[0]) for x in make_inputs("float16", seqlen_q=3, seqlen_k=40))
+        ends = {"cu_seqlens_q": 3, "cu_seqlens_k": 40}
+        forward(q, k, v, **{name: place(np.array([0, end], "int32")) for name, end in ends.items()})
+    assert launched[-1].spec.features == ("cu_seqlens",)
+    assert {stage.spec.operation for stage in launched} <= {"forward", "merge_forward", "clear_forward"}

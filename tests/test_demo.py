@@ -1,4 +1,4 @@
-"""`python -m fa2cupy demo` where no GPU is there, without its table of times."""
+"""`python -m fa2cupy demo` on a machine without a GPU, without its table of times."""
 
 from __future__ import annotations
 

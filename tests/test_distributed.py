@@ -198,8 +198,8 @@ class TestFeatures:
             dist.forward(comm, *(dist.shard(comm, x) for x in (q, k, v)), scheme="gather", window=(8, 0))
 
         dist.simulate(4, work)
-        # Each of the 8 chunks of 8 rows needs the one before it: all but the first, and but chunk 4, which is behind
-        # chunk 3 on the same rank. k and v make it twice as many messages.
+        # Each of the 8 chunks of 8 rows needs the previous one, except chunk 0, which has none, and chunk 4, which is
+        # on the same rank as chunk 3. k and v take 6 messages each.
         assert sent == [(8, 4, 8)] * 12
 
     def test_the_ring_takes_soft_caps(self):
@@ -266,7 +266,7 @@ class TestFeatures:
 
 
 class TestBits:
-    """Rows are computed by one call in `heads` and `gather`: bits are those of one call where tiles are."""
+    """One call computes a row in `heads` and `gather`: its bits are those of the whole call if its tiles are."""
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["plain", "window", "window left", "sink", "dropout", "bias", "mask"])
@@ -340,7 +340,7 @@ class TestChoice:
 
 
 def refused(kind: type, match: str, size: int = 2, change=None, backward: bool = False, **options) -> None:
-    """The error of a call, which every rank raises."""
+    """Checks that every rank raises this error."""
     q, k, v, do = inputs_of(num_heads_kv=options.pop("num_heads_kv", 4))
     messages = []
 
@@ -640,7 +640,7 @@ class TestRows:
 
 @st.composite
 def calls(draw):
-    """A number of ranks, sizes that they can divide, a scheme, and options."""
+    """Draws a number of ranks, sizes that it divides, a scheme, and options."""
     size, order = draw(st.integers(2, 5)), draw(st.sampled_from(["zigzag", "contiguous"]))
     scheme = draw(st.sampled_from(["heads", "gather"]))
     unit = size * (2 if order == "zigzag" else 1)

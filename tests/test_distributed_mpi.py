@@ -17,7 +17,7 @@ from support import CHECKOUT
 from fa2cupy.distributed import CommunicationError, Communicator
 from fa2cupy.distributed.rendezvous import broadcast
 
-# Processes leave files: an MPI mixes up the lines that they print, and may lose the last ones.
+# Processes write files, since an MPI mixes up the lines that they print and may lose the last ones.
 SAME_AS_ONE_CALL = """
 import pathlib
 
@@ -77,7 +77,7 @@ else:
 
 @pytest.fixture
 def mpiexec(tmp_path):
-    """Runs a script in several processes; returns the finished process."""
+    """Provides a function that runs a script in several processes and returns the finished process."""
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("no mpi4py: pip install '.[mpi]'")
     beside = Path(sys.executable).with_name("mpiexec")

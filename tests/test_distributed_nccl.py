@@ -1,4 +1,4 @@
-"""CuPy arrays by NCCL, on a fake GPU: what is queued where, in which order, and what waits for the host."""
+"""CuPy arrays by NCCL, on a fake GPU: streams, the order of the work on them, and waits of the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZE = 4
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Fake GPUs: (launched stages, CuPy, NCCL)."""
+    """Provides fake GPUs as (launched stages, CuPy, NCCL)."""
     with fake_gpu(monkeypatch) as launched, fake_streams(monkeypatch, MODULES) as cupy:
         nccl = FakeNccl(SIZE)
         monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
@@ -40,14 +40,14 @@ def shards(comm, arrays, order="zigzag"):
 
 
 def run_all(nccl: FakeNccl, work) -> list:
-    """work(comm) on each rank, with communicators of NCCL."""
+    """Runs ``work(comm)`` on each rank, with communicators of NCCL."""
     return dist.simulate(
         SIZE, lambda comm: work(dist.Communicator.from_nccl(FakeCommunicator(nccl, comm.rank), timeout=20))
     )
 
 
 def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
-    """The whole array of all ranks' rows, in zigzag order."""
+    """Returns the whole array, joined from the rows of all ranks in zigzag order."""
     halves = [np.split(np.asarray(part), 2, axis=axis) for part in parts]
     return np.concatenate([low for low, _ in halves] + [high for _, high in reversed(halves)], axis=axis)
 
@@ -69,7 +69,7 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
     expected = Expectation(*inputs, **options)
     if scheme != "ring":
         expected.check(o=o, dq=dq)
-    # Shares of dk and dv, and in the ring of o and dq, are rounded before they are summed.
+    # Shares of dk and dv, in the ring also those of o and dq, are rounded before they are summed.
     wide = [x.astype("float64") for x in inputs]
     whole, backprop = fa2cupy.attention(*wide[:3], **options)
     tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
@@ -92,8 +92,8 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
         assert {(record["window_left"], record["window_right"]) for record in records} == {(40, 8)}
     else:
         assert origins == {(0, row // 2) for row in range(0, 128, 16)}
-        # All but the last chunk have the 8 keys behind their last query: the window lies that much further left, and
-        # has no more keys than the call.
+        # All chunks but the last have 8 keys behind their last query: their windows move left by 8, and are limited to
+        # the keys of the call.
         chunks = {(min(48, row + 16 + 8), 0) for row in range(0, 112, 16)} | {(40, 8)}
         assert {(record["window_left"], record["window_right"]) for record in records} == chunks
 
@@ -141,13 +141,13 @@ def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
         used[rank].add(stream)
     assert sent == received
     assert sent.keys() == {(a, b) for a in range(SIZE) for b in range(SIZE) if a != b}
-    for rank in range(SIZE):  # the agreement is on the caller's stream, all else on one of its own
+    for rank in range(SIZE):  # the agreement uses the caller's stream, all else another one
         assert len(used[rank]) == 2 and streams[rank] in used[rank]
 
 
 @pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
 def test_streams_and_memory(scheme, gpus):
-    """Kernels run on the caller's stream and one beside it, and memory for them all comes from a stream of its own."""
+    """Kernels run on the caller's stream and another one; memory comes from the caller's stream and a third one."""
     launched, cupy, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=16)
     made = []
@@ -237,7 +237,7 @@ class TestCommunicators:
             comm.transport_of(np.zeros(2))
 
     def test_of_nccl4py(self, gpus, monkeypatch):
-        """Its methods take arrays, and a group is a context."""
+        """The methods of nccl4py take arrays, and its group is a context."""
         calls_made = []
 
         class Communicator:
@@ -295,7 +295,7 @@ class TestCommunicators:
 class TestLateRanks:
     @pytest.fixture(autouse=True)
     def device(self, monkeypatch):
-        """The device that the watching thread has made current."""
+        """Provides the names of the threads that have made the device current."""
         used = []
         device = types.SimpleNamespace(use=lambda: used.append(threading.current_thread().name))
         monkeypatch.setattr(nccl_module, "_current_device", lambda: device)

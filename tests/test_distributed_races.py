@@ -1,4 +1,4 @@
-"""Lanes that work late, in memory that is NaN until it is written: a wait that is missing shows in the results."""
+"""Slow lanes on memory that is NaN until it is written, so that a missing wait shows in the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMES = ("heads", "gather", "ring")
 
 
 def case(size: int) -> tuple[tuple, dict, dict]:
-    """Inputs, options and head groups of a call with several groups of heads."""
+    """Returns inputs, options and head groups of a call with several groups of heads."""
     heads = 4 * size
     inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
     return inputs, {"causal": True}, {"heads": {"head_groups": 4}, "gather": {"head_groups": 4}, "ring": {}}
@@ -65,14 +65,14 @@ def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
 
 
 class PickyLane(ranks.SlowLane):
-    """A lane that notes where the package makes it wait, and leaves one of these waits out."""
+    """A lane that notes where the package makes it wait, and leaves out one of these waits."""
 
     seen: ClassVar[set[str]] = set()
     left_out: ClassVar[str | None] = None
 
     def wait(self, mark) -> None:
         frame = sys._getframe(1)
-        # All schemes begin with the same line: its place is that of its caller.
+        # All schemes share the wait in `begin`, so that the place of its caller counts.
         site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
         self.seen.add(site)
         if site != self.left_out:
@@ -84,7 +84,7 @@ def place_of(frame) -> str:
 
 
 def one_slow_lane(slow: int, late_rank: int | None, delay: float) -> Callable[[int, int], Callable[[], float]]:
-    """One lane of all ranks is late with each of its calls, or of one rank."""
+    """Returns delays that make one lane late with each of its calls, on all ranks or on one."""
 
     def of_lane(rank: int, number: int) -> Callable[[], float]:
         return lambda: delay if number == slow and late_rank in (None, rank) else 0.0
@@ -93,7 +93,7 @@ def one_slow_lane(slow: int, late_rank: int | None, delay: float) -> Callable[[i
 
 
 class LateInputs:
-    """A call whose inputs are written on the caller's lane, as by kernels that were queued before it."""
+    """A call whose inputs are written on the caller's lane, as if by kernels that were queued before."""
 
     def __init__(self, size: int, how: dict, **options):
         self.size, self.how, self.options = size, how, options
@@ -102,7 +102,7 @@ class LateInputs:
         self.expected = self.run()
 
     def run(self) -> list[list[np.ndarray]]:
-        """The results of the forward and the backward by rank."""
+        """Returns the results of the forward and the backward by rank."""
         return dist.simulate(self.size, self._work, timeout=20)
 
     def _work(self, comm) -> list[np.ndarray]:
@@ -129,7 +129,7 @@ class LateInputs:
 
 
 class first_work:
-    """What the caller's lane of each rank has been given before a call."""
+    """The work that is queued on the caller's lane of each rank before a call."""
 
     queued: ClassVar[dict[int, Callable[[], None]]] = {}
 
@@ -165,7 +165,7 @@ CASES = {
 
 @pytest.mark.matrix
 def test_every_wait_that_is_left_out_is_caught(monkeypatch):
-    """Each wait is needed by one order of events at least, in which the results of a scheme are wrong without it."""
+    """Without any one of the waits, the results of a scheme are wrong in at least one order of events."""
     monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
     monkeypatch.setattr(PickyLane, "seen", set())
     monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
@@ -176,7 +176,7 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
         monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
         try:
             found = call.run()
-        except dist.CommunicationError:  # the messages of two calls have met
+        except dist.CommunicationError:  # messages of two calls were mixed up
             return False
         return all(
             np.array_equal(one, other)
@@ -193,7 +193,7 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
         monkeypatch.setattr(PickyLane, "left_out", None)
         assert all(is_right(call, order, 0.004) for order in orders[:3])
         caught |= {site for site in sorted(PickyLane.seen - caught) if is_caught(call, site, 0.004)}
-    # A busy machine delays all lanes: what went unnoticed is tried again with longer delays.
+    # A busy machine delays all lanes, so that waits that were not caught are tried again with longer delays.
     caught |= {site for site in PickyLane.seen - caught if any(is_caught(call, site, 0.03) for call in cases)}
     assert len(caught) > 15
     assert sorted(PickyLane.seen - caught) == []
@@ -225,7 +225,7 @@ class Pool:
 
 @pytest.mark.parametrize("arena", ["of its own", "the caller's stream"])
 def test_memory_of_other_lanes_does_not_come_from_the_callers_stream(arena, monkeypatch):
-    """Workspaces of the caller's kernels would be handed out to a lane that does not wait for them."""
+    """Otherwise workspaces of the caller's kernels would be handed out to a lane that does not wait for them."""
     inputs = make_inputs("float64", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=8)
     how = {"scheme": "gather", "head_groups": 4}
     expected = ranks.on_ranks(4, inputs, causal=True, how=how)

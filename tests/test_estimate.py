@@ -1,5 +1,4 @@
-"""The estimates by which methods and splits are chosen: the work of a problem, counted against its mask,
-and the schedule, played block by block."""
+"""Estimates that choose methods and splits: work counted against the mask, and the schedule played block by block."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def test_steps_are_the_pairs_of_tiles_with_a_visible_pair(seqlen_q, seqlen_k, le
         (sequences.steps_of_keys(tile), pairs.sum(0)),
         (sequences.steps_of_queries(tile), pairs.sum(1)),
     ):
-        # The range from the first to the last visible tile; tiles without a visible pair may have an empty range.
+        # Steps go from the first to the last visible tile; tiles without a visible pair may have none.
         assert sum(count * steps for steps, count in found.items()) == exact.sum()
         assert sum(found.values()) == len(exact)
 
@@ -102,7 +101,7 @@ def test_few_key_tiles_are_shared_until_they_fill_the_gpu(family):
 
 
 class TestForwardSplits:
-    """The default of a forward on 132 multiprocessors."""
+    """The default number of shares of a forward on 132 multiprocessors."""
 
     TILES = {"sm90": TileConfig(128, 128, 12, 2), "sm80": TileConfig(128, 64, 4, 2, 2)}
 

@@ -35,7 +35,7 @@ def problem(dtype: str = "float16", **changes) -> AttentionProblem:
     return AttentionProblem(**{"dtype": dtype, "batch": 1, **sizes, **given, **changes})
 
 
-# ------------------------------------------------------------------------------------------------- the tables are whole
+# ------------------------------------------------------------------------------------------- completeness of the tables
 
 
 def test_operations_are_the_entry_files():
@@ -60,7 +60,7 @@ def test_a_family_has_a_folder_records_and_tiles_for_all_that_it_computes(family
         assert family.owns(operation) in ("queries", "keys")
 
 
-# ------------------------------------------------------------------------------ what does not exist is an error by name
+# --------------------------------------------------------------------------------------------- errors for unknown names
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_precision_of_float32_and_what_has_no_kernel_for_it(precision, chang
     assert chosen.family.name == wanted
     assert (chosen.fallback is None) == (wanted == "simt")
     if chosen.fallback is not None:
-        # Gradients of the fallback are stored over others, so it never adds to them.
+        # The fallback stores its gradients over others, so that it never adds to them.
         assert chosen.fallback.method == ("two_pass" if call == "backward" else None)
         assert chosen.fallback.family.name == "simt" and chosen.fallback.tiles.keys() == operations
 
@@ -233,7 +233,7 @@ def test_the_default_method_is_the_first_that_has_a_tile():
     ),
 )
 def test_parts_are_the_default_where_three_products_are_faster_than_one(arch, name, wanted):
-    """The driver reports the names with NVIDIA's in front."""
+    """The driver reports most names with the prefix NVIDIA."""
     device = dataclasses.replace(DeviceInfo.named("sm_86"), arch=arch, name=name)
     for call in ("forward", "backward"):
         assert choose(call, problem("float32", **LONG), device, STRIDES, is_launched=False).family.name == wanted
@@ -259,7 +259,7 @@ def test_a_family_that_does_not_have_the_precision():
         choose("backward", problem("float32", head_dim=160), H100, STRIDES, options)
 
 
-# -------------------------------------------------------------------------------------------------------- a family more
+# ------------------------------------------------------------------------------------------------- an additional family
 
 
 class Toy(Simt):
@@ -281,7 +281,7 @@ class Toy(Simt):
 
 @pytest.fixture
 def toy(monkeypatch) -> Toy:
-    """The family, in front of the others."""
+    """Provides the family, registered in front of the others."""
     family = Toy()
     monkeypatch.setattr(registry, "FAMILIES", (family, *registry.FAMILIES))
     return family

@@ -1,8 +1,8 @@
 """Arrays of more elements than 32 bits count, executed without a GPU and without their memory.
 
-A problem of 2**28 heads is planned, and of each kernel the block that owns the last head runs, by a number that is
-added to its `blockIdx.x`. Of arrays only what belongs to that head exists in the interpreter's memory, at the address
-where it would be: an offset that is computed in 32 bits leads to where nothing is.
+A problem of 2**28 heads is planned. Each kernel runs only the block that owns the last head, by a number that is added
+to its `blockIdx.x`. Arrays have only the part of that head in the interpreter's memory, at the address that it has in
+the whole array: an offset that is computed in 32 bits leads to unmapped memory.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from fa2cupy.testing import Expectation, make_inputs
 pytestmark = pytest.mark.simulated
 
 BATCH, HEADS = 2, 2**27
-#: (dtype, rows, head_dim, tile for kernels by query tiles and by key tiles): as many rows as give lse 2**33 elements.
+#: (dtype, rows, head_dim, tile of kernels by query tiles, of kernels by key tiles); lse has at least 2**33 elements.
 FAMILIES = {
     "simt": ("float32", 32, 8, TileConfig(32, 32, 8), TileConfig(32, 32, 8)),
     "sm80": ("float16", 32, 32, TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)),
     "sm90": ("float16", 64, 32, TileConfig(64, 64, 8, 2, 2), TileConfig(128, 128, 12, 2)),
 }
-#: What Hopper's kernels ask TMA for. It multiplies by itself, so that maps may begin with the last head.
+#: Coordinates that Hopper's kernels pass to TMA. TMA multiplies by strides, so that maps may begin with the last head.
 _COORDINATES = "column, row, head, batch);"
 _REACH = 2**44  # between the arrays' addresses
-_FAR = 2**20  # bytes between elements, from which on what lies between them is left out
+_FAR = 2**20  # stride in bytes from which the memory between elements is left out
 
 
 class Far:
-    """Arrays of which a part exists, and launches of single blocks on them."""
+    """Arrays that exist in part, and launches of single blocks on them."""
 
     def __init__(self) -> None:
         self.memory = ptxsim.Memory()
@@ -58,7 +58,7 @@ class Far:
     def put(
         self, name: str, part: np.ndarray, offset: int, strides: tuple | None = None, *, result: bool = False
     ) -> None:
-        """`part` lies `offset` elements behind the start of its array, with these strides in elements or contiguous."""
+        """Maps `part`, `offset` elements behind the start of its array, contiguous or with strides in elements."""
         strides = tuple(stride * part.itemsize for stride in strides) if strides else part.strides
         start = self.addresses.setdefault(name, _REACH * (1 + len(self.addresses))) + offset * part.itemsize
         axes = [range(n) if stride >= _FAR else (slice(None),) for n, stride in zip(part.shape, strides, strict=True)]
@@ -70,7 +70,7 @@ class Far:
             self._pieces.setdefault(name, []).append((index, address))
 
     def take(self, name: str, like: np.ndarray) -> np.ndarray:
-        """What kernels have made of a result, all of which they must have written."""
+        """Returns a result of the kernels, and checks that they have written all of it."""
         taken = np.empty_like(like)
         for index, address in self._pieces[name]:
             assert self.memory.written(address).all(), f"elements of {name}{index} are unwritten"
@@ -78,10 +78,10 @@ class Far:
         return taken
 
     def run(self, stage: Stage, block: int) -> None:
-        """A block that counts itself as that one of the grid."""
+        """Runs one block that has this number in the grid."""
         spec = stage.spec
         text = render_kernel(spec).text.replace("blockIdx.x", f"(blockIdx.x + {block}u)")
-        # Blocks that stay for several tiles go on by the number of blocks, which is past the last tile.
+        # Blocks that take several tiles advance by the number of blocks, which leads past the last tile.
         text = text.replace("gridDim.x", f"{max(stage.blocks, block + 1)}u")
         front = {name: self.addresses.get(name, 0) for name in spec.params.pointers}
         if stage.maps:
@@ -97,12 +97,12 @@ class Far:
 
 
 def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
-    """The numbers in the grid of the blocks that own its last rows; of kernels with tiles of a sequence, that tile."""
+    """Returns the numbers of the blocks with its last rows, or with its `tile` if kernels have tiles of a sequence."""
     operation, values = stage.spec.operation, stage_values(stage)
     if operation == "dsink":
         return (HEADS - 1,)
     if (operation, stage.spec.family) == ("convert_dq", "sm90"):
-        return (0,)  # which begins with the last tile
+        return (0,)  # its first block has the last tile
     if operation in ("delta", "convert_dq"):
         return range(stage.blocks - -(-rows // stage.spec.tile.b_r), stage.blocks)
     heads, section = values["batch"] * values["scheduled_heads"], values["heads_per_section"]
@@ -111,7 +111,7 @@ def blocks_of_last_head(stage: Stage, rows: int, tile: int) -> Iterable[int]:
 
 
 class Case:
-    """A problem of a family with the arrays of its last head, which is the last sequence's."""
+    """A problem of a family, with the arrays of the last head of its last sequence."""
 
     def __init__(self, name: str, *, packed: bool = False, arrays: dict | None = None, more: tuple[str, ...] = ()):
         dtype, rows, head_dim, tile, by_keys = FAMILIES[name]
@@ -129,7 +129,7 @@ class Case:
         self.problem = AttentionProblem(
             dtype, *sizes, False, head_dim**-0.5, "bhsd", 3 if packed else 4, None, features
         )
-        # Rows are far apart, too, where nothing but the kernel multiplies by strides.
+        # Rows are far apart, too, except for Hopper, where TMA multiplies by strides.
         row, head = (head_dim, total * head_dim) if name == "sm90" else (HEADS * head_dim, head_dim)
         strides = (0 if packed else HEADS * total * head_dim, row, head)
         self.strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), strides)
@@ -148,10 +148,10 @@ class Case:
         if packed:
             for name in OFFSETS:
                 self.far.put(name, np.arange(0, total + 1, rows, dtype="int32"), 0)
-        self.tile = rows // tile.b_r + BATCH - 1 if packed else 0  # of a grid in which sequences have tiles to spare
+        self.tile = rows // tile.b_r + BATCH - 1 if packed else 0  # in a grid with spare tiles for sequences
 
     def put(self, *, results: bool = False, **rows: np.ndarray) -> None:
-        """The last head's rows of tensors and of statistics."""
+        """Maps the last head's rows of tensors and of statistics."""
         for name, array in rows.items():
             if array.ndim == 3:
                 self.far.put(name, array.reshape(-1), self._end - array.size, result=results)
@@ -187,7 +187,7 @@ class Case:
         self.expectation().check(**self.results(**like))
 
     def put_workspace(self, plan: Plan) -> None:
-        """The last head's part of dq_accum, and whatever else of it the last head's blocks of delta clear."""
+        """Maps the last head's part of dq_accum, and the other parts that the last head's blocks of delta clear."""
         delta = plan.stages[0]
         all_elements = stage_values(delta)["dq_accum_bytes"] // 4
         if not all_elements:
@@ -219,7 +219,7 @@ class Case:
         )
         self.put_workspace(plan)
         if "dsink" in self.more:
-            # A block of it has a head of both sequences: the first one's rows see nothing.
+            # A block of dsink has a head of both sequences; rows of the first sequence see no key.
             self.far.put("lse", np.full(lse.size, -np.inf, wide), (HEADS - 1) * lse.size)
             self.far.put("dsink", np.zeros(1, wide), HEADS - 1, result=True)
             like["dsink"] = np.zeros(1, wide)
@@ -241,7 +241,7 @@ class Case:
 
 
 def over_scores(name: str) -> dict[str, tuple[np.ndarray, tuple]]:
-    """Arrays of every feature for the last head, whose strides lead far away along every axis that they have."""
+    """Returns arrays over scores for the last head, with strides that lead to offsets beyond 32 bits."""
     dtype, rows, *_ = FAMILIES[name]
     wide = accumulator(dtype)
     return {
@@ -263,7 +263,7 @@ class TestTheLastHead:
         Case(name).check_backward(method)
 
 
-#: Whose kernels read arrays by the same lines as those of Hopper, and packed sequences without tensor maps.
+#: Families with kernels that read arrays by the same lines as Hopper's, and packed sequences without tensor maps.
 @pytest.mark.parametrize("name", ("simt", "sm80"))
 class TestFeaturesOfTheLastHead:
     def test_forward(self, name):

@@ -1,4 +1,4 @@
-"""FeatureSettings that do not fit: the right exception, a text that names the argument, nothing written or launched."""
+"""Features that do not fit: the right exception, a text that names the argument, nothing written or launched."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_lower_ranks():
     np.testing.assert_array_equal(single["o"], with_heads["o"][:, 0])
 
 
-# --------------------------------------------------------------------------------------------------- what kernels need
+# -------------------------------------------------------------------------------------- features and records of kernels
 
 
 SCORE_MOD = bound_function("score_mod", mods.softcap(2.0), ())
@@ -299,7 +299,7 @@ def test_a_cap_is_tanh_within_its_bound_and_float32(cap, scale):
     if 0.7 <= cap <= 1e4 and scale in (0.3, 1e-3):
         assert values["tanh_largest"] > 0
     if values["tanh_largest"] > 0:
-        # Errors of scores: of the fit, and of float32 in proportion to the score.
+        # The error of a score is that of the fit, and that of float32 in proportion to the score.
         scores = cap * np.tanh(product.astype("float64") * (scale / cap))
         square = product * product + values["tanh_shift"]
         capped = cap * (values["tanh_unit"] * (product * (square * square + values["tanh_rest"]))).astype("float64")
@@ -332,8 +332,8 @@ def test_lengths_are_not_part_of_what_is_compiled():
     assert settings_of(window=(10**12, 0)).features == settings_of(window=(1, 1)).features == ("window",)
     assert settings_of().record(Sizes(37, 53, (10**12, 0), 1.0)) == {}
     assert settings_of(window=(1, 1)).record(Sizes(37, 53, (10**12, 0), 1.0)) == {"window_left": 53, "window_right": 0}
-    # Queries see keys so far to the right, keys queries so far to the left, that both lengths matter: no limit cuts
-    # them off.
+    # Large and missing limits are clamped to lengths that hide nothing: the left one to the keys, the right one to the
+    # queries.
     for seqlen_q, seqlen_k in ((37, 53), (53, 37)):
         for band in ((10**12, 10**12), (None, None)):
             record = settings_of(window=(1, 1)).record(Sizes(seqlen_q, seqlen_k, band, 1.0))
@@ -364,7 +364,7 @@ def test_causal_is_the_right_limit_of_a_window():
     ids=str,
 )
 def test_where_the_elements_of_an_array_lie_over_the_scores(name, shape, wanted):
-    """Strides of (batch, head, query, key), 0 where the array repeats, whatever it says of an axis of length 1."""
+    """Checks strides of (batch, head, query, key): 0 where the array repeats, for any strides of axes of length 1."""
     array = np.zeros(shape, bool if "mask" in name else "float32")
     assert strides.score_strides(name, array) == wanted
     assert strides.score_strides(name, np.repeat(array, 2, -1)[..., ::2] if shape else array) == tuple(
@@ -400,7 +400,7 @@ GPU_FEATURES = {name: options_of(name, "float16", SIZES) for name in GPU_ROWS}
 
 @pytest.fixture
 def without_features(monkeypatch):
-    """Families that have none."""
+    """Removes all features from all families."""
     for family in families.FAMILIES:
         monkeypatch.setattr(type(family), "features", ())
 

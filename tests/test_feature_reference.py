@@ -15,7 +15,7 @@ from fa2cupy.testing import make_inputs
 pytestmark = pytest.mark.filterwarnings("error")
 
 SIZES = {"batch": 2, "seqlen_q": 4, "seqlen_k": 6, "num_heads": 2, "num_heads_kv": 1, "head_dim": 3}
-# Three at a time, so that each meets others; every feature is in one.
+# Each set has three features, so that each feature meets others; all features occur.
 SETS = [
     ("softcap", "bias", "dropout"),
     ("alibi", "sink", "window"),
@@ -37,7 +37,7 @@ def test_every_feature_is_in_a_set():
 
 
 def one_score(options: dict, raw: float, b: int, h: int, i: int, j: int) -> float:
-    """A score by the table of features, element by element."""
+    """Returns a single score, by the table of features."""
     aligned = i + SIZES["seqlen_k"] - SIZES["seqlen_q"]
     if "softcap" in options:
         raw = options["softcap"] * math.tanh(raw / options["softcap"])

@@ -1,4 +1,4 @@
-"""FeatureSettings on the NumPy backend: each against the reference, pairs of them, and what must hold for each."""
+"""Features on the NumPy backend: each against the reference, pairs of them, and what must hold for each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestAgainstTheReference:
     @pytest.mark.parametrize("name", ROWS)
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     def test_each_feature(self, dtype, name):
-        # A bias that is the same for all keys has the gradient 0 without one for lse: no error is relative to that.
+        # A bias that is the same for all keys has the gradient 0 unless lse has one, and 0 has no relative error.
         dlse = numbers((2, 4, 37), accumulator(dtype)) if name == "bias of queries" else None
         check(inputs_of(dtype), dlse=dlse, config=TILE, **options_of(name, dtype, SIZES))
 
@@ -76,7 +76,7 @@ class TestAgainstTheReference:
     @settings(max_examples=150, deadline=None, derandomize=True)
     def test_combinations(self, names, dtype, num_heads_kv, group, head_dim_v, with_dlse, layout, tile, **lengths):
         if dtype in ("float16", "bfloat16"):
-            # Of few elements, ours or the baseline's largest rounding error may be small by chance.
+            # With few elements, our largest rounding error or the baseline's may be small by chance.
             lengths = {name: length + 10 for name, length in lengths.items()}
         sizes = {"batch": 2, "num_heads": group * num_heads_kv, "num_heads_kv": num_heads_kv, "head_dim": 8, **lengths}
         options = {key: value for name in names for key, value in options_of(name, dtype, sizes).items()}
@@ -147,10 +147,10 @@ class TestWindow:
         for method in METHODS:
             run(inputs, window=(left, right), config=TileConfig(16, 16, 1), method=method)
         assert pairs
-        for first, after, first_key, after_key in pairs:  # some pair of elements of each is visible
+        for first, after, first_key, after_key in pairs:  # each tile has a visible pair
             assert first_key <= after - 1 + right
             assert after_key - 1 >= first - left
-        # Five products of all tiles, of which a row of tiles needs the diagonal's, two before it and one behind it.
+        # Scores are computed five times; a row of tiles needs that of the diagonal, two before it and one behind it.
         assert len(pairs) <= 5 * (length // 16) * 4
 
     def test_values_outside_the_band_do_not_matter(self):
@@ -166,7 +166,7 @@ class TestWindow:
 class TestSink:
     @pytest.mark.parametrize("method", METHODS)
     def test_a_sink_is_a_key_with_value_zero(self, method):
-        # One more column gives the key the same score with every query, and the other keys none.
+        # An additional column gives the sink's key the same score with every query, and adds 0 to all other scores.
         sink = np.array([-1.0, 0.5, 3.0, 0.0])
         q, k, v, do = inputs_of(num_heads_kv=4, seqlen_q=20, seqlen_k=30)
         results = run((q, k, v, do), sink=sink, softmax_scale=0.25, config=TILE, method=method)
@@ -206,7 +206,7 @@ class TestSink:
 
 class TestDropout:
     def test_the_mask_depends_on_no_tile_and_method(self):
-        # Values that are unit vectors show P itself, and the gradient for v the mask of the backward.
+        # Unit vectors as values make o equal P, and dv shows the mask of the backward.
         q, k, _, _ = inputs_of(seqlen_q=48, seqlen_k=48, num_heads_kv=4, head_dim=48)
         v = np.broadcast_to(np.eye(48)[None, :, None], (2, 48, 4, 48))
         options = {"dropout_p": 0.4, "seed": 5}
@@ -302,4 +302,4 @@ class TestBias:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert peak < length * length / 2  # bytes: half of even a boolean for each score
+        assert peak < length * length / 2  # bytes: half a boolean for each score

@@ -1,4 +1,4 @@
-"""The benchmark of features and the sections of the other one, without a GPU."""
+"""The benchmark of features, and further sections of the main benchmark, without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def feature_options(*extra):
 
 
 class FakeFlex:
-    """Ours once more, through what a peer has."""
+    """A peer that calls fa2cupy."""
 
     name, features = "torch flex", flex.FlexAttention.features
     supports = flex.FlexAttention.supports
@@ -111,7 +111,7 @@ def test_features_go_on_without_torch_and_with_what_fails(small_features, tmp_pa
 
 @pytest.fixture
 def operators(monkeypatch):
-    """PyTorch's operators, computed by NumPy."""
+    """Provides PyTorch's operators, computed by NumPy."""
     torch = fake_torch()
 
     def initialize(self, gpu):
@@ -173,7 +173,7 @@ def test_operator_that_is_wrong_is_found(small_features, operators, tmp_path, mo
 @pytest.mark.parametrize("family", (None, "sm80"))
 @pytest.mark.parametrize("operation", ("forward", "backward"))
 def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
-    """What is compiled ahead and checked is what calls take, at their own choice of method."""
+    """Checks that calls, with the default method, launch the kernels that are compiled ahead and checked."""
     from support import fake_gpu
     from support.fake_cupy import place
 
@@ -181,7 +181,7 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
     for case in feature_cases.all_cases(feature_cases.FEATURES, (128,), (2048,)):
         if operation not in case.operations:
             continue
-        # A call of the real length, of few heads and without its work.
+        # The call has the real length, but few heads, and does no work.
         case = dataclasses.replace(case, problem=dataclasses.replace(case.problem, batch=2, num_heads=2))
         if case.feature == "packed":
             case = case.shrunk()

@@ -1,5 +1,8 @@
-"""FeatureSettings in the kernels of every family, executed without a GPU: forward and both backward methods against the
-reference. What holds for every launch is in README.md of this folder."""
+"""Features in the kernels of every family, executed without a GPU.
+
+Forward and both backward methods are compared with the reference. README.md of this folder has the checks of every
+launch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.simulated
 
 METHODS = ("single_pass", "two_pass")
 SMALL = TileConfig(32, 32, 2, 2)
-#: (family, dtype, head_dim) and a tile for each kernel; the Hopper backward above 128 columns is another one.
+#: dtype, head_dim and tiles of kernels, by name; Hopper has another backward above 128 columns.
 FAMILIES = {
     "simt": ("float32", 24, TileConfig(8, 8, 2)),
     "simt double": ("float64", 24, TileConfig(8, 8, 2)),
@@ -42,13 +45,13 @@ FAMILIES = {
     "sm90 middle": ("bfloat16", 96, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 3)}),
     "sm90 wide": ("float16", 192, {"forward": TileConfig(128, 48, 12, 2), "backward_dq": TileConfig(128, 48, 12, 2)}),
 }
-#: By instruction set, for tests that are run every day.
+#: One family of each instruction set, for tests that are run every day.
 ONE_OF_EACH = ("simt", "sm80", "sm90")
 #: (seqlen_q, seqlen_k): ragged, several tiles, more keys than queries and the other way round.
 LENGTHS = {"simt": ((21, 30), (30, 21)), "sm80": ((70, 90), (90, 45)), "sm90": ((150, 210), (290, 140))}
 
 
-#: Between its products a Hopper kernel does the same at head_dim 96 as at 64: scores are looked at once, which is slow.
+#: Families of tests of scores. Hopper kernels treat scores at head_dim 96 as at 64, and tests are slow: 96 is left out.
 WITH_OWN_SCORES = [name for name in FAMILIES if name != "sm90 middle"]
 
 
@@ -59,7 +62,7 @@ def config_of(name: str) -> object:
 
 @pytest.fixture(params=FAMILIES)
 def family(request, monkeypatch):
-    """A key of the table, and the stages that were launched."""
+    """Provides a key of `FAMILIES` and the stages that were launched."""
     with simulated_gpu(monkeypatch) as launched:
         yield request.param, launched
 
@@ -74,13 +77,13 @@ def draw(name: str, lengths: tuple[int, int], **sizes) -> tuple:
 def results_by_method(
     name: str, inputs: tuple, methods: tuple = METHODS, *, dlse=None, **options
 ) -> Iterator[tuple[str, dict]]:
-    """What the forward gives, then what each method of the backward gives, by name."""
+    """Yields the results of the forward, then those of each method of the backward, by name."""
     q, k, v, do = inputs
     own = {"config": config_of(name), "family": "sm80" if name.startswith("sm80") else None}
     o, lse = forward(q, k, v, **own, **options)
     yield "forward", {"o": o, "lse": lse}
     for method in methods:
-        # Of 16 bits two passes alone give dbias, and would run for it in one pass, too.
+        # Only two passes give dbias in 16 bits; one pass would run them for it.
         given = [key for key in ("bias", "sink") if key in options and (key, method) != ("bias", "single_pass")]
         more = {f"return_d{key}": True for key in given}
         gradients = backward(q, k, v, o, lse, do, method=method, dlse=dlse, **more, **own, **options)
@@ -90,7 +93,7 @@ def results_by_method(
 def check(
     family: tuple, inputs: tuple, *, used: str | None = None, methods: tuple = METHODS, dlse=None, **options
 ) -> None:
-    """All results of a call, and that its kernels are of the family, with the feature where it matters."""
+    """Checks all results of a call, and that its kernels are of the family and have the feature `used`."""
     name, launched = family
     expected = Expectation(*inputs, dlse=dlse, **options)
     for method, results in results_by_method(name, inputs, methods, dlse=dlse, **options):
@@ -105,7 +108,7 @@ def lengths_of(name: str) -> tuple:
 
 
 def windows() -> list:
-    """(causal, window, family): all of them in one kernel of each instruction set, some in its others."""
+    """Returns cases of (causal, window, family): all windows in simt and sm80, some in other families."""
     some = [(False, (9, 4)), (True, (9, None))]
     more = [(False, (0, 0)), (False, (None, 3)), (False, (70, None)), (True, (40, 70))]
     every = {"simt": some + more, "sm80": some + more, "sm90": some + more[1:2]}
@@ -117,7 +120,7 @@ class TestWindow:
     @pytest.mark.sample(family=("simt", "sm80"), window=((9, 4),))
     @pytest.mark.parametrize(("causal", "window", "family"), windows(), indirect=["family"])
     def test_against_the_reference(self, family, causal, window):
-        # More keys than queries or the other way round, by turns where a call is slow.
+        # There are more keys than queries or fewer, in turn if calls are slow.
         lengths = lengths_of(family[0])
         for pair in lengths if family[0][:4] != "sm90" else lengths[causal:][:1]:
             check(family, draw(family[0], pair), causal=causal, window=window, used="window")
@@ -131,11 +134,11 @@ class TestWindow:
         o, lse = forward(q, k, v, **own)
         k[:, -1], v[:, -1] = np.nan, np.nan
         poisoned, _ = forward(q, k, v, **own)
-        # NaN reaches the last tiles alone, whose products it is part of.
+        # NaN reaches only the last tiles, since it is part of their products.
         assert np.array_equal(poisoned[:, : rows // 4], o[:, : rows // 4])
 
 
-#: Each as `feature_cases.options_of` calls it.
+#: Features by their names in `feature_cases.options_of`.
 SCORES = (
     "softcap", "alibi", "alibi by batch", "bias", "bias of heads", "bias of keys", "bias of one row",
     "bias of queries", "mask", "mask of rows", "padding", "sink", "dropout",
@@ -143,7 +146,7 @@ SCORES = (
 
 
 def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batch: int = 1) -> dict:
-    """The keywords of several rows, their arrays on the device."""
+    """Returns the keywords of several rows, with arrays on the device."""
     sizes = {"batch": batch, "num_heads": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     given = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
     return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
@@ -154,11 +157,11 @@ def dlse_like(inputs: tuple) -> np.ndarray:
     return place(numbers((batch, heads, rows), accumulator(inputs[0].dtype.name)))
 
 
-#: One of each feature, which are run every day.
+#: One row of each feature, for every day.
 EVERYDAY = ("softcap", "alibi", "bias", "mask", "padding", "sink", "dropout")
-#: Of another width and type, the same text as theirs: one of each way to read an array, and what depends on the type.
+#: Rows for the same code in another width and type: each way to read an array, and features that depend on the type.
 OF_OTHER_TYPES = ("softcap", "alibi by batch", "bias of heads", "mask", "padding", "sink", "dropout")
-#: On Hopper a bias is read by the same few lines whatever its shape, and both backward kernels take the same weights.
+#: Rows on Hopper, where the same lines read a bias of any shape, and both backward kernels use the same weights.
 OF_BOTH_ON_HOPPER = ("softcap", "dropout")
 ON_HOPPER = (*OF_BOTH_ON_HOPPER, "bias", "mask of rows", "alibi by batch", "padding", "sink")
 
@@ -187,7 +190,7 @@ class TestScores:
     def test_each_feature(self, family, row):
         lengths = lengths_of(family[0])[0]
         inputs = draw(family[0], lengths)
-        # A bias that is the same for all keys has the gradient 0 without one for lse.
+        # A bias that is the same for all keys has the gradient 0 unless lse has one.
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check(family, inputs, causal=True, dlse=dlse, **options_for(family[0], (row,), lengths))
 
@@ -222,7 +225,7 @@ class TestScores:
     @pytest.mark.parametrize(("rows", "family"), several_scores(), indirect=["family"])
     def test_several(self, family, rows):
         lengths = lengths_of(family[0])[0]
-        batch = 1 if family[0].startswith("sm90") else 2  # which is slow
+        batch = 1 if family[0].startswith("sm90") else 2  # sm90 is slow
         inputs = draw(family[0], lengths, batch=batch)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=batch))
 
@@ -235,7 +238,7 @@ def small_case(name: str, **sizes) -> tuple:
 
 
 def capped_lse(inputs: tuple, cap: float, tanh) -> np.ndarray:
-    """By any tanh, in float64."""
+    """Returns lse of capped scores, by any tanh, in float64."""
     q, k = (np.asarray(x[0, :, 0], "float64") for x in inputs[:2])
     scores = cap * tanh(q @ k.T / math.sqrt(q.shape[1]) / cap)
     return np.log(np.exp(scores).sum(axis=1))
@@ -262,7 +265,7 @@ class TestCap:
     def test_small_scores_take_the_polynomial_and_no_others(self, family):
         inputs = small_case(family[0])
         q, k = inputs[0], inputs[1]
-        k[...] = k[:, :1]  # one score for all keys of a query, which are log(keys) under lse
+        k[...] = k[:, :1]  # a query has one score for all keys, and lse is log(keys) above it
         scores = np.asarray(q[0, :, 0], "float64") @ np.asarray(k[0, 0, 0], "float64") / math.sqrt(q.shape[3])
         wanted = np.where(np.arange(q.shape[1]) < 16, 0.9, 1.1) * softcap.FITS[0].largest * self.CAP
         q *= (wanted / abs(scores))[None, :, None, None].astype(q.dtype)
@@ -274,7 +277,7 @@ class TestCap:
 
     @pytest.mark.parametrize(("cap", "magnitude"), [(1e4, 12.0), (1e5, 5.0), (1e6, 1.0), (1e8, 1.0)])
     def test_a_large_cap_leaves_scores_as_they_are(self, family, cap, magnitude):
-        """Errors of tanh are multiplied by the cap: here scores are far below it, and must not have them."""
+        """Errors of tanh are multiplied by the cap. Scores far below the cap must not have them."""
         inputs = small_case(family[0], magnitude=magnitude)
         expected = Expectation(*inputs, softcap=cap)
         o, lse = run_forward(family, inputs, softcap=cap)
@@ -296,14 +299,14 @@ class TestCap:
         np.testing.assert_allclose(lse[0, 0, others], capped_lse(inputs, 2.0, np.tanh)[others], rtol=0, atol=2e-5)
 
 
-#: Axes on which a bias repeats, and how many keys.
+#: (axes along which a bias repeats, number of keys).
 BIASES = (("", 61), ("", 64), ("q", 61), ("k", 64), ("qk", 61), ("bhq", 64))
 
 
 class TestDbias:
     """Elements share sums along axes that the bias repeats, and are added in pairs if rows begin on even elements.
 
-    Where it repeats none they are stored, in vectors if rows are contiguous and aligned.
+    If it repeats along no axis, they are stored, in vectors if rows are contiguous and aligned.
     """
 
     @pytest.mark.sample(family=("simt", "sm80"))
@@ -316,7 +319,7 @@ class TestDbias:
         rows = 40
         inputs = draw(family[0], (rows, keys), batch=2)
         shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, rows, keys), strict=True))
-        # What is the same for all keys has the gradient 0 without one for lse.
+        # A bias that is the same for all keys has the gradient 0 unless lse has one.
         dlse = dlse_like(inputs) if "k" in repeated else None
         bias = place(numbers(shape, FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), dlse=dlse, causal=True, bias=bias)
@@ -325,7 +328,7 @@ class TestDbias:
     @pytest.mark.parametrize("family", ["simt", "sm80", "sm90 wide"], indirect=True)
     def test_under_a_cap_that_takes_its_derivative_afterwards(self, family):
         inputs = draw(family[0], (40, 61))
-        inputs[0][:, :16] *= 30  # by tanh, others by the polynomial
+        inputs[0][:, :16] *= 30  # these take tanh, others the polynomial
         bias = place(numbers((1, 2, 40, 61), FAMILIES[family[0]][0]))
         check(family, inputs, methods=("two_pass",), softcap=2.0, bias=bias)
 
@@ -359,7 +362,7 @@ class TestDbias:
         assert "full_dbias" in stage.spec.features
 
 
-#: By Hopper's kernel: rows, and a tile whose rows of a bias are permuted or padded in shared memory.
+#: Rows and a tile for Hopper's kernels; rows of a bias are permuted or padded in shared memory.
 HELD_BY = {
     "forward": (150, TileConfig(128, 64, 12, 2)),
     "forward padded": (150, TileConfig(128, 48, 12, 2)),
@@ -371,7 +374,7 @@ HELD_BY = {
 
 
 class TestArraysInSharedMemory:
-    """Hopper's kernels copy rows of 16-bit biases and of masks that begin on 16 bytes, those of the next step ahead."""
+    """Hopper's kernels copy rows of 16-bit biases and of masks that begin on 16 bytes, one step ahead."""
 
     @pytest.mark.sample(array=("bias", "mask"), kernel=("forward",), causal=(True,))
     @pytest.mark.parametrize(("causal", "shape"), ((True, "bhqk"), (False, "hk")))
@@ -379,7 +382,7 @@ class TestArraysInSharedMemory:
     @pytest.mark.parametrize("array", ("bias", "mask"))
     def test_against_the_reference(self, monkeypatch, array, kernel, causal, shape):
         rows, tile = HELD_BY[kernel]
-        keys = 176  # of which rows begin on 16 bytes
+        keys = 176  # so that rows begin on 16 bytes
         operation = kernel.split()[0]
         inputs = draw("sm90", (rows, keys), num_heads=4, num_heads_kv=2)
         shape = tuple(n if axis in shape else 1 for axis, n in zip("bhqk", (1, 4, rows, keys), strict=True))
@@ -407,7 +410,7 @@ class TestArraysInSharedMemory:
 
     @pytest.mark.parametrize("array", ("bias", "mask"))
     def test_keys_past_the_end_of_a_row_are_not_read(self, monkeypatch, array):
-        """Of rows that begin on 16 bytes and end elsewhere."""
+        """Rows begin on 16 bytes and end elsewhere."""
         rows, keys, shape = 70, 85, (1, 2, 70, 96)
         inputs = draw("sm90", (rows, keys))
         wide = place(numbers(shape, "float16") if array == "bias" else booleans(shape))
@@ -417,7 +420,7 @@ class TestArraysInSharedMemory:
     @pytest.mark.sample(operation=("forward",))
     @pytest.mark.parametrize("operation", ("forward", "backward_dkdv"))
     def test_any_byte_of_a_mask_but_zero_is_true(self, monkeypatch, operation):
-        """As in views of other types as booleans."""
+        """Views of other types as booleans have such bytes."""
         rows, keys = 40, 64
         inputs = draw("sm90", (rows, keys))
         given = np.random.default_rng(0).choice(np.uint8([0, 1, 2, 127, 128, 255]), (1, 2, rows, keys))
@@ -432,7 +435,7 @@ class TestAlibi:
     @pytest.mark.parametrize("rows", [("alibi",), ("softcap", "alibi")], ids="+".join)
     @pytest.mark.parametrize("family", ROWS_AND_KEYS, indirect=True)
     def test_on_both_sides_of_the_diagonal(self, family, rows, lengths):
-        """With slopes of both signs."""
+        """Checks slopes of both signs."""
         inputs = draw(family[0], lengths, num_heads_kv=2)
         options = options_for(family[0], rows, lengths)
         assert (np.sign(options["alibi_slopes"]) == (1, -1)).all()
@@ -464,14 +467,14 @@ def test_values_with_a_head_dim_of_their_own(monkeypatch, name, layout, head_dim
         check((name, launched), tuple(map(place, inputs)), layout=layout, causal=True)
 
 
-#: (queries, keys) of each sequence, some without.
+#: (queries, keys) of each sequence, some of them 0.
 SHORT = ((5, 9), (0, 3), (40, 17), (4, 0), (1, 70), (0, 0), (35, 37))
 SEQUENCES = {"simt": SHORT, "sm80": SHORT, "sm90": ((5, 9), (0, 3), (190, 150), (4, 0), (1, 90), (0, 0), (40, 170))}
 
 
-#: Rows of no sequence ahead of the first one: more than a tile of queries and of keys, and a multiple of neither.
+#: Unused rows before the first sequence: more than a tile of queries and of keys, and a multiple of neither.
 AHEAD = {"simt": 19, "sm80": 67, "sm90": 195}
-#: (queries, keys) that some sequences have more than, so that tiles are cut and tiles drop out.
+#: (queries, keys) that some sequences exceed, so that tiles are cut or left out.
 LONGEST = {"simt": (30, 20), "sm80": (30, 40), "sm90": (140, 100)}
 RESULTS = {"o", "lse", "dq", "dk", "dv"}  # with a row for each row of an input
 
@@ -485,7 +488,7 @@ def packed_family(request, monkeypatch):
 
 
 def packed_cases() -> list:
-    """(family, options, whether the longest lengths are given), the last by turns where a call is slow."""
+    """Returns cases of (family, options, True if the longest lengths are given), the last in turn if calls are slow."""
     options = ({}, {"causal": True}, {"window": (6, 3)})
     cases = [(name, given, longest) for name in PACKED_FAMILIES for given in options for longest in (False, True)]
     cases = [case for case in cases if case[0] in ("simt", "sm80") or case[2] != bool(case[1].get("causal"))]
@@ -506,7 +509,7 @@ class TestPackedSequences:
         inputs = tuple(place(x[0]) for x in draw(name, tuple(rows), **sizes))
         for x, of_queries in zip(
             inputs, (True, False, False, True), strict=True
-        ):  # what is of no sequence reaches nothing
+        ):  # rows of no sequence must not affect results
             x[:before], x[offsets[not of_queries][-1] :] = np.nan, np.nan
         return inputs, {"cu_seqlens_q": place(offsets[0]), "cu_seqlens_k": place(offsets[1])}
 
@@ -547,7 +550,7 @@ class TestPackedSequences:
     @pytest.mark.sample(packed_family=("sm80",))
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_rows_beyond_the_longest_length_are_of_no_sequence(self, packed_family):
-        """With arrays over scores, which have the shape of the longest lengths."""
+        """Checks this with arrays over scores, which have the shape of the longest lengths."""
         name = packed_family[0]
         longest = LONGEST[name.split()[0]]
         inputs, offsets = self.draw(name, before=AHEAD[name.split()[0]], behind=2)
@@ -610,7 +613,7 @@ class TestPackedSequences:
         with simulated_gpu(monkeypatch, block_races=False):  # sequences that share rows are written by several blocks
             o, lse = forward(q, k, v, **own)
             for method in METHODS:
-                backward(q, k, v, o, lse, do, method=method, **own)  # the interpreter stops what leaves an array
+                backward(q, k, v, o, lse, do, method=method, **own)  # the interpreter refuses access outside arrays
 
     @pytest.mark.sample(packed_family=ONE_OF_EACH)
     def test_offsets_are_not_read_on_the_host(self, packed_family):
@@ -686,7 +689,7 @@ class TestStridedArrays:
     @pytest.mark.parametrize("row", ["bias", "mask", "padding"])
     @pytest.mark.parametrize("family", ["sm80"], indirect=True)
     def test_each_array_that_is_read_in_pairs(self, family, row, view):
-        lengths = (40, 64)  # which have pairs to read, if only neighbours were neighbours
+        lengths = (40, 64)  # rows would be read in pairs if contiguous and aligned
         inputs = draw(family[0], lengths)
         check(family, inputs, methods=("two_pass",), **strided(options_for(family[0], (row,), lengths), view))
 
@@ -707,7 +710,7 @@ class TestStridedArrays:
 
     @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
     def test_statistics(self, monkeypatch, view):
-        """Slices of larger arrays: lse, delta, a gradient for lse, each and together."""
+        """Checks lse, delta and a gradient for lse, alone and together, as slices of larger arrays."""
         with simulated_gpu(monkeypatch):
             q, k, v, do = draw("simt", (21, 30))
             own = {"method": "two_pass", "config": config_of("simt")}
@@ -741,7 +744,7 @@ class TestHiddenByMasks:
         indirect=["family"],
     )
     def test_rows_and_the_tiles_at_either_end_of_a_row(self, family, causal):
-        """Whichever end a kernel starts from, rows see no key of some tiles before they see one, or see none at all."""
+        """Some rows see no key in the first tiles from either end, and some see no key at all."""
         name = family[0]
         rows, keys = {"simt": (21, 30), "sm80": (70, 101), "sm90": (70, 210)}[name.split()[0]]
         tile = {"simt": 8, "sm80": 32, "sm90": 64}[name.split()[0]]
@@ -776,7 +779,7 @@ class TestHiddenByMasks:
         check(family, inputs, methods=("two_pass",), **options)
 
 
-#: Logits of two heads, above and below all scores: of the first head, further than exponentials of the dtype reach.
+#: Logits of two heads, above and below all scores; exponentials of the dtype do not reach those of the first head.
 SINKS = {"float32": ((200.0, 12.0), (-200.0, -12.0)), "float64": ((2000.0, 12.0), (-2000.0, -12.0))}
 
 
@@ -815,7 +818,7 @@ class TestProperties:
     def test_dropout_is_the_definition_bit_for_bit(self, family, origin):
         """With q = 0 all P are equal, and with the identity for v and do, o and dv show which were kept.
 
-        A part has the heads and queries from `origin` on of a whole call, as a rank of fa2cupy.distributed has.
+        A part has the heads and queries of a whole call from `origin` on, like a rank of fa2cupy.distributed.
         """
         name = family[0]
         head_dim = FAMILIES[name][1]

@@ -1,4 +1,4 @@
-"""The accuracy that is promised for float32 on tensor cores, at lengths for which the interpreter has no time."""
+"""The promised accuracy of float32 on tensor cores, at lengths for which the interpreter is too slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def head_of(inputs: tuple, causal: bool) -> Head:
 
 
 def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int) -> dict:
-    """The results, of which the emulation has computed a block of queries and a block of keys, and others are exact."""
+    """Returns exact results, with a block of queries and a block of keys computed by the emulation instead."""
     head, results = head_of(inputs, causal), {name: exact[name].copy() for name in ("o", *GRADIENTS)}
     rows, columns = slice(queries, queries + BLOCK), slice(keys, keys + BLOCK)
     lse = exact["lse"].astype(np.float32)
@@ -43,8 +43,10 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
 @pytest.mark.parametrize("head_dim", (64, 128, 176))
 @pytest.mark.parametrize("kind", ("normal", "channels"))
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
-    """But for the order in which sums of exponentials are added up. Both have the kernel's delta, whose sums NumPy adds
-    up in an order that depends on the CPU."""
+    """The kernels differ only in the order in which exponentials are added up.
+
+    Both have the kernel's delta, whose sums NumPy adds up in an order that depends on the CPU.
+    """
     inputs = data(kind, 190, head_dim)
     head, rows, everything = head_of(inputs, True), slice(64, 192), slice(0, 192)
     with simulated_gpu(monkeypatch, cuts_sums=True):
@@ -66,7 +68,7 @@ def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
 @pytest.mark.parametrize("head_dim", (64, 256))
 @pytest.mark.parametrize("growth", (1, 30, 300))
 def test_a_backward_in_ieee_arithmetic_needs_its_own_lse_after_a_forward_in_parts(head_dim, growth):
-    """Cuts of S cancel only if the backward makes them as well, and they differ by less than `own_lse` allows."""
+    """Cuts of S cancel only if the backward makes them, too; the two lse differ by less than `own_lse` allows."""
     rng = np.random.default_rng(1)
     q, do = (rng.standard_normal((1, 200, 1, head_dim), dtype="float32") for _ in range(2))
     k, v = (rng.standard_normal((1, 700, 1, head_dim), dtype="float32") for _ in range(2))
@@ -96,10 +98,10 @@ def test_the_kernels_have_the_exceptions_of_the_emulation(monkeypatch, kind):
 @pytest.mark.sample(turn=(0,))
 @pytest.mark.parametrize("turn", range(16))
 def test_errors_are_those_of_float32(turn):
-    """Drawn by hypothesis; a turn draws its own. Shorter sequences are left to IEEE arithmetic."""
+    """Checks inputs drawn by hypothesis, new ones in each turn. Shorter sequences are left to IEEE arithmetic."""
 
     @seed(turn)
-    @settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])  # a smaller example takes long
+    @settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])  # shrinking takes long
     @given(DRAWN, st.data())
     def run(how, draw):
         rows, head_dim = draw.draw(st.integers(128, 2048)), draw.draw(st.sampled_from((64, 128, 256)))

@@ -1,5 +1,8 @@
-"""float32 on tensor cores (``precision="split"``), executed without a GPU: results of all kernels, the heads that are
-left to IEEE arithmetic, and the accuracy that is promised, with sums cut as the hardware cuts them."""
+"""float32 on tensor cores (``precision="split"``), executed without a GPU.
+
+The tests check results of all kernels, the heads that are left to IEEE arithmetic, and the promised accuracy, with sums
+cut as the hardware cuts them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ BY_NAME = {
 }
 
 
-#: The other kernels of a test are for the matrix.
+#: Kernels of a test in the sample; its other kernels are for the matrix.
 of_hopper = pytest.mark.sample(kernels=("sm90, single_pass",))
 of_mma = pytest.mark.sample(kernels=("sm80, two_pass",))
 of_both = pytest.mark.sample(kernels=("sm90, single_pass", "sm80, two_pass"))
@@ -77,7 +80,7 @@ def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **optio
     options["family"] = kernels.family
     results = dict(zip(("o", "lse"), forward(q, k, v, out=out[0], **options), strict=True))
     switches = extras(options)
-    if kernels.method == "single_pass":  # two passes alone give the others, and would run for them in one pass, too
+    if kernels.method == "single_pass":  # only two passes give the others; one pass would run them
         switches = {name: True for name in switches if name == "return_dsink"}
     more = {"dlse": dlse, "out": out[1], "method": kernels.method}
     gradients = backward(q, k, v, results["o"], results["lse"], do, **switches, **more, **options)
@@ -85,7 +88,7 @@ def run(inputs: tuple, kernels: Kernels, *, dlse=None, out=(None, None), **optio
 
 
 def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
-    """All results, and that kernels of both kinds gave them."""
+    """Checks all results, and that kernels of the family and of the fallback were launched."""
     launched.clear()
     expected = Expectation(*inputs, **options)
     results = run(inputs, kernels, **options)
@@ -98,8 +101,8 @@ def check(inputs: tuple, launched: list, kernels: Kernels, **options) -> dict:
     return results
 
 
-#: (seqlen_q, seqlen_k): less than a block of rows that share a unit, whole ones, ragged tiles, and so many more queries
-#: that under the causal mask whole tiles see no key.
+#: (seqlen_q, seqlen_k): less than a block of rows that share a unit, whole blocks, ragged tiles, and so many more
+#: queries than keys that whole tiles see no key under the causal mask.
 LENGTHS = ((1, 1), (64, 64), (70, 150), (290, 140))
 
 
@@ -153,7 +156,7 @@ def test_strided_arrays_are_read_and_written_only_where_they_are(launched, kerne
 @pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", (64, 96, 128))
 def test_the_methods_have_the_same_keys_and_values(monkeypatch, head_dim):
-    """Bit for bit: only dq is summed in another order, and from dS of another scale."""
+    """dk and dv are the same bit for bit; dq is summed in another order, and from dS of another scale."""
     inputs = draw("float32", (150, 290), head_dim, (4, 2))
     with simulated_gpu(monkeypatch, HOPPER):
         one, two = (run(inputs, BY_NAME[f"sm90, {method}"], causal=True) for method in METHODS)
@@ -165,7 +168,7 @@ def test_the_methods_have_the_same_keys_and_values(monkeypatch, head_dim):
 @pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", (64, 80, 128))
 def test_tiles_for_less_shared_memory(monkeypatch, head_dim):
-    """Those of Ada and of Ampere other than the A100."""
+    """Checks the tiles of Ada, and of Ampere other than the A100."""
     kernels = BY_NAME["sm80, two_pass"]
     with simulated_gpu(monkeypatch, "sm_86") as launched:
         check(draw("float32", (200, 230), head_dim, (4, 2)), launched, kernels, causal=True)
@@ -225,13 +228,13 @@ def test_the_gradient_of_a_bias(launched, kernels, repeated, head_dim, softcap):
 
 
 def check_dbias(launched: list, kernels: Kernels, repeated: str, head_dim: int, softcap: float | None) -> None:
-    """Also of heads that are left to IEEE arithmetic, into an array of the caller's, with tiles that are skipped."""
+    """Checks dbias in an array of the caller, with skipped tiles and heads that are left to IEEE arithmetic."""
     lengths = (150, 210)
     inputs = draw("float32", lengths, head_dim, (2, 2), batch=2)
     inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
     shape = tuple(1 if axis in repeated else n for axis, n in zip("bhqk", (2, 2, *lengths), strict=True))
     options = {"bias": place(numbers(shape, "float32")), "window": (9, 70), "softcap": softcap}
-    # What is the same for all keys has the gradient 0 without one for lse.
+    # A bias that is the same for all keys has the gradient 0 unless lse has one.
     dlse = place(numbers((2, 2, 150), "float32")) if "k" in repeated else None
     expected = Expectation(*inputs, dlse=dlse, **options)
     given = place(np.full(shape, np.nan, "float32"))
@@ -252,7 +255,7 @@ def test_ready_made_functions(launched, kernels, name):
 @pytest.mark.matrix
 @pytest.mark.parametrize("kernels", ["sm90, two_pass", "sm80, two_pass"], indirect=True)
 def test_the_gradient_of_a_functions_array(launched, kernels):
-    """Also of heads that are left to IEEE arithmetic, with a soft cap behind the function and dropout."""
+    """Checks it with heads that are left to IEEE arithmetic, a soft cap behind the function, and dropout."""
     lengths = (150, 210)
     inputs = draw("float32", lengths, 64, (2, 2), batch=2)
     inputs[1][1, 70, 1] *= np.float32(1e-5)  # too small beside its neighbours
@@ -263,7 +266,7 @@ def test_the_gradient_of_a_functions_array(launched, kernels):
 @pytest.mark.sample(options=({"causal": True},))
 @in_turn("options", ({}, {"causal": True}, {"window": (6, 3)}))
 def test_packed_sequences(launched, kernels, options):
-    """Empty ones, those of several tiles, and rows of no sequence, which reach nothing."""
+    """Checks empty sequences, some of several tiles, and rows of no sequence, which must not affect results."""
     inputs, given = packed_inputs(64)
     check(inputs, launched, kernels, **given, **options)
 
@@ -280,7 +283,7 @@ def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
 @pytest.mark.sample(head_dim=(40, 128))
 @pytest.mark.parametrize("head_dim", (40, 128, 250))
 def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
-    """Bit for bit, also the zeros beyond the rows and the columns."""
+    """Compares bit for bit, including the zeros beyond the rows and the columns."""
     found = {}
 
     def look(launch: Launch) -> None:
@@ -341,7 +344,7 @@ def test_the_gradient_of_a_bias_of_wide_rows(launched, kernels):
 @pytest.mark.matrix
 @pytest.mark.parametrize("features", (("window", "bias"), ("softcap", "sink", "dropout")), ids="+".join)
 def test_features_of_wide_rows(launched, kernels, features):
-    """Several at a time: these kernels are the largest, and what a feature does alone narrow rows show, too."""
+    """Checks several features at a time: these kernels are the largest, and narrow rows test each feature alone."""
     lengths = (90, 140)
     inputs = draw("float32", lengths, 256)
     dlse = place(numbers((1, 2, 90), "float32"))
@@ -393,7 +396,7 @@ def test_wide_rows_have_two_passes_by_default_and_no_other_method(launched):
     assert tiled == list(METHODS["two_pass"])
 
 
-# ------------------------------------------------------------------------------------------------ heads that are left
+# ---------------------------------------------------------------------------------------- heads left to IEEE arithmetic
 
 
 def spoil(inputs: tuple, kind: str) -> tuple:
@@ -418,12 +421,12 @@ def spoil(inputs: tuple, kind: str) -> tuple:
 @pytest.mark.sample(kind=("large terms",))
 @in_turn("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
-    """All four query heads of a group, or none: their results have the bits of IEEE arithmetic."""
+    """All query heads of a group are left, or none: their results have the bits of IEEE arithmetic."""
     check_exception(spoil(draw("float32", (100, 110), 40, (4, 2)), kind), kind, kernels)
 
 
 def spoiled_dout() -> tuple:
-    """Data of which only the second K/V head's dO is an exception: the forward multiplies its parts."""
+    """Returns data in which only dO of the second K/V head is an exception: the forward multiplies its parts."""
     inputs = draw("float32", (100, 110), 40, (4, 2))
     inputs[3][:, 5:9, 2:] *= np.float32(1e-5)
     return inputs
@@ -444,7 +447,7 @@ def test_a_head_that_only_the_backward_leaves_gets_the_lse_of_ieee_arithmetic(la
 
 @pytest.mark.matrix
 def test_a_head_that_only_the_backward_leaves_keeps_an_lse_of_more_keys(launched, kernels):
-    """As where parts of the keys lie on several GPUs, or in a cache."""
+    """Parts of the keys may lie on several GPUs, or in a cache."""
     q, k, v, do = inputs = spoiled_dout()
     expected = Expectation(*inputs)
     results = run(inputs, kernels)
@@ -462,7 +465,7 @@ def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
         o, lse = forward(q, k, v, causal=True, precision="ieee")
         gradients = backward(q, k, v, o, lse, do, causal=True, precision="ieee", method="two_pass")
     ieee = dict(zip(("o", "lse", *GRADIENTS), (o, lse, *gradients), strict=True))
-    in_forward = kind != "infinity"  # which is in dO alone
+    in_forward = kind != "infinity"  # an infinity is in dO alone
     for name, own in results.items():
         heads = own.shape[1] if name == "lse" else own.shape[2]
         axis = 1 if name == "lse" else 2
@@ -506,7 +509,7 @@ def check_errors(monkeypatch, kind: str, rows: int, head_dim: int, kernels: Kern
         inputs = tuple(map(place, data(kind, rows, head_dim)))
         results = run(inputs, kernels, causal=True)
         del results["lse"]
-        if kind == "subnormal":  # whose products with anything small are nothing in float32
+        if kind == "subnormal":  # its products with small numbers are 0 in float32
             results = {name: results[name] for name in ("o", "dv")}
         check_promise(inputs, results, True, orders_of(kind))
 
@@ -514,7 +517,7 @@ def check_errors(monkeypatch, kind: str, rows: int, head_dim: int, kernels: Kern
 @pytest.mark.matrix
 @pytest.mark.parametrize("kernels", ["sm80, two_pass"], indirect=True)
 def test_errors_of_sums_over_many_columns(monkeypatch, kernels):
-    """Where all products of dP have one sign, cuts add up: too many for one chain of 128 columns on Ampere."""
+    """Cuts add up if all products of dP have one sign: one chain of 128 columns would have too many on Ampere."""
     check_errors(monkeypatch, "positive", 400, 128, kernels)
 
 
@@ -522,7 +525,7 @@ def test_errors_of_sums_over_many_columns(monkeypatch, kernels):
 @pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_errors_are_those_of_float32_for_mixtures(monkeypatch, arch, turn):
-    """Drawn by hypothesis; a turn draws its own."""
+    """Checks mixtures drawn by hypothesis, new ones in each turn."""
 
     @seed(turn)
     @settings(max_examples=2, deadline=None, database=None)

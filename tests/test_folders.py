@@ -1,6 +1,6 @@
-"""Who may write where machine code is loaded from: what others could change is refused, shared folders are looked into.
+"""Trust in folders of machine code: those that others could change are refused, and shared folders are looked into.
 
-The tests run as root and as a user. Only root can give a file away; where a user runs them, his own number is changed.
+The tests run as root and as a user. Only root can give a file away, so for a user `geteuid` returns another number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def users(monkeypatch):
-    """Users 1000 (me) and 1001 (other), each with a group of that name, and a group of both."""
+    """Sets up users 1000 (me) and 1001 (other), each with a group of that name, and a group of both."""
     accounts = {0: "root", ME: "me", OTHER_USER: "other"}
     groups = {0: ("root", []), ME: ("me", []), OTHER_USER: ("other", []), 2000: ("lab", ["me", "other"])}
     groups[3000] = ("me", ["other"])
@@ -66,12 +66,12 @@ FINE, REFUSED = None, UntrustedError
     [
         (ME, 0o700, 2000, FINE, FINE, FINE),
         (ME, 0o755, 2000, FINE, FINE, FINE),
-        (0, 0o755, 0, FINE, FINE, FINE),  # an image's
+        (0, 0o755, 0, FINE, FINE, FINE),  # a folder of an image
         (OTHER_USER, 0o700, 2000, REFUSED, REFUSED, FINE),
         (OTHER_USER, 0o755, 2000, REFUSED, REFUSED, FINE),
-        (ME, 0o775, 2000, REFUSED, REFUSED, FINE),  # a lab's
+        (ME, 0o775, 2000, REFUSED, REFUSED, FINE),  # a folder of a lab
         (ME, 0o775, ME, FINE, FINE, FINE),  # a group of one, as with umask 002
-        (ME, 0o775, 3000, REFUSED, REFUSED, FINE),  # which has got another member
+        (ME, 0o775, 3000, REFUSED, REFUSED, FINE),  # a group that has another member
         (ME, 0o775, OTHER_USER, REFUSED, REFUSED, FINE),
         (ME, 0o775, 4000, REFUSED, REFUSED, FINE),  # a group without a name
         (0, 0o775, 0, FINE, FINE, FINE),
@@ -159,7 +159,7 @@ def test_a_folder_that_everybody_can_write_to_is_refused_with_one_sentence(
 ):
     folder = isolated_cache / "own"
     monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(folder))
-    cached_kernel(SPEC)  # an entry that is good, but anybody's
+    cached_kernel(SPEC)  # a good entry that anybody could have written
     opened = folder if place == "the folder" else isolated_cache
     opened.chmod(mode)
     cache._kernels.clear()
@@ -258,7 +258,7 @@ def test_only_plain_files_of_the_user_are_read(kind, fake_compiler, caplog, tmp_
     assert fake_compiler == [SPEC, SPEC]
     (record,) = caplog.records
     assert kind != "pipe" or "not a regular file" in record.getMessage()
-    assert len(messages) == (kind == "folder")  # which a file cannot replace
+    assert len(messages) == (kind == "folder")  # a file cannot replace a folder
     if kind != "folder":
         assert mode_of(path) == 0o644
         cache._kernels.clear()
@@ -287,7 +287,7 @@ def test_the_file_that_is_checked_is_the_one_that_is_read(tmp_path, monkeypatch)
 
 @pytest.fixture
 def shared_folder(fake_compiler, isolated_cache, tmp_path, monkeypatch):
-    """A folder that an administrator has filled with `SPEC` by precompiling, and that users are told to look into."""
+    """Provides a folder that an administrator has filled with `SPEC` by precompiling, for users to look into."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o755)

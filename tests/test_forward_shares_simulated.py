@@ -23,8 +23,8 @@ from fa2cupy.testing import Expectation
 pytestmark = pytest.mark.simulated
 
 SMALL = TileConfig(32, 32, 2, 2)
-#: (family, head_dim) and the tile: warps with rows of their own, and pairs of warps; one to three warp groups, which
-#: load Q ahead or not, and have a buffer for O or not.
+#: Tiles by (family, head_dim): warps with rows of their own, and pairs of warps; one to three warp groups, with and
+#: without Q loaded ahead and a buffer for O.
 KERNELS = {
     ("sm80", 64): SMALL,
     ("sm80", 136): SMALL,
@@ -34,7 +34,7 @@ KERNELS = {
     ("sm90", 128): TileConfig(128, 64, 12, 2),
     ("sm90", 256): TileConfig(128, 80, 12, 2),
 }
-#: Those of the sample.
+#: Kernels of the sample.
 SOME = (("sm80", 64), ("sm80", 160), ("sm90", 64))
 
 
@@ -68,7 +68,7 @@ def features(names: tuple[str, ...], lengths: tuple[int, int], batch: int = 1, h
 @pytest.mark.parametrize("causal", (True,), ids=("causal",))
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_short_queries_against_long_keys(launched, kernel, causal):
-    """Also with more shares than key tiles, and with rows that see no key."""
+    """Some cases have more shares than key tiles, or rows that see no key."""
     for lengths, num_splits in (((1, 200), 8), ((5, 131), 3), ((70, 290), 2), ((5, 40), 8), ((70, 20), 3)):
         check(launched, kernel, draw("float16", lengths, kernel[1]), num_splits, causal=causal)
 
@@ -101,7 +101,7 @@ def test_features(launched, kernel, names):
 @pytest.mark.parametrize("names", (("causal",), ("window", "sink")), ids=" ".join)
 @pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_packed_sequences(launched, kernel, names):
-    """One without queries, one without keys, and rows ahead of all and behind."""
+    """One sequence has no queries, one has no keys, and unused rows lie before and behind all."""
     lengths = ((5, 200), (0, 70), (70, 0), (40, 130), (1, 3))
     offsets = [np.cumsum([before, *own]).astype("int32") for before, own in zip((3, 7), zip(*lengths), strict=True)]
     inputs = draw("float16", tuple(int(ends[-1]) + 2 for ends in offsets), kernel[1])
@@ -168,7 +168,7 @@ def test_nothing_that_the_query_tile_does_not_see_reaches_it(launched, kernel):
 
 @pytest.mark.parametrize("kernel", (("sm90", 64),), ids=str)
 def test_a_bias_that_is_copied_to_shared_memory(launched, kernel):
-    """Rows of keys on 16 bytes; the first copy of a share is of its own last key tile."""
+    """Rows of the bias begin on 16 bytes; the first copy of a share is of its own last key tile."""
     lengths = (70, 288)
     bias = place(np.random.default_rng(5).standard_normal((1, 2, *lengths)).astype("float16"))
     check(launched, kernel, draw("float16", lengths, kernel[1]), 3, bias=bias)

@@ -1,4 +1,4 @@
-"""Functions of scores: what tracing takes and refuses, values and derivatives, and the CUDA C++ that they become."""
+"""Functions of scores: tracing and its refusals, values and derivatives, and the CUDA C++ that they become."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def value(function, *arrays: np.ndarray, **options) -> np.ndarray:
 
 
 def gradients(function, weights: np.ndarray, score: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-    """Gradients of ``(weights * function(...)).sum()`` by the arrays."""
+    """Returns the gradients of ``(weights * function(...)).sum()`` by the arrays."""
     sums = [np.zeros(array.shape) for array in arrays]
     for part in evaluation(function, *arrays, score=score).gradient_parts():
         tile = np.broadcast_to(part.derivative, SHAPE) * weights
@@ -354,7 +354,7 @@ EXPRESSIONS = st.recursive(_LEAVES, _grown, max_leaves=6)
 
 
 def compiled(expression: str):
-    """A function of an expression, in whose text ``np.square_`` stands for a product."""
+    """Returns a function of an expression; ``np.square_`` in its text stands for a product."""
     text = expression.replace("np.square_", "square")
     names = {"np": np, "square": lambda x: x * x}
     exec(f"def function(score, b, h, q, k, table, bias, x, y):\n    return 1.0 * ({text})", names)
@@ -377,7 +377,7 @@ def test_derivatives_are_those_of_finite_differences(expression, seed):
             return value(function, *ARRAYS, score=score + step)
 
         fine, coarse = quotient(moved, 1e-6), quotient(moved, 4e-6)
-        smooth = abs(fine - coarse) <= 1e-6 * (1 + abs(fine))  # where no kink, no jump and no pole is near
+        smooth = abs(fine - coarse) <= 1e-6 * (1 + abs(fine))  # no kink, jump or pole is near
         assume(smooth.mean() > 0.8)
         np.testing.assert_allclose(slope[smooth], fine[smooth], rtol=2e-5, atol=2e-5)
 

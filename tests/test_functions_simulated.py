@@ -25,7 +25,7 @@ def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
 
 
 def scattered(e: Evaluation, arrays: tuple) -> dict[int, np.ndarray]:
-    """What `run_text` sums: slopes times ``1 + k % 3``."""
+    """Returns the sums of `run_text`: slopes times ``1 + k % 3``."""
     sums: dict[int, np.ndarray] = {}
     for part in e.gradient_parts():
         total = sums.setdefault(part.argument, np.zeros(arrays[part.argument].shape))

@@ -1,4 +1,4 @@
-"""On a GPU: strides, views, out= arrays, and what follows from the mathematics whatever the numbers."""
+"""On a GPU: strides, views, out= arrays, and mathematical properties of any inputs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ METHODS = ("single_pass", "two_pass")
 
 
 def inputs_of(dtype: str, **options) -> tuple:
-    """Inputs on the GPU."""
+    """Returns inputs on the GPU."""
     return make_inputs(
         dtype, **{"batch": 2, "seqlen_q": 130, "seqlen_k": 150, "num_heads": 4, "num_heads_kv": 2} | options, xp=cp
     )
 
 
 def gradients(q, k, v, do, **options) -> tuple:
-    """(o, lse, dq, dk, dv)."""
+    """Returns (o, lse, dq, dk, dv)."""
     method = options.pop("method", "two_pass")
     o, lse = fa2cupy.forward(q, k, v, **options)
     return o, lse, *fa2cupy.backward(q, k, v, o, lse, do, method=method, **options)
 
 
 def packed(x, step: int):
-    """The same numbers as every `step`-th head of a larger array, rows still aligned."""
+    """Returns the same numbers as every `step`-th head of a larger array, rows still aligned."""
     wide = cp.full((*x.shape[:2], x.shape[2] * step, x.shape[3]), np.nan, x.dtype)
     wide[:, :, ::step] = x
     return wide[:, :, ::step]
 
 
 def shifted(x):
-    """The same numbers at an address that is not a multiple of 16."""
+    """Returns the same numbers at an address that is not a multiple of 16."""
     flat = cp.empty(x.size + 1, x.dtype)
     view = flat[1:].reshape(x.shape)
     view[...] = x
@@ -44,19 +44,19 @@ def shifted(x):
 
 
 def gapped(x):
-    """The same numbers with a last axis that is not contiguous."""
+    """Returns the same numbers with a last axis that is not contiguous."""
     wide = cp.empty((*x.shape, 2), x.dtype)
     wide[..., 0] = x
     return wide[..., 0]
 
 
 def reversed_rows(x):
-    """The same numbers with a negative stride."""
+    """Returns the same numbers with a negative stride."""
     return cp.ascontiguousarray(x[:, ::-1])[:, ::-1]
 
 
 def odd_rows(x):
-    """The same numbers in rows that do not start on 16 bytes."""
+    """Returns the same numbers in rows that do not start on 16 bytes."""
     wide = cp.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
     wide[..., :-1] = x
     return wide[..., :-1]
@@ -67,7 +67,10 @@ VIEW_NAMES = ("packed heads", "shifted", "gapped", "reversed", "odd rows", "fort
 
 
 def family_of(view, dtype: str, head_dim: int) -> str | None:
-    """On Hopper, arrays that TMA does not take go to the older kernels, whose last bits are others. Copies it takes."""
+    """Returns the family that gives the last bits of a call on the view.
+
+    On Hopper, arrays that TMA does not take go to the older kernels, unless they are copied.
+    """
     return "sm80" if view is reversed_rows and dtype == "float16" and head_dim % 8 == 0 else None
 
 
@@ -87,7 +90,7 @@ def test_views_give_the_same_bits_as_contiguous_arrays(dtype, view, head_dim):
 @pytest.mark.parametrize("head_dim", (64, 59))
 def test_results_are_written_into_any_view_and_nowhere_else(dtype, view, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
-    wanted = fa2cupy.forward(q, k, v)  # with an lse like the one below there are copies
+    wanted = fa2cupy.forward(q, k, v)  # with the lse below, the arrays are copied
     wanted += fa2cupy.backward(q, k, v, *wanted, do, method="two_pass", family=family_of(view, dtype, head_dim))
     nan = [cp.full(x.shape, np.nan, x.dtype) for x in wanted]
     out = [view(x) if x.ndim == 4 else cp.stack([x, x], -1)[..., 0] for x in nan]
@@ -157,7 +160,7 @@ def test_causal_rows_see_a_prefix_only(dtype, precision, head_dim):
     for x in poisoned:
         x[:, 201:] = 99
     again, _ = fa2cupy.forward(q, *poisoned, causal=True, precision=precision)
-    # The scale of float16 pairs is that of 64 rows, of which some may be hidden.
+    # Float16 pairs share a scale in 64 rows, and some of these may be hidden.
     tolerance = 1e-6 if precision == "split" else 0.0
     assert float(abs(whole[:, :201] - again[:, :201]).max()) <= tolerance
     assert bool(cp.any(whole[:, 201:] != again[:, 201:]))

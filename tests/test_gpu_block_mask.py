@@ -19,13 +19,13 @@ ROWS, KEYS, HEADS = 500, 612, 4
 
 
 def families_of(dtype: str) -> list[str]:
-    """Those that have maps."""
+    """Returns the names of the families that have maps."""
     device = DeviceInfo.current()
     return [one.name for one in FAMILIES if one.supports("forward", dtype, device, ("block_mask", "mask_mod"))]
 
 
 def check(dtype: str, head_dim: int, *, num_splits: int | None = None, **options) -> None:
-    """Forward and both methods of each family, into NaN-filled arrays."""
+    """Checks forward and both methods of each family, written into NaN-filled arrays."""
     sizes = {"batch": 2, "seqlen_q": ROWS, "seqlen_k": KEYS, "num_heads": HEADS, "num_heads_kv": 2}
     q, k, v, do = make_inputs(dtype, head_dim=head_dim, xp=cp, **sizes)
     expected = Expectation(q, k, v, do, **options)

@@ -1,4 +1,4 @@
-"""Calls on CuPy arrays without a GPU: which arrays are copied, what records say, what is reused and refused."""
+"""Calls on CuPy arrays without a GPU: copies of arrays, records, reuse of prepared calls, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launched(monkeypatch):
 
 
 def inputs_of(dtype="float16", **options) -> list[FakeArray]:
-    """Inputs of a small grouped-query problem on the fake device."""
+    """Returns inputs of a small grouped-query problem on the fake device."""
     sizes = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64} | options
     return [place(x) for x in make_inputs(dtype, **sizes)]
 
@@ -99,7 +99,7 @@ def test_arrays_are_copied_only_where_the_kernels_need_it(launched, monkeypatch,
     ),
 )  # fmt: skip
 def test_rows_are_taken_where_they_start_on_16_bytes_and_have_no_gaps(shape, strides, taken):
-    """Strides of axes of length 1 mean nothing."""
+    """Strides of axes of length 1 are ignored."""
     memory = place(np.zeros(200, np.float16))
     array = np.lib.stride_tricks.as_strided(memory, shape, strides, subok=True)
     problem = AttentionProblem("float16", 1, 1, 1, 1, 1, 8, False, 1.0, "bshd", 4)
@@ -158,7 +158,7 @@ def test_only_the_results_that_the_caller_lacks_are_allocated(launched, dtype, m
 
 
 def test_what_lies_between_the_rows_of_a_result_is_not_cleared(launched):
-    """dk and dv, which one pass of float32 adds to."""
+    """One pass of float32 adds to dk and dv, after their rows are cleared."""
     q, k, v, do = inputs_of("float32")
     o, lse = forward(q, k, v)
     wide = [place(np.full((2, 53, 4, 64), 7, np.float32)) for _ in range(2)]
@@ -269,7 +269,7 @@ def test_empty_sizes_launch_what_is_left(launched, dtype, method, empty):
 
 
 def origins(launched, monkeypatch, arrays: tuple, *, stream: int, capturing: set, **options) -> tuple[set, set]:
-    """Whose memory the workspaces and copies, and the results of forward and backward are."""
+    """Returns the owners of workspaces and copies, and those of the results of forward and backward."""
     cupy = prepare.cupy
     monkeypatch.setattr(cupy, "stream", stream)
     monkeypatch.setattr(cupy, "capturing", capturing)
@@ -315,7 +315,7 @@ def test_given_deltas_and_gradients_of_biases_are_summed_in_the_graph(launched, 
     assert [x.allocator for x in subtracted] == ["graph"]
 
 
-# ------------------------------------------------------------------------------------------ what a signature is made of
+# ----------------------------------------------------------------------------------------------------------- signatures
 
 
 @pytest.mark.parametrize(
@@ -377,12 +377,12 @@ def kernels_of_backward(launched, arrays: tuple, **options) -> list[tuple[str, s
 def test_a_call_that_falls_back_takes_the_method_of_the_kernels_that_it_falls_back_to(launched, monkeypatch):
     arrays = tuple(inputs_of(seqlen_q=128, seqlen_k=128, num_heads_kv=4))
     on_hopper = [("sm90", "backward_dq"), ("sm90", "backward_dkdv")]
-    assert kernels_of_backward(launched, arrays) == on_hopper  # which are faster so for short sequences
+    assert kernels_of_backward(launched, arrays) == on_hopper  # two passes are faster for short sequences
     before = [("sm80", "backward")]
     assert kernels_of_backward(launched, arrays, scale=-0.2) == before
     reversed_rows = tuple(place(x[:, ::-1])[:, ::-1] for x in arrays)
     assert kernels_of_backward(launched, reversed_rows) == before
-    # Whichever array it is: one family for the whole call.
+    # A single array, of any role, decides the family of the whole call.
     out = (None, place(np.empty_like(arrays[1]))[:, ::-1], None)
     assert kernels_of_backward(launched, arrays, out=out) == before
     assert kernels_of_backward(launched, arrays, out=out, deterministic=True) == [
@@ -408,7 +408,10 @@ def test_copies_are_for_the_kernels_that_the_call_would_take(launched, view):
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 @pytest.mark.parametrize(("device", "current"), [(1, 0), (0, 1)], ids=("the second", "the first"))
 def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current, dtype, method, view):
-    """Kernels, architecture, streams, workspaces, copies, results; fake_gpu.py refuses kernels of another device."""
+    """Checks kernels, architecture, streams, workspaces, copies and results.
+
+    fake_gpu.py refuses kernels of another device.
+    """
     archs = ("sm_90", "sm_80")
     held = []
     original = prepared.KernelCall._run
@@ -421,7 +424,7 @@ def test_a_call_belongs_to_the_device_of_its_arrays(monkeypatch, device, current
         with current_device(device):
             q, k, v, do = (view(x) for x in inputs_of(dtype))
         with current_device(current):
-            for _ in range(2):  # prepared, and found prepared
+            for _ in range(2):  # the first call is prepared, the second is found
                 o, lse = forward(q, k, v)
                 delta = run_delta(o, do)
                 gradients = backward(q, k, v, o, lse, do, method=method)

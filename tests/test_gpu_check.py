@@ -53,7 +53,7 @@ def test_gpu_check_judges_each_part_of_the_sanitized_calls(monkeypatch, tmp_path
 
 
 def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
-    """A step that breaks off leaves what earlier runs have noted of the same code."""
+    """A step that is interrupted keeps the records of earlier runs of the same code."""
     versions = {"nvrtc": "13.0", "cupy": "14", "python": "3.12"}
     suite = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 2}
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: types.SimpleNamespace(name="Test GPU", driver="1"))

@@ -21,7 +21,7 @@ def placed(options: dict) -> dict:
 
 
 def on_gpu(q, k_cache, v_cache, lengths, **options) -> tuple:
-    """`decode` of NumPy arrays on the GPU, into NaN-filled arrays. New rows come back in the caches."""
+    """Runs `decode` of NumPy arrays on the GPU, into NaN-filled arrays. New rows come back in the caches."""
     caches = cp.asarray(k_cache), cp.asarray(v_cache)
     rows = q.shape[1] if options.get("layout", "bshd") == "bshd" else q.shape[2]
     heads = q.shape[2] if options.get("layout", "bshd") == "bshd" else q.shape[1]

@@ -1,4 +1,4 @@
-"""On a GPU: every feature on every family that has it, against the float64 reference, and what must hold besides."""
+"""On a GPU: every feature on every family that has it, against the float64 reference, and further properties."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.gpu
 
 HALF, WIDE = ("float16", "bfloat16"), ("float32", "float64")
 LENGTHS = ((113, 203), (300, 170), (1, 147), (513, 512))
-#: Several kernels' main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of whole and split
-# rows.
+#: Head dimensions with different main loops: Hopper's backward of whole and of divided key tiles, sm80's forward of
+# whole and split rows.
 HEAD_DIMS = (64, 128, 256)
 
 
 def families_of(dtype: str) -> list[str | None]:
-    """Those that the device could run beside the one that it would: None, then names."""
+    """Returns the families that the device can run: None for its default, then the names of the others."""
     device = DeviceInfo.current()
     names = [one.name for one in FAMILIES if one.supports("forward", dtype, device) and not one.multiplies_parts]
     return [None, *names[1:]]
@@ -41,7 +41,7 @@ def draw(dtype: str, lengths: tuple, head_dim: int, **sizes) -> tuple:
 
 
 def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) -> None:
-    """Forward and both methods of each family, into NaN-filled arrays."""
+    """Checks forward and both methods of each family, written into NaN-filled arrays."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = extras(options)
@@ -60,7 +60,7 @@ def check(inputs: tuple, families: list[str | None], *, dlse=None, **options) ->
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_each_feature_in_half_precision(head_dim, name):
-    """The device's own family for every head_dim; one of the others for each, in turn: compiling takes the time."""
+    """Checks the default family and, since compiling takes most of the time, only one of the others, in turn."""
     turn = HEAD_DIMS.index(head_dim) + ROWS.index(name)
     lengths, dtype = LENGTHS[turn % len(LENGTHS)], HALF[turn % 2]
     first, *others = families_of(dtype)
@@ -92,7 +92,7 @@ def test_all_at_once(dtype, head_dim):
 @pytest.mark.parametrize("turn", range(6))
 @pytest.mark.parametrize(("family", "dtype"), [(None, "bfloat16"), ("sm80", "float16"), ("simt", "float32")])
 def test_pairs_drawn_by_hypothesis(family, dtype, turn):
-    """Of features, on each family; a turn draws its own, so that several can be compiled for at a time."""
+    """Checks pairs of features on each family. A turn draws its own, so that turns can be compiled in parallel."""
 
     @seed(turn)
     @settings(max_examples=2, deadline=None, database=None)
@@ -163,7 +163,7 @@ def packed(dtype: str, head_dim: int, before: int = 0, behind: int = 0) -> tuple
     inputs = draw(dtype, tuple(int(ends[-1]) + behind for ends in offsets), head_dim, batch=1)
     names = ("cu_seqlens_q", "cu_seqlens_k")
     for x, ends in zip(inputs, (offsets[0], offsets[1], offsets[1], offsets[0]), strict=True):
-        x[0, :before] = x[0, int(ends[-1]) :] = np.nan  # what is of no sequence reaches nothing
+        x[0, :before] = x[0, int(ends[-1]) :] = np.nan  # rows of no sequence must not affect results
     return tuple(x[0] for x in inputs), dict(zip(names, map(cp.asarray, offsets), strict=True))
 
 
@@ -209,7 +209,7 @@ def test_packed_sequences_are_a_loop_over_them_bit_for_bit(head_dim, causal):
 
 
 def test_packed_sequences_are_captured_in_a_graph():
-    """What reads offsets on the host cannot be captured."""
+    """Code that reads offsets on the host could not be captured."""
     (q, k, v, do), offsets = packed("float16", 64)
     options = {**offsets, "causal": True}
     o, lse = fa2cupy.forward(q, k, v, **options)

@@ -23,7 +23,7 @@ LENGTHS = ((1, 1), (1, 147), (64, 64), (113, 203), (512, 256), (1023, 1024), (79
 HEADS = ((2, 2), (4, 2), (3, 1))
 
 
-#: For each family the largest head_dim of its tests.
+#: The largest head_dim of the tests of each family.
 LARGEST = {"sm90": 256, "sm80": 128}
 
 
@@ -38,7 +38,7 @@ def of_families(*head_dims: int) -> pytest.MarkDecorator:
 
 
 def of_methods(*head_dims: int) -> pytest.MarkDecorator:
-    """The same for each method that they have."""
+    """Runs a test for each family, each head_dim that it takes, and each method that they have."""
     cases = [
         (family, method, head_dim)
         for family in LARGEST
@@ -61,13 +61,13 @@ def family(request) -> str:
 
 
 def run(inputs: tuple, family: str, *, dlse=None, **options) -> None:
-    """All results, written into arrays of NaN; the gradients by all methods."""
+    """Checks all results, written into arrays of NaN, with gradients by all methods."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     how = {**options, "family": family}
     o, lse = fa2cupy.forward(q, k, v, out=expected.unwritten("o", "lse"), **how)
     for method in methods_of(family, q.shape[-1]):
-        # Two passes alone give dbias, and would run for it in one pass, too.
+        # Only two passes give dbias; one pass would run them for it.
         given = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
         more = {f"return_d{name}": True for name in given}
         names = (*GRADIENTS, *(f"d{name}" for name in given))
@@ -127,14 +127,14 @@ def test_errors_are_those_of_float32(family, method, kind, head_dim, rows, causa
     o, lse = fa2cupy.forward(q, k, v, **how)
     gradients = fa2cupy.backward(q, k, v, o, lse, do, method=method, **how)
     results = {"o": o, **dict(zip(GRADIENTS, gradients, strict=True))}
-    if kind == "subnormal":  # whose products with anything small are nothing in float32
+    if kind == "subnormal":  # its products with small numbers are 0 in float32
         results = {name: results[name] for name in ("o", "dv")}
     check_promise(inputs, results, causal, orders_of(kind))
 
 
 @pytest.mark.parametrize("kind", ("normal", "large scores", "positive"))
 def test_one_pass_of_wide_rows_may_follow_a_forward_on_tensor_cores(kind):
-    """CUDA cores compute it, with an lse of their own."""
+    """CUDA cores compute the backward, with an lse of their own."""
     inputs = tuple(map(cp.asarray, data(kind, 1000, 256)))
     q, k, v, do = inputs
     o, lse = fa2cupy.forward(q, k, v)
@@ -171,7 +171,7 @@ def test_heads_that_only_the_backward_leaves_have_the_errors_of_float32(family, 
 
 @of_methods(64, 128, 256)
 def test_scores_that_keep_growing_leave_the_first_reference(family, method, head_dim):
-    """Later tiles (the loop runs from the last key to the first) have ever larger scores than the first row shift."""
+    """Scores grow from tile to tile (the loop runs from the last key to the first) beyond the first row shift."""
     q, k, v, do = draw((200, 700), (1, 1), head_dim, batch=1)
     inputs = (q, k * cp.linspace(30, 0.01, 700, dtype="float32")[None, :, None, None], v, do)
     o, lse = fa2cupy.forward(*inputs[:3], family=family)
@@ -181,8 +181,10 @@ def test_scores_that_keep_growing_leave_the_first_reference(family, method, head
 
 @pytest.mark.parametrize("turn", range(12))
 def test_errors_are_those_of_float32_for_mixtures(turn):
-    """Drawn by hypothesis, and computed as a caller has it who says nothing. A turn draws its own, so that several can
-    run at a time."""
+    """Checks mixtures drawn by hypothesis, with default options.
+
+    A turn draws its own, so that several can run at a time.
+    """
 
     @seed(turn)
     @settings(max_examples=20, deadline=None, database=None)

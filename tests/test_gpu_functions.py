@@ -26,7 +26,7 @@ to_gpu = functools.partial(on_gpu, copied=cp.asarray)
 
 
 def families_of(dtype: str) -> list[Family]:
-    """Those whose kernels have functions on this GPU."""
+    """Returns the families with kernels that have functions on this GPU."""
     device = DeviceInfo.current()
     return [one for one in FAMILIES if one.supports("forward", dtype, device, ("score_mod", "mask_mod"))]
 
@@ -38,7 +38,7 @@ def draw(dtype: str, head_dim: int, sizes: tuple = SIZES) -> tuple:
 
 
 def check(inputs: tuple, families: list[Family], *, dlse=None, **options) -> None:
-    """Forward and the methods of each family, into NaN-filled arrays."""
+    """Checks forward and the methods of each family, written into NaN-filled arrays."""
     q, k, v, do = inputs
     device, dtype = DeviceInfo.current(), q.dtype.name
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
@@ -63,7 +63,7 @@ def check(inputs: tuple, families: list[Family], *, dlse=None, **options) -> Non
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wide", (False, True), ids=("16 bits", "float32"))
 def test_ready_made_functions(wide, name):
-    """Each by one family of a dtype, in turn: what a function computes is tested without a GPU in all of them."""
+    """Checks each function in one family of a dtype, in turn; its values are tested in all of them without a GPU."""
     index = NAMES.index(name)
     turn = index % 2
     dtype = "float32" if wide else ("float16", "bfloat16")[turn]
@@ -88,7 +88,7 @@ def low_rank(score, b, h, q, k, x, y, ids, scale):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @pytest.mark.parametrize("head_dim", (64, 192))
 def test_all_features_at_once(dtype, head_dim):
-    """With a derivative of any sign beside dropout, arrays of all ranks, and functions of both kinds."""
+    """Checks derivatives of any sign beside dropout, arrays of all ranks, and functions of both kinds."""
     if dtype == "float32" and head_dim > 128:
         pytest.skip("16-bit kernels alone pass weights between warps beyond head_dim 128")
     batch, heads, rows, keys = SIZES
@@ -111,7 +111,7 @@ def test_all_features_at_once(dtype, head_dim):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_packed_sequences(dtype):
-    """Positions count from the start of each sequence, one of which is empty."""
+    """Positions count from the start of each sequence; one sequence has no queries."""
     offsets = {
         "cu_seqlens_q": np.array([0, 90, 90, 300], "int32"),
         "cu_seqlens_k": np.array([0, 130, 200, 410], "int32"),

@@ -43,7 +43,7 @@ HEADS = ((2, 2), (4, 2), (3, 1))
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_ahead():
-    # Side by side on all cores; one after the other, in the order of the tests, it would take minutes.
+    # Kernels are compiled on all cores; one after the other, in the order of the tests, they would take minutes.
     fa2cupy.precompile(dtypes=HALF, head_dims=HEAD_DIMS)
     fa2cupy.precompile(dtypes=WIDE, head_dims=(32, 59, 64, 111, 128, 256))
     device = DeviceInfo.current()
@@ -61,8 +61,11 @@ def _compiled_ahead():
 
 
 def families_of(operation: str, dtype: str) -> list[str | None]:
-    """Those that the device could run beside the one that it would: None, then names. Of float32, those of IEEE
-    arithmetic: `test_gpu_float32` has the others."""
+    """Returns the families that the device can run, without those of float32 parts.
+
+    16-bit dtypes have None for the default family, then the names of the others; wider ones have names only.
+    `test_gpu_float32` has the families of parts.
+    """
     device = DeviceInfo.current()
     names = [one.name for one in FAMILIES if one.supports(operation, dtype, device) and not one.multiplies_parts]
     return [None, *names[1:]] if dtype in HALF else names
@@ -96,7 +99,7 @@ def check(inputs: tuple, *, layout: str = "bshd", methods: tuple = METHODS, **op
 
 
 def draw(dtype: str, lengths: tuple, heads: tuple, head_dim: int, batch: int = 2, **options) -> tuple:
-    """Inputs on the GPU."""
+    """Returns inputs on the GPU."""
     return make_inputs(
         dtype,
         batch=batch,
@@ -157,7 +160,7 @@ def test_every_kind_of_tile_gives_the_same_answer(dtype, operation):
 
 
 def check_tiles(dtype: str, operation: str, family: str | None) -> None:
-    """A handful of legal tiles, as far from each other as the list allows."""
+    """Checks a handful of legal tiles, spread evenly over their list."""
     head_dim = 64
     legal = fa2cupy.legal_configs(operation, dtype=dtype, head_dim=head_dim, family=family)
     inputs = draw(dtype, (230, 190), (2, 1), head_dim)
@@ -181,7 +184,7 @@ def check_tiles(dtype: str, operation: str, family: str | None) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_the_default_shares_tiles_and_can_be_repeated(dtype, head_dim):
-    """Few heads, and few queries: the sums of shares have the same bits in each run, without atomics."""
+    """Checks few heads and few queries: the sums of shares have the same bits in each run, without atomics."""
     for lengths, heads in (((1100, 1100), (8, 1)), ((5, 5000), (4, 2))):
         q, k, v, do = inputs = draw(dtype, lengths, heads, head_dim, batch=1)
         o, lse = fa2cupy.forward(q, k, v, causal=True)
@@ -203,7 +206,7 @@ def test_any_finite_scale(dtype, scale):
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("magnitude", (4.0, 30.0))
 def test_scores_that_keep_growing_leave_the_first_reference(dtype, head_dim, magnitude):
-    """Later tiles (the loop runs from the last key to the first) have ever larger scores than the first row shift."""
+    """Scores grow from tile to tile (the loop runs from the last key to the first) beyond the first row shift."""
     q, k, v, do = draw(dtype, (200, 700), (2, 1), head_dim, batch=1)
     ramp = cp.linspace(magnitude, 0.01, 700, dtype="float32")[None, :, None, None]
     k = (k.astype("float32") * ramp).astype(k.dtype)
@@ -232,7 +235,7 @@ def test_nan_and_infinity_come_out_as_nan(dtype, bad, where):
         q[0, 100, 0, 3] = bad
         k[..., 3] = abs(
             k[..., 3]
-        )  # scores of the row are +inf or NaN, not -inf, which would be a number's right answer
+        )  # scores of the row are then +inf or NaN; with -inf a finite number would be the right result
     else:
         k[0, 100, 0, 3] = bad
         q[..., 3] = abs(q[..., 3]) + cp.asarray(0.1).astype(q.dtype)

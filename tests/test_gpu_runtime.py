@@ -24,17 +24,17 @@ RUNS = 250
 
 
 def inputs_of(dtype: str = "float16", **options) -> tuple:
-    """Inputs on the GPU."""
+    """Returns inputs on the GPU."""
     return make_inputs(dtype, **{"batch": 2, "seqlen_q": 300, "num_heads": 4, "num_heads_kv": 2} | options, xp=cp)
 
 
 def bits(array):
-    """The array as integers, so that equal means equal bit by bit."""
+    """Returns the array as integers, so that equal means equal bit by bit."""
     return array.view({2: "uint16", 4: "uint32", 8: "uint64"}[array.itemsize])
 
 
 def has_float32_parts(dtype: str) -> bool:
-    """Whether the GPU multiplies float32 as pairs of float16 numbers."""
+    """Returns True if the GPU multiplies float32 as pairs of float16 numbers."""
     return choose_family("forward", dtype, DeviceInfo.current()).multiplies_parts
 
 
@@ -43,7 +43,7 @@ def has_float32_parts(dtype: str) -> bool:
 def test_the_same_call_gives_the_same_bits_250_times(dtype, head_dim):
     q, k, v, do = inputs_of(dtype, head_dim=head_dim)
     o, lse = fa2cupy.forward(q, k, v, causal=True)
-    # What single_pass adds up atomically is not promised: dq on tensor cores (dk and dv, too, where blocks share
+    # The bits of atomic sums of single_pass are not promised: dq on tensor cores (dk and dv, too, where blocks share
     # tiles), dk and dv elsewhere.
     once = {"causal": True, "method": "single_pass", "num_splits": 1}
     both = {
@@ -119,7 +119,7 @@ def test_a_training_step_is_captured_in_a_graph_and_replayed():
     Expectation(q, k, v, do, causal=True).check(**dict(zip(names, results, strict=True)))
 
 
-#: What a captured call may need memory for: workspaces, copies of arrays, sums of gradients.
+#: Captured calls that need memory: for workspaces, copies of arrays, and sums of gradients.
 CAPTURED = {
     "plain": ("bfloat16", {"head_dim": 128}, {"causal": True}),
     "float32": ("float32", {"head_dim": 64}, {"causal": True}),
@@ -134,7 +134,7 @@ CAPTURED = {
 
 
 def captured_case(name: str) -> tuple[tuple, dict, dict]:
-    """Arrays, options of both calls, and those of the backward alone."""
+    """Returns arrays, options of both calls, and those of the backward alone."""
     dtype, sizes, options = CAPTURED[name]
     inputs = inputs_of(dtype, **sizes)
     if options == "packed":
@@ -152,11 +152,11 @@ def captured_case(name: str) -> tuple[tuple, dict, dict]:
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 @pytest.mark.parametrize("name", CAPTURED)
 def test_graphs_own_the_memory_of_captured_calls(name, method):
-    """Replayed by turns on two streams, among other calls, while all that the pool had to give is somebody else's."""
+    """Replays a graph on two streams in turn, among other calls, while other arrays take the pool's free memory."""
     (q, k, v, do), options, more = captured_case(name)
     more = {**more, "method": method, "delta": fa2cupy.delta(*[fa2cupy.forward(q, k, v, **options)[0], do])}
     if name == "plain":
-        del more["delta"]  # which then is a workspace, too
+        del more["delta"]  # delta is a workspace then, too
 
     def step() -> tuple:
         o, lse = fa2cupy.forward(q, k, v, **options)
@@ -171,7 +171,7 @@ def test_graphs_own_the_memory_of_captured_calls(name, method):
         stream.begin_capture()
         results = step()
         graph = stream.end_capture()
-        # Blocks of all sizes that the pool would hand out again, in the stream that gave them back.
+        # These blocks have all sizes that the pool would hand out again, on the stream that gave them back.
         others = [cp.full(size, 0x5A, "uint8") for size in (1 << n for n in range(9, 24)) for _ in range(6)]
         stream.synchronize()
     for turn in range(6):
@@ -193,7 +193,7 @@ def assert_equal_results(results: tuple, wanted: tuple, exact: bool) -> None:
     for ours, theirs in zip(results, wanted, strict=True):
         if exact:
             assert bool((bits(ours) == bits(theirs)).all())
-        else:  # what is added atomically differs in its last bits
+        else:  # atomic sums differ in their last bits
             ours, theirs = (x.astype("float32") for x in (ours, theirs))
             finite = cp.isfinite(theirs)
             assert bool((cp.isfinite(ours) == finite).all())
@@ -201,7 +201,7 @@ def assert_equal_results(results: tuple, wanted: tuple, exact: bool) -> None:
             assert difference <= 2e-2 * float(abs(theirs)[finite].max())
 
 
-#: 15 kinds of calls, each on 10 lengths: what is prepared at a time is of all kinds, kernels, copies, maps and records.
+#: 15 kinds of calls, each on 10 lengths, so that kernels, copies, maps and records of all kinds are prepared at a time.
 MIXED = [
     ("float16", 64, {}), ("float16", 64, {"causal": True}), ("bfloat16", 128, {"causal": True}), ("bfloat16", 128, {}),
     ("float16", 59, {"causal": True}), ("bfloat16", 192, {}), ("float16", 256, {"causal": True}), ("float32", 64, {}),
@@ -212,7 +212,7 @@ MIXED = [
 
 
 def mixed_calls() -> list:
-    """Functions that give (o, lse, dq, dk, dv), the same bits each time."""
+    """Returns functions that give (o, lse, dq, dk, dv), with the same bits each time."""
 
     def call(dtype: str, head_dim: int, options: dict | str, length: int):
         inputs = inputs_of(dtype, seqlen_q=length, head_dim=head_dim, seed=length)
@@ -298,7 +298,7 @@ def test_threads_on_their_own_streams(dtype):
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_a_thread_that_has_not_used_the_device(dtype):
-    """With memory at hand for it, so that nothing but ours could make the device known to the thread."""
+    """The results have memory before, so that only fa2cupy could make the device known to the thread."""
     q, k, v, do = inputs_of(dtype, seqlen_q=90)
     wanted = fa2cupy.forward(q, k, v)
     out = [tuple(cp.empty_like(x) for x in wanted) for _ in range(2)]
@@ -327,9 +327,11 @@ def test_arrays_of_a_device_that_is_not_current():
 @pytest.mark.parametrize("num_splits", (1, None))
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_memory_beyond_the_results_does_not_grow_with_the_square(dtype, num_splits, request):
-    """lse, delta, in single_pass on tensor cores one float32 dq, for pairs of float16 numbers the bytes of their
-    arrays and an lse of IEEE arithmetic, and where blocks share tiles four float32 copies of their results at most; a
-    score matrix of this length would be 1 GB or more."""
+    """A score matrix of this length would be 1 GB or more.
+
+    Calls take delta, one float32 dq in single_pass on tensor cores, the arrays of pairs of float16 numbers and an lse
+    of IEEE arithmetic for them, and at most four float32 copies of results if blocks share tiles.
+    """
     if request.config.getoption("--isolate"):
         pytest.skip("measures CuPy's pool, which --isolate does without")
     seqlen = 65536 if dtype == "float16" else 16384

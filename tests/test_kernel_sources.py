@@ -1,4 +1,4 @@
-"""Rules for the text of the kernels: which of a family's files name a feature."""
+"""Rules for the text of the kernels: the features that the files of a family may name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 
 pytestmark = pytest.mark.skipif(not KERNELS.is_dir(), reason="not in a checkout")
 
-#: Where a family's file names a feature, and how often. A feature belongs into a shared header of ``kernels/common``,
-#: of which families ask what it means for them (``common::kTakesWeights``): the list only ever becomes shorter.
+#: Number of times that a file of a family names a feature. The list may only become shorter: features belong in the
+#: headers of ``kernels/common``, which tell a family what a feature means for it (``common::kTakesWeights``).
 NAMED = {
     ("sm80/convert_dq.cuh", "kVarlen"): 1,
     ("sm90/backward_dkdv.cuh", "kVarlen"): 1,
@@ -31,7 +31,7 @@ NAMED = {
 
 
 def features_named_in(folder: Path) -> Counter:
-    """(file, flag or field of the record) to how often the file's code names it; comments may name features."""
+    """Counts the names of features in code by (file, flag or field of the record); comments may name features."""
     flags = {feature.flag for feature in FEATURES.values()}
     fields = {name for feature in FEATURES.values() for name in (*feature.arrays, *feature.values, *feature.per_call)}
     fields |= {f"{name}_strides" for feature in FEATURES.values() for name in feature.arrays}

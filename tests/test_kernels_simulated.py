@@ -1,5 +1,8 @@
-"""Every kernel executed without a GPU: results by the numerical rule, every access within its array and of initialised
-memory, no races between warps. Shapes are a few tiles and reach every branch; see README.md in this folder."""
+"""Every kernel executed without a GPU.
+
+The tests check results by the numerical rule, and that accesses stay within their array and in initialised memory, and
+that warps do not race. Shapes are a few tiles and reach every branch; see README.md in this folder.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,11 @@ STAGES = {
 
 
 def lengths_around(n: int) -> tuple[tuple[int, int], ...]:
-    """(seqlen_q, seqlen_k) for tiles of n rows: less than one, one, ragged ones, several with more keys, and so many
-    more queries that under the causal mask whole tiles see no key."""
+    """Returns pairs of seqlen_q and seqlen_k for tiles of n rows.
+
+    The lengths are less than a tile, one tile, ragged, several tiles with more keys, and so many more queries that
+    whole tiles see no key under the causal mask.
+    """
     return ((1, 1), (n, n), (n + 1, n - 1), (2 * n + 5, 3 * n + 3), (3 * n - 2, n + 5))
 
 
@@ -66,7 +72,7 @@ def check(inputs: tuple, launched: list, *, methods: tuple = METHODS, **options)
         launched.clear()
         gradients = backward(q, k, v, o, lse, do, method=method, family=family_of(q.dtype.name), **options)
         expected.check(spec=method, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-        if q.size and k.size:  # else a kernel without a block is not launched
+        if q.size and k.size:  # kernels without blocks are not launched
             operations = [stage.spec.operation for stage in launched]
             assert operations == STAGES[family_of(q.dtype.name), method]
 
@@ -102,19 +108,19 @@ def test_ieee_arithmetic_at_every_head_dim(launched, dtype, head_dim, causal):
 
 
 def rows_of_the_table() -> list:
-    """(operation, family, dtype, head_dim, tile) of each row, without repetitions."""
+    """Returns (operation, family, dtype, head_dim, tile) of each row, without repetitions."""
     cases = {}
     every_row = (
         (family, operation, row)
         for family in FAMILIES
         if not family.multiplies_parts  # test_float32_parts_simulated.py has their tiles
         for operation, rows in family.tiles.items()
-        if operation != "decode"  # nor does this file have those of decode: test_decode_simulated.py
+        if operation != "decode"  # test_decode_simulated.py has those of decode
         for row in rows
     )
     for family, operation, row in every_row:
         dtype = row.dtypes[0] if row.dtypes else "float16"
-        # It limits registers, which the interpreter does not.
+        # blocks_per_sm limits registers; the interpreter does not.
         tile = row.tile if family.name == "sm90" else dataclasses.replace(row.tile, blocks_per_sm=1)
         head_dim, device = row.head_dim, DeviceInfo.named("sm_90")
         while family.why_illegal(operation, dtype, head_dim, tile, device):
@@ -221,7 +227,7 @@ def test_other_tiles_of_hopper(launched, operation, head_dim, tile):
 
 
 def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: TileConfig) -> None:
-    """One kernel, on lengths just above its tile and a causal mask with more keys than queries."""
+    """Checks one kernel on lengths just above its tile, with a causal mask and more keys than queries."""
     inputs = draw(dtype, (tile.b_r + 3, tile.b_c + tile.b_r // 2 + 5), head_dim, (1, 1))
     if (operation, family) == ("backward_dq", "sm90"):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -239,7 +245,7 @@ def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: Til
     method = "single_pass" if operation == "backward" else "two_pass"
     other = {"backward_dq": "backward_dkdv", "backward_dkdv": "backward_dq"}.get(operation)
     config = {operation: tile}
-    if family == "sm90":  # which need not have the other kernel
+    if family == "sm90":  # sm90 may lack the other kernel
         family = None
     elif other:
         config[other] = small_tiles(dtype, head_dim)[other]
@@ -263,7 +269,7 @@ def test_ieee_arithmetic_before_ampere_copies_through_registers(monkeypatch, hea
 
 
 def test_rows_without_a_key_of_several_pairs_of_warps(launched):
-    """Beyond head_dim 128 two warps share rows of O, which goes where all warps may still be copying Q."""
+    """Checks O above head_dim 128: two warps share its rows and stage them where all warps may still be copying Q."""
     tiles = {**small_tiles("float16", 160), "forward": TileConfig(64, 32, 4, 2)}
     check(draw("float16", (200, 40), 160), launched, methods=(), causal=True, config=tiles)
 
@@ -279,12 +285,12 @@ def test_head_groups_in_both_layouts(launched, dtype, layout, heads):
 
 
 def backwards(x: np.ndarray) -> np.ndarray:
-    """Rows that lie last to first."""
+    """Returns x with its rows in memory from last to first."""
     return place(x[:, ::-1])[:, ::-1]
 
 
 def joined(x: np.ndarray) -> np.ndarray:
-    """Rows further apart than their heads are long, as in one array for q, k and v."""
+    """Returns x with gaps between its heads, as if one array held q, k and v."""
     wide = place(np.full((*x.shape[:3], 3 * x.shape[3]), np.nan, x.dtype))
     wide[..., x.shape[3] : 2 * x.shape[3]] = x
     return wide[..., x.shape[3] : 2 * x.shape[3]]
@@ -328,7 +334,7 @@ def test_heads_in_several_sections(monkeypatch, dtype):
     with simulated_gpu(monkeypatch, FEW_MULTIPROCESSORS) as launched:
         check(inputs, launched, causal=True, config=small_tiles(dtype, 64))
         by_query, by_key = (stage_values(stage) for stage in launched[-2:])
-        # Two groups would do, but three, which leave two, waste less. By keys it is one.
+        # A section by query tiles has three groups: two would be enough, but waste more. One by key tiles has one.
         assert (by_query["heads_per_section"], by_key["heads_per_section"]) == (6, 1)
 
 
@@ -360,7 +366,7 @@ def test_delta_of_its_own(launched, dtype, head_dim):
 
 # ----------------------------------------------------------------------------------------------------- Hopper's forward
 
-#: Of one warp group that multiplies, and of two and three, whose last key tiles the first groups pass over.
+#: Tiles of one, two and three warp groups that multiply. The first of several groups skip the last key tiles.
 GROUPS = (TileConfig(64, 48, 8, 2, 2), TileConfig(128, 64, 12, 2), TileConfig(192, 64, 16, 3))
 
 
@@ -447,7 +453,7 @@ def test_tiles_are_taken_in_a_fixed_order_without_a_counter(monkeypatch):
         check_forward(draw("float16", (200, 200), 64, (3, 1)), launched, causal=True, config=GROUPS[0])
 
 
-#: (dtype, head_dim, tile of a kernel of Hopper): each way that a kernel keeps a reference for the softmax.
+#: (dtype, head_dim, tile of a Hopper kernel or None) for each way in which a kernel keeps a reference for the softmax.
 REFERENCES = (
     ("float16", 64, None),
     ("float16", 192, None),
@@ -459,7 +465,7 @@ REFERENCES = (
 
 @pytest.mark.parametrize(("dtype", "head_dim", "tile"), REFERENCES)
 class TestReferenceOfTheSoftmax:
-    """Where scores are as large, as small, or as far apart as exponentials and the 16 bits of P bear."""
+    """Scores that are as large, as small or as far apart as exponentials and the 16 bits of P allow."""
 
     @staticmethod
     def check(launched: list, inputs: tuple, tile: TileConfig | None, causal: bool) -> None:
@@ -479,7 +485,7 @@ class TestReferenceOfTheSoftmax:
     @pytest.mark.matrix
     @pytest.mark.parametrize("most", (17.5, 300.0))
     def test_a_score_above_those_before_it(self, launched, dtype, head_dim, tile, most):
-        """By less and more than a share of the sum may be, than float16 holds and than float32 does."""
+        """Checks scores below and above three limits: of a share of the sum, of float16 and of float32."""
         n = 32 if dtype in HALF else 8
         keys = 3 * (n if tile is None else tile.b_c)
         inputs = jumping(draw(dtype, (2 * n + 3, keys), head_dim, (1, 1)), most)
@@ -488,12 +494,12 @@ class TestReferenceOfTheSoftmax:
 
 # ---------------------------------------------------------------------------------------------------- Hopper's backward
 
-#: By the widest rows that they are for: keys of a group of their own, or divided between dK and dV.
+#: Tiles by their largest head_dim. Up to 128 each warp group owns keys; above, one group computes dK and one dV.
 BY_KEYS = {64: TileConfig(128, 128, 12, 2), 128: TileConfig(80, 128, 12, 2), 256: TileConfig(64, 64, 12, 2)}
 
 
 def by_keys(head_dim: int, **operations: TileConfig) -> dict[str, TileConfig]:
-    """Tiles of the kernels by key tiles, others than the default ones if named."""
+    """Returns the tiles of the kernels by key tiles; `operations` replaces the default ones."""
     tile = next(tile for widest, tile in BY_KEYS.items() if head_dim <= widest)
     return {"backward": tile, "backward_dkdv": tile, **operations}
 
@@ -531,7 +537,7 @@ def check_backward(inputs: tuple, launched: list, *, methods: tuple = METHODS, f
     + [("bfloat16", 96, False), ("bfloat16", 136, True)],
 )
 def test_hopper_backward_at_every_head_dim(on_hopper, dtype, head_dim, causal):
-    # Less than a tile, one, several with more keys, and so many more queries that whole tiles see no key.
+    # Lengths below a tile, of one, of several with more keys, and with so many queries that whole tiles see no key.
     rows, keys = by_keys(head_dim)["backward"].b_r, by_keys(head_dim)["backward"].b_c
     for lengths in ((1, 1), (rows, keys), (rows + 70, 2 * keys + 30), (2 * rows + 90, 71)):
         check_backward(draw(dtype, lengths, head_dim), on_hopper, causal=causal, config=by_keys(head_dim))
@@ -693,8 +699,8 @@ def test_dq_on_hopper_at_every_head_dim(dq_launched, dtype, head_dim, causal):
         assert (dq_launched[-1].spec.family, dq_launched[-1].spec.tile) == ("sm90", tile)
 
 
-#: Both orders of the products, with dQ's own way out and through dO, with one and two stages of V, Q loaded ahead or
-# not.
+#: Tiles for both orders of the products, dQ stored through its own buffer and through dO's, one to three stages of V,
+#: and Q loaded ahead or not.
 DQ_TILES = (
     (64, TileConfig(64, 48, 8, 2, 2)),
     (64, TileConfig(128, 64, 12, 3)),
@@ -776,9 +782,8 @@ def test_dq_has_the_same_bits_in_every_order_of_the_warps(monkeypatch):
     assert all(np.array_equal(found[0].view(np.uint16), other.view(np.uint16)) for other in found)
 
 
-#: Of the baseline's root mean square, what rounding each operand of a product once leaves of o, dq, dk and dv, and a
-# twentieth
-#: more. The bounds of `fa2cupy.testing` are wider: they are for all problems.
+#: Root mean square errors of o, dq, dk and dv, relative to the baseline's, if each operand of a product is rounded
+#: once, plus a twentieth. The bounds of `fa2cupy.testing` are wider because they are for all problems.
 ROUNDED_ONCE = {"float16": (0.60, 0.565, 0.51, 0.575), "bfloat16": (0.57, 0.51, 0.47, 0.54)}
 
 
@@ -786,7 +791,7 @@ ROUNDED_ONCE = {"float16": (0.60, 0.565, 0.51, 0.575), "bfloat16": (0.57, 0.51, 
 @pytest.mark.parametrize(("family", "method"), [("sm80", "two_pass"), ("sm90", "single_pass"), ("sm90", "two_pass")])
 @pytest.mark.parametrize("dtype", HALF)
 def test_what_is_no_operand_of_a_product_is_not_rounded(on_hopper, dtype, family, method):
-    """P is an operand, and not rounded where dS is made of it; but sm80's kernel of dK does that in float16."""
+    """Checks that P is rounded as an operand, but not to compute dS; sm80's dK kernel rounds it there, in float16."""
     inputs = draw(dtype, (200, 220), 64)
     tiles = small_tiles(dtype, 64) if family == "sm80" else by_keys(64)
     o, lse = forward(*inputs[:3], family=family, config=tiles if family == "sm80" else None)

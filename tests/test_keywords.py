@@ -1,4 +1,4 @@
-"""Keywords that a function does not have: what was meant is said, and what there is."""
+"""Errors for unknown keywords: they name the keyword that was probably meant, and those that exist."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_name_that_is_like_nothing_gets_the_list_alone(arguments):
 
 
 def test_attention_has_no_out(arguments):
-    """Which `forward` would take for itself, and `backprop` then for gradients."""
+    """Checks that `out` is refused: `forward` would write results to it, and `backprop` then gradients."""
     out = (np.empty_like(arguments["o"]), np.empty_like(arguments["lse"]))
     text = told("fa2cupy.attention", arguments, out=out)
     assert text.startswith("unexpected keyword argument 'out': it is one of fa2cupy.forward and fa2cupy.backward.")
@@ -117,7 +117,7 @@ def test_what_other_libraries_call_so_exists_here():
     for function in FUNCTIONS.values():
         known |= set(inspect.signature(function).parameters)
     for name, advice in keywords._ELSEWHERE.items():
-        assert name not in known - {"return_lse"}  # which attention has and others not
+        assert name not in known - {"return_lse"}  # attention alone has return_lse
         if not advice.startswith(("nothing", "something", "o, lse")):
             assert advice.replace(",", " ").replace("=", " ").split()[0] in known, name
 

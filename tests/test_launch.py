@@ -24,20 +24,20 @@ from fa2cupy.testing import make_inputs
 
 pytest.importorskip("cupy")
 
-LONGEST_S = 10.0  # that a thread may take for what it does at once
+LONGEST_S = 10.0  # limit for a step of a thread that normally takes no time
 
 
 class FakeDriver:
-    """What of ``cupy.cuda`` loads and launches kernels.
+    """A fake of the part of ``cupy.cuda`` that loads and launches kernels.
 
     Attributes
     ----------
     device : int
-        The current one.
+        The current device.
     loaded : list of (device, cubin)
     attributes : list of (function, attribute, value)
     launch : callable
-        What a launch does: gets the arguments of ``cuLaunchKernel``.
+        Called by each launch with the arguments of ``cuLaunchKernel``.
     """
 
     def __init__(self, monkeypatch):
@@ -82,7 +82,7 @@ def spec_of(num_stages: int) -> KernelSpec:
 
 @pytest.mark.parametrize(("num_stages", "kib"), [(2, 40), (4, 72)])
 def test_shared_memory_above_48_kib_is_asked_for(driver, num_stages, kib):
-    """Q of 8 KiB, and for each stage K and V of 8 KiB."""
+    """Checks tiles of 8 KiB: one of Q, and one of K and one of V for each stage."""
     spec = spec_of(num_stages)
     assert spec.shared_memory_bytes == kib * 1024
     function = launch.load_kernel(spec)
@@ -124,7 +124,7 @@ def stage_of(device: str, dtype: str = "float16") -> Stage:
 
 
 def pointers_of(arguments: tuple) -> tuple:
-    """The record's first bytes, by the arguments of ``cuLaunchKernel``."""
+    """Returns the five pointers at the start of the record, given the arguments of ``cuLaunchKernel``."""
     record = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))[0]
     return struct.unpack("=5Q", ctypes.string_at(record, 40))
 
@@ -167,7 +167,7 @@ def test_a_record_may_have_a_single_pointer(driver):
 
 
 def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
-    """The driver reads the record until the launch returns: the second thread must wait for that."""
+    """Checks that the second thread waits until the launch returns, because the driver reads the record until then."""
     in_launch, calling, second_in_launch = (threading.Event() for _ in range(3))
     seen = {}
 
@@ -175,7 +175,7 @@ def test_a_record_is_not_packed_while_another_thread_launches_it(driver):
         if not in_launch.is_set():
             in_launch.set()
             assert calling.wait(LONGEST_S)
-            second_in_launch.wait(0.3)  # as long as a thread that does not wait would need by far
+            second_in_launch.wait(0.3)  # far longer than a thread that does not wait needs
         else:
             second_in_launch.set()
         seen[arguments[8]] = pointers_of(arguments)

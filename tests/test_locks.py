@@ -33,7 +33,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not for
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Runs that in a child, which exits with 0 if it returns."""
+    """Runs `work` in a child process, which exits with 0 if `work` returns, and returns the child's id."""
     child = os.fork()
     if child:
         return child
@@ -59,7 +59,7 @@ def succeeds(child: int) -> bool:
 
 @contextlib.contextmanager
 def slow_compilation(monkeypatch) -> Iterator[None]:
-    """A thread of this process compiles `SPEC` while the body runs."""
+    """Compiles `SPEC` in a thread of this process while the body runs."""
     compiling, finish = threading.Event(), threading.Event()
     compile_source = cache.compile_source
 
@@ -114,7 +114,7 @@ def test_every_lock_of_the_package_is_one_that_a_child_has_free():
 
 @forks
 def test_the_parents_end_frees_its_lock_file_though_a_child_lives_on(tmp_path):
-    # A child inherits the open file, and with it the lock, until it lets go of it.
+    # A child inherits the open file, and holds its lock until it closes the file.
     reading, writing = os.pipe()
     path = tmp_path / "lock"
 
@@ -172,7 +172,7 @@ def test_a_child_that_is_forked_in_the_middle_of_nvrtc_can_compile():
     thread.start()
     while not compiler._in_nvrtc._inside and thread.is_alive():
         pass
-    time.sleep(0.01)  # in NVRTC's front end, whose lock would stay locked in the child
+    time.sleep(0.01)  # now NVRTC's front end holds a lock, which would stay locked in the child
     children = [fork(lambda: compiler.compile_source(source))]
     thread.join(TIMEOUT)
     assert all(map(succeeds, children))
@@ -267,7 +267,7 @@ def test_a_lock_is_held_between_threads_and_ends_with_an_error(tmp_path):
 
 @pytest.fixture
 def press_ctrl_c(fake_compiler, monkeypatch):
-    """Presses Ctrl-C in the first compilation, which does not notice, as NVRTC does not."""
+    """Presses Ctrl-C in the first compilation, which does not notice it; neither would NVRTC."""
     assert threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     compile_source = cache.compile_source
@@ -288,9 +288,9 @@ def test_ctrl_c_keeps_the_kernel_that_was_being_compiled(fake_compiler, press_ct
         cached_kernel(SPEC)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert fake_compiler == [SPEC]
-    assert cached_kernel(SPEC).symbol == SPEC.symbol  # from memory
+    assert cached_kernel(SPEC).symbol == SPEC.symbol  # read from memory
     cache._kernels.clear()
-    assert cached_kernel(SPEC).symbol == SPEC.symbol  # and from disk
+    assert cached_kernel(SPEC).symbol == SPEC.symbol  # read from disk
     assert fake_compiler == [SPEC]
 
 
@@ -319,7 +319,7 @@ def test_a_handler_of_the_users_own_stays_in_charge(fake_compiler, press_ctrl_c)
     signal.signal(signal.SIGINT, lambda *_: pressed.append(entry_path(SPEC).exists()))
     with contextlib.suppress(KeyboardInterrupt):
         cached_kernel(SPEC)
-    assert pressed == [False]  # at once
+    assert pressed == [False]  # called before the kernel is stored
     assert entry_path(SPEC).exists()
 
 

@@ -1,4 +1,4 @@
-"""What scripts measure with: operations counted, rotation, turns, host time, and the check of results."""
+"""The measurements of scripts: counts of operations, rotation, turns, host time, and the check of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_flops_against_hand_numbers():
     assert problem.flops("forward") == 274_877_906_944  # 4 * 8 * 32 * 2048^2 * 64
     assert problem.flops("single_pass") == problem.flops("two_pass") == 687_194_767_360  # 2.5 times as many
     assert problem.flops("backward_dq") == 412_316_860_416  # 3 products instead of 2
-    assert problem.flops("backward_dkdv") == 549_755_813_888  # 4
+    assert problem.flops("backward_dkdv") == 549_755_813_888  # 4 products
     assert dataclasses.replace(problem, causal=True).flops("forward") == 137_438_953_472
     assert problem.tflops("forward", 1.0) == pytest.approx(274.878, rel=1e-5)
 
@@ -113,7 +113,7 @@ def test_bytes_are_printed_with_units():
 )
 @pytest.mark.parametrize("operation", dict.fromkeys((*peers.OPERATIONS, *peers.DEFAULT_OPERATIONS)))
 def test_check_takes_right_results_and_refuses_wrong_ones(operation, causal, heads_kv, window, monkeypatch):
-    # Blocks of rows smaller than the problem, so that the reference is put together from several.
+    # Blocks are smaller than the problem, so that the reference is put together from several of them.
     monkeypatch.setattr(check, "BLOCK_ELEMENTS", 1000)
     problem = Problem("float16", 32, 77, 2, 3, causal, heads_kv)
     head_check = check.HeadCheck(np, problem, *FakeGpu().tensors(problem, 1), window)

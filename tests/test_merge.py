@@ -24,7 +24,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def parts_of(dtype: str, bounds: tuple[int, ...], layout: str = "bshd", head_dim: int = 64, **problem) -> tuple:
-    """q, k and v, and o and lse over the keys between bounds, in an array each."""
+    """Returns q, k and v, and stacks of o and lse, each over the keys between two bounds."""
     sizes = {"seqlen_q": 5, "seqlen_k": bounds[-1], "num_heads": 4, "num_heads_kv": 2, "batch": 2}
     q, k, v, _ = make_inputs(dtype, head_dim=head_dim, layout=layout, **sizes)
     axis = 1 if layout == "bshd" else 2
@@ -37,7 +37,7 @@ def parts_of(dtype: str, bounds: tuple[int, ...], layout: str = "bshd", head_dim
 
 
 def check(merge, dtype: str, layout: str = "bshd", head_dim: int = 64, bounds: tuple[int, ...] = (0, 7, 7, 30)) -> None:
-    """Parts, one of them without a key and with NaN in its o."""
+    """Checks the merge of parts; a part without keys has NaN in its o."""
     q, k, v, o_parts, lse_parts = parts_of(dtype, bounds, layout, head_dim)
     o_parts[lse_parts[..., 0, 0, 0] == -np.inf] = np.nan
     expected = Expectation(q, k, v, layout=layout)
@@ -47,7 +47,7 @@ def check(merge, dtype: str, layout: str = "bshd", head_dim: int = 64, bounds: t
 
 @pytest.fixture
 def merge_simulated(monkeypatch):
-    """The kernel's `merge` of NumPy arrays."""
+    """Yields a `merge` of NumPy arrays that runs the kernel."""
 
     def merge(o_parts, lse_parts, out=None, **options):
         given = out if out is None else tuple(None if x is None else x.view(type(place(x))) for x in out)
@@ -161,7 +161,7 @@ class TestKernel:
         *_, o_parts, lse_parts = parts_of("float16", (0, 9, 30))
         expected = fa2cupy.merge(o_parts, lse_parts)
         wide = np.full((2, *o_parts.shape[1:4], 72), np.nan, ml_dtypes.bfloat16).astype("float16")
-        for start in (0, 3):  # rows on 16 bytes, and not
+        for start in (0, 3):  # rows aligned to 16 bytes, and not aligned
             view = place(wide)[..., start : start + 64]
             view[...] = o_parts
             o, lse = merge_on_gpu(view, place(lse_parts.swapaxes(2, 3)).swapaxes(2, 3))

@@ -10,7 +10,7 @@ from support.fake_timing import HAS_MATPLOTLIB, FakeGpu
 
 
 class SteeredGpu(FakeGpu):
-    """A clock that the last call has set."""
+    """A GPU with a clock that the last call has set."""
 
     clock = 2.0
 
@@ -21,7 +21,7 @@ class SteeredGpu(FakeGpu):
 
 @pytest.fixture
 def splitting(monkeypatch):
-    """A GPU on which two splits take 2 ms, the default 3 ms and all others 4 ms; `two_pass` takes one split alone."""
+    """Returns a GPU on which two splits take 2 ms, the default 3 ms and others 4 ms; `two_pass` allows only one."""
     gpu = SteeredGpu()
 
     def split(function):
@@ -58,7 +58,7 @@ def test_methods_from_checks_to_files(splitting, tmp_path, capsys):
     ]
     assert {row["loss"] for row in defaults} == {"0.5"} and {row["ms_median"] for row in defaults} == {"3"}
     assert {row["best"] for row in defaults} == {"2 splits", "single_pass, 2 splits"}
-    assert {row["taken"] for row in defaults if row["operation"] == "backward"} == {"two_pass, 1 splits"}  # short ones
+    assert {row["taken"] for row in defaults if row["operation"] == "backward"} == {"two_pass, 1 splits"}  # short calls
     longer = [row for row in rows if (row["operation"], row["seqlen"], row["window"]) == ("backward", "64", "")]
     choices = {(row["method"], row["num_splits"]) for row in longer}
     assert choices == {("default", ""), ("two_pass", "1"), *(("single_pass", splits) for splits in "124")}
@@ -106,7 +106,7 @@ def test_methods_judge_the_present_default_by_earlier_times(splitting, tmp_path,
         own, others = ([r for r in judged if (r["method"] == "default") == is_own] for is_own in (True, False))
         assert others == [row for row in before if row["method"] != "default"]
         assert {row["loss"] for row in own if row["operation"] == "forward"} == {"0"}
-        assert {row["loss"] for row in own if row["operation"] == "backward"} == {loss}  # 3 splits: the times of 4
+        assert {row["loss"] for row in own if row["operation"] == "backward"} == {loss}  # 3 splits get the time of 4
         assert {row["taken"] for row in own if row["operation"] == "backward"} == {str(taken)}
     assert "loses at most 100.0 %" in capsys.readouterr().out
     assert methods.main(["--judge", str(tmp_path / "absent.csv")]) == 2
@@ -118,9 +118,9 @@ def test_splits_leave_each_a_tile_and_do_not_fill_a_full_gpu_still_more():
         cell = methods.Cell(operation, Problem("bfloat16", 128, seqlen, 1, num_heads, True, num_heads_kv), window)
         return [choice.num_splits for choice in cell.choices(multiprocessors=132) if choice.method != "two_pass"]
 
-    assert splits("backward", 512) == [1, 2, 4, 8, 16]  # 4 tiles, each with 4 of the queries of 8 heads
+    assert splits("backward", 512) == [1, 2, 4, 8, 16]  # 4 key tiles, each with 4 query tiles of 8 heads
     assert splits("backward", 512, num_heads_kv=8) == [1, 2, 4]
-    assert splits("backward", 4096, num_heads_kv=8) == [1, 2]  # 256 blocks, for 528
+    assert splits("backward", 4096, num_heads_kv=8) == [1, 2]  # 256 blocks, of at most 528
     assert splits("forward", 512) == [1, 2, 4]
     assert splits("forward", 16384) == [1]
     assert splits("forward", 2048, window=128) == [1, 2]

@@ -1,5 +1,8 @@
-"""What `fa2cupy.forward` says of odd values of features, by way of `fa2cupy.attention`: on NumPy, and by the kernels of
-every family, executed without a GPU. Other tests have them family by family; here is what remains of each."""
+"""Odd values of features, documented in `fa2cupy.forward`, in calls of `fa2cupy.attention`.
+
+They run on NumPy, and by the kernels of every family, executed without a GPU. Other modules test most of these values
+for each family; the rest is here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from fa2cupy import TileConfig, api
 from fa2cupy.testing import Expectation, make_inputs
 
 SMALL = TileConfig(32, 32, 2, 2)
-#: dtype, head_dim and tiles.
+#: dtype, head_dim and tiles of each family.
 FAMILIES = {
     "numpy": ("float32", 24, TileConfig(8, 8, 1)),
     "numpy half": ("float16", 24, TileConfig(8, 8, 1)),
@@ -27,14 +30,14 @@ FAMILIES = {
 
 
 def on(*names: str):
-    """The families that a test runs on."""
+    """Marks a test with the families that it runs on."""
     marks = {name: () if name.startswith("numpy") else pytest.mark.simulated for name in names}
     return pytest.mark.parametrize("family", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
 
 
 @pytest.fixture
 def family(request, monkeypatch):
-    """A key of the table. Arrays are NumPy's, or with the kernels those of the GPU that executes them."""
+    """Yields a key of `FAMILIES`. Arrays are NumPy's, or for kernels those of the GPU that executes them."""
     with contextlib.ExitStack() as stack:
         if not request.param.startswith("numpy"):
             pytest.importorskip("cupy")
@@ -56,15 +59,15 @@ def on_device(family: str, array):
 
 
 def check(family: str, inputs: tuple, *, dlse: np.ndarray, **options) -> dict[str, np.ndarray]:
-    """All results against the reference, and those of two passes."""
+    """Checks all results against the reference, and returns those of two passes."""
     dtype, _, config = FAMILIES[family]
     expected = Expectation(*inputs, dlse=dlse, **options)
     q, k, v, do, dlse = (on_device(family, x) for x in (*inputs, dlse))
     options = {name: on_device(family, x) for name, x in options.items()}
     family = None if family.startswith("numpy") else family.split()[0]
-    # On Hopper, which is slow, by the method that gives dbias.
+    # Hopper is slow to execute, so it has only the method that gives dbias.
     for method in METHODS[family == "sm90" :]:
-        # Of 16 bits two passes alone give dbias, and would run for it in one pass, too.
+        # In 16 bits only two_pass gives dbias; if single_pass were asked for it, two_pass would run.
         asked = [name for name in ("bias", "sink") if name in options and (name, method) != ("bias", "single_pass")]
         more = {f"return_d{name}": True for name in asked}
         o, lse, backprop = fa2cupy.attention(
@@ -83,7 +86,7 @@ def draw(family: str, rows: int, keys: int, **sizes) -> tuple:
 
 
 def fill(bias: np.ndarray, hidden: np.ndarray) -> None:
-    """Puts all that is no number where nobody may look."""
+    """Writes NaN and infinities to the hidden elements, which must not matter."""
     for first, value in enumerate((np.nan, np.inf, -np.inf)):
         bias.reshape(-1)[np.flatnonzero(hidden)[first::3]] = value
 
@@ -95,7 +98,7 @@ def outside_window(rows: int, keys: int, left: int, right: int) -> np.ndarray:
 
 @on("numpy", "numpy half", "simt double")
 def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
-    """Keys outside the window, of the mask and of the padding."""
+    """Checks keys that are outside the window, hidden by the mask, or padding."""
     rows, keys = 20, 27
     dtype = FAMILIES[family][0]
     mask, padding = booleans((2, 1, rows, keys)), np.arange(keys) < np.array([[22], [27]])
@@ -113,7 +116,7 @@ def test_what_a_bias_has_for_hidden_keys_is_ignored(family):
 @pytest.mark.sample(family=("simt", "sm80"))
 @on(*FAMILIES)
 def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
-    """max_seqlen above the totals: what a padded batch has behind the sequences is ignored, and has the gradient 0."""
+    """Checks max_seqlen above the totals: the bias behind the sequences is ignored, and has the gradient 0."""
     dtype = FAMILIES[family][0]
     ends_q, ends_k = np.array([2, 9, 20], "int32"), np.array([0, 11, 27], "int32")
     longest = {"max_seqlen_q": 23, "max_seqlen_k": 31}
@@ -132,7 +135,7 @@ def test_of_packed_sequences_a_bias_may_be_larger_than_all_of_them(family):
 
 @on("numpy", "numpy half", "simt double")
 def test_a_sink_of_minus_infinity_is_none_and_has_no_gradient(family):
-    """Also in rows that see no key, of which there are more than a tile."""
+    """Checks also rows that see no key; there are more of them than a tile has."""
     wide = accumulator(FAMILIES[family][0])
     sink = np.array([-np.inf, 0.5], wide)
     results = check(family, draw(family, 40, 9), dlse=numbers((1, 2, 40), wide), sink=sink, causal=True)

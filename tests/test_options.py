@@ -1,4 +1,4 @@
-"""Options on their way from the public functions to what computes: each arrives, and under its own name."""
+"""Options of the public functions: each reaches the backend, under its own name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fa2cupy.testing import make_inputs
 
 
 def keywords_of(function) -> set[str]:
-    """Those of features, too, if the function takes them."""
+    """Returns the keywords of a function, with those of features if it takes them."""
     parameters = inspect.signature(function).parameters.values()
     features = FeatureKeywords.__annotations__.keys() if any(one.kind is one.VAR_KEYWORD for one in parameters) else ()
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} | set(features)
@@ -43,7 +43,7 @@ class Spy:
 
 
 class Option:
-    """A value that is no other keyword's."""
+    """A value that no other keyword has."""
 
     def __init__(self, name: str):
         self.name = name
@@ -54,14 +54,14 @@ class Option:
 
 @pytest.fixture
 def both(monkeypatch) -> dict[str, Spy]:
-    """The functions that attention calls."""
+    """Replaces the functions that attention calls with spies, and returns the spies."""
     spies = {"forward": Spy(api.forward, ("the o", "the lse")), "backward": Spy(api.backward, "the gradients")}
     for name, spy in spies.items():
         monkeypatch.setattr(closure, name, spy)
     return spies
 
 
-#: Those that attention looks at itself.
+#: Keywords that attention itself evaluates.
 SWITCHES = ("return_dbias", "return_dsink", "return_dscore_args", "return_lse")
 
 
@@ -69,7 +69,7 @@ SWITCHES = ("return_dbias", "return_dsink", "return_dscore_args", "return_lse")
 @pytest.mark.parametrize("value", (False, True))
 def test_attention_hands_every_keyword_on(both, value, return_lse):
     options = {name: Option(name) for name in keywords_of(closure.attention) if name not in SWITCHES}
-    options |= {"return_dbias": value, "return_dsink": value, "return_dscore_args": False}  # which looks at the arrays
+    options |= {"return_dbias": value, "return_dsink": value, "return_dscore_args": False}  # True would need arrays
     o, *lse, backprop = closure.attention("q", "k", "v", **options, return_lse=return_lse)
     assert (o, lse) == ("the o", ["the lse"] if return_lse else [])
     of_forward, of_backward = keywords_of(api.forward) - {"out"}, keywords_of(api.backward) - {"out", "delta", "dlse"}
@@ -152,7 +152,7 @@ BROADCAST = [
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Kernels that are launched and do nothing."""
+    """Yields the launched stages; their kernels do nothing."""
     pytest.importorskip("cupy")
     from support.fake_gpu import fake_gpu
 
@@ -191,7 +191,7 @@ def test_a_gradient_of_which_each_element_is_one_scores_is_not_refused(launched,
         for length in (0, 1):
             sizes = SIZES | {name: length} | ({"num_heads_kv": length} if name == "num_heads" else {})
             shape = (*FULL[:axis], length, *FULL[axis + 1 :])
-            # Hopper's kernels take no empty array: where one is, calls fall back.
+            # Hopper's kernels take no empty array: calls with one fall back.
             gradients(dtype, shape, sizes, family=family if length else None, deterministic=True)
     assert all(stage.spec.operation != "backward" or family == "simt" for stage in launched)
 

@@ -1,4 +1,4 @@
-"""What travels: the wheel is built, installed into an empty folder and run from another one."""
+"""The wheel: it is built, installed into an empty folder and run from another one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_setuptools() -> bool:
 
 @pytest.fixture(scope="module")
 def source_tree(tmp_path_factory):
-    """A copy of the checkout, because a build leaves files in its tree and would take up those of an earlier one."""
+    """Copies the checkout, because a build leaves files in its tree and would use those of an earlier one."""
     tree = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         shutil.copytree(CHECKOUT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -53,7 +53,7 @@ def source_tree(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(source_tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    # Where setuptools is not at hand, pip fetches it.
+    # Without an installed setuptools, pip fetches it.
     isolation = ["--no-build-isolation"] if has_setuptools() else []
     command = [
         sys.executable,
@@ -77,7 +77,7 @@ def wheel(source_tree, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def requirements(wheel) -> dict[str, set[str]]:
-    """Names of the required projects by extra; the core's under an empty name."""
+    """Returns the names of required projects by extra; those of the core have an empty name."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())
@@ -92,13 +92,13 @@ def requirements(wheel) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def run_installed(wheel, tmp_path_factory):
-    """Runs a script with the installed wheel, far from the checkout."""
+    """Returns a function that runs a script with the installed wheel, outside the checkout."""
     target, elsewhere = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("elsewhere")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
     subprocess.run(install, check=True, capture_output=True)
 
     def run(script: str) -> str:
-        # Its own dependencies come from this environment; fa2cupy itself must come from the wheel.
+        # Dependencies come from this environment; fa2cupy itself must come from the wheel.
         script = f"import fa2cupy\nassert fa2cupy.__file__.startswith({str(target)!r}), fa2cupy.__file__\n{script}"
         environment = {**os.environ, "PYTHONPATH": str(target)}
         result = subprocess.run(
@@ -221,7 +221,7 @@ def test_a_bare_checkout_finds_its_templates_from_anywhere(tmp_path):
 
 
 def test_build_file_says_only_what_pip_and_the_linters_need():
-    """Metadata is in setup.cfg, once."""
+    """Checks that metadata is only in setup.cfg."""
     lines = (CHECKOUT / "pyproject.toml").read_text().splitlines()
     tables = [line.strip("[]").split(".")[:2] for line in lines if line.startswith("[")]
     assert {".".join(table) for table in tables} == {"build-system", "tool.ruff", "tool.mypy"}

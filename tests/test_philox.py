@@ -1,4 +1,4 @@
-"""Dropout's generator against the published vectors, and its places against the definition written out in integers."""
+"""Dropout's generator against published vectors, and its draw for each element against the definition in integers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KNOWN = [
 
 
 def written_out(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
-    """Philox4x32 in Python's integers."""
+    """Returns the result of Philox4x32, computed with Python's integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -48,19 +48,19 @@ def written_out(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
 
 
 def draw_of(sequence: int, head: int, i: int, j: int, key: tuple) -> int:
-    """The 16 bits of one element."""
+    """Returns the 16 bits of one element."""
     counter = (8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, head, sequence)
     word = written_out(counter, key)[2 * (i // 8 % 2) + j // 8 % 2]
     return (word >> 16 if j % 2 else word) % 2**16
 
 
 def assert_share(elements: np.ndarray, probability: float) -> None:
-    """Within five standard deviations of as many independent draws, and the rounding of the probability."""
+    """Checks a share to five standard deviations of independent draws, plus the rounding of the probability."""
     deviation = np.sqrt(probability * (1 - probability) / elements.size)
     assert abs(elements.mean() - probability) < 5 * deviation + 2**-16
 
 
-#: How many values each word of a counter has where draws are counted, and along which axis.
+#: Number of values of each word of the counter in the test of uniformity, and the shape that selects its axis.
 GRID = ((128, (-1, 1, 1, 1)), (128, (1, -1, 1, 1)), (4, (1, 1, -1, 1)), (2, (1, 1, 1, -1)))
 
 
@@ -113,20 +113,20 @@ def test_the_share_of_dropped_elements(probability):
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
 def test_neighbours_are_independent(probability):
-    """As are the elements that share a call or a word, at these distances, and those of successive heads and seeds."""
+    """Checks also elements that share a call or a word, at these distances, and those of successive heads and seeds."""
     dropped = ~kept(probability, 17, 0, slice(0, 4), slice(0, 1024), slice(0, 1024))
     other_seed = ~kept(probability, 18, 0, slice(0, 4), slice(0, 1024), slice(0, 1024))
     for rows, columns in ((0, 1), (1, 0), (1, 1), (0, 2), (0, 8), (0, 9), (8, 0), (8, 1), (8, 8), (16, 0), (0, 16)):
         both = dropped[:, rows:, columns:] & dropped[:, : 1024 - rows, : 1024 - columns]
         assert_share(both, probability**2)
-    # Two halves of one word, alone.
+    # Only the two halves of the same word.
     assert_share(dropped[:, :, ::2] & dropped[:, :, 1::2], probability**2)
     assert_share(dropped[1:] & dropped[:-1], probability**2)
     assert_share(dropped & other_seed, probability**2)
 
 
 def test_draws_are_uniform_in_all_their_bits():
-    """In each of 256 intervals, and in each of 256 classes of the low bits, both halves of all words alike."""
+    """Checks counts in 256 intervals and in 256 classes of the low bits, for both halves of all words."""
     words = philox4x32(tuple(np.arange(n, dtype="uint64").reshape(s) for n, s in GRID), (3, 1))
     for word in words:
         for shift in (0, 16):
@@ -170,7 +170,7 @@ def test_scale_and_threshold_fit_together():
 
 
 def test_the_ends_of_the_probability():
-    """What rounds to 0 drops nothing; what rounds to 1 still keeps some elements, so that the scale is finite."""
+    """Checks that rounding to 0 drops nothing, and rounding to 1 still keeps elements, so that the scale is finite."""
     everything = slice(0, 2), slice(0, 512), slice(0, 512)
     assert dropout_threshold(2.0**-18) == 0
     assert dropout_scale(2.0**-18) == 1

@@ -1,4 +1,4 @@
-"""Plans: which kernels a call launches, on which grid, with which memory and which record. Needs no GPU."""
+"""Plans: the kernels that a call launches, with their grid, memory and record. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def backward_plan(
 
 
 def ieee(dtype: str) -> str | None:
-    """The family, where IEEE arithmetic is not the only one."""
+    """Returns the IEEE family for float32, which other families compute as well; else None."""
     return "simt" if dtype == "float32" else None
 
 
@@ -77,12 +77,12 @@ def operations(plan: Plan) -> list[str]:
 
 
 def workspace_sizes(plan: Plan) -> dict[str, int]:
-    """Of workspaces that are not empty."""
+    """Returns the sizes of the workspaces that are not empty."""
     return {workspace.name: workspace.nbytes for workspace in plan.workspaces if workspace.nbytes}
 
 
 def record(stage: Stage) -> dict[str, object]:
-    """The members behind the pointers, read back."""
+    """Returns the members of a record behind its pointers, unpacked."""
     values, offset = {}, 0
     for field in stage.spec.params.fields[len(stage.spec.params.pointers) :]:
         real = "d" if stage.spec.dtype == "float64" else "f"
@@ -206,10 +206,10 @@ WITH_SCORES = STRIDES | {"sink": (0, 1, 0, 0), **dict.fromkeys(("bias", "dbias")
 
 
 def with_gradients(dtype: str, method: str, *more: str, **settings) -> Plan:
-    """A backward with a window, a sink, a bias and all that goes with them."""
+    """Plans a backward with a window, a sink and a bias, and with dlse, dbias and dsink."""
     features = FeatureSettings(window=(9, 4), arrays=("bias", "sink"), **settings)
     of_call = problem(dtype=dtype, causal=True, settings=features)
-    family = "simt" if dtype == "float32" else None  # which alone gives dbias in one pass
+    family = "simt" if dtype == "float32" else None  # only simt gives dbias in one pass
     return plans.backward_plan(
         of_call, H100, WITH_SCORES, method, family=family, extras=("dlse", "dbias", "dsink", *more)
     )
@@ -219,7 +219,7 @@ def with_gradients(dtype: str, method: str, *more: str, **settings) -> Plan:
     ("dtype", "method"), [("float16", "two_pass"), ("float32", "two_pass"), ("float32", "single_pass")]
 )
 def test_each_stage_has_the_features_that_are_its_own(dtype, method):
-    """dlse goes into delta, a sink into lse and its own gradient; dbias is added up where a block owns query tiles."""
+    """Checks dlse in delta, a sink in lse and its own gradient, and dbias in kernels whose blocks own query tiles."""
     scores = {"window", "bias"}
     wanted = {
         "delta": {"dlse"},
@@ -277,7 +277,7 @@ def test_a_causal_window_is_compiled_as_a_window_that_ends_at_the_diagonal():
 
 
 def offset_of(stage: Stage, name: str) -> int:
-    """Of a member in the constants of a record."""
+    """Returns the offset of a member in the constants of a record."""
     sizes = {"strides": 24, "score_strides": 32, "size": 8, "real": 4, "int": 4, "word": 4}
     fields = stage.spec.params.fields[len(stage.spec.params.pointers) :]
     return sum(sizes[field.kind] for field in itertools.takewhile(lambda field: field.name != name, fields))
@@ -288,7 +288,7 @@ EITHER_METHOD = ("single_pass", "two_pass")
 
 
 def packed_stages(dtype: str, method: str | None, offsets: dict[str, list[int]], **longest: int) -> list[Stage]:
-    """Of a call whose offsets are arrays; None is the forward."""
+    """Returns the stages of a call whose offsets are arrays; the method None is the forward."""
     q, k = (np.zeros((rows, 2, 64), "float16" if dtype == "float16" else dtype) for rows in TOTALS.values())
     arrays = {f"cu_seqlens_{side}": np.array(values, "int32") for side, values in offsets.items()}
     of_call = problem_from_arrays(q, k, k, **arrays, **longest)
@@ -320,7 +320,7 @@ def test_offsets_of_one_element_are_no_sequence_and_what_is_left_is_cleared(dtyp
 
 @pytest.mark.parametrize(("dtype", "method"), packed_calls())
 def test_offsets_are_for_the_device_to_read(dtype, method):
-    """Wherever the first sequence starts, and whether or not a sequence is longer than promised."""
+    """Checks that a plan depends neither on the start of the first sequence nor on lengths above the promised ones."""
     wanted = packed_stages(dtype, method, {"q": [0, 10, 400], "k": [0, 20, 600]}, max_seqlen_q=30, max_seqlen_k=40)
     for offsets in ({"q": [5, 10, 400], "k": [3, 20, 600]}, {"q": [0, 0, 400], "k": [0, 1, 600]}):
         assert packed_stages(dtype, method, offsets, max_seqlen_q=30, max_seqlen_k=40) == wanted
@@ -344,13 +344,13 @@ def test_the_longest_length_is_what_was_promised_and_at_most_the_total(dtype, me
     stages = packed_stages(dtype, method, offsets, **longest)
     in_records = {lengths_in(stage) for stage in stages} - {None}
     assert in_records == {in_record}
-    # No grid depends on it: sequences that are longer than promised are cut off by the kernels.
+    # No grid depends on the longest length: kernels cut off sequences that are longer than promised.
     assert [stage.blocks for stage in stages] == [stage.blocks for stage in packed_stages(dtype, method, offsets)]
 
 
 @pytest.mark.parametrize(("dtype", "method"), packed_calls())
 def test_there_are_tiles_for_sequences_of_any_lengths(dtype, method):
-    """Each begins with a tile of its own, so that there are most tiles for many of one row more than tiles have."""
+    """Checks the number of tiles. Each sequence starts a new tile: lengths of one row above a tile need the most."""
     for ends in (
         [0, 400],
         [0, 1, 400],
@@ -399,7 +399,7 @@ def test_problems_that_the_hopper_kernels_do_not_know_fall_back_to_sm80(changes)
 
 
 def hopper_dq(config: TileConfig | None = None, **changes) -> Stage:
-    """The dQ kernel of `two_pass` on Hopper."""
+    """Returns the stage of the dQ kernel of `two_pass` on Hopper."""
     _, stage, _ = plans.backward_plan(problem(**changes), H100, STRIDES, "two_pass", config).stages
     return stage
 
@@ -433,7 +433,7 @@ def test_dq_falls_back_to_sm80_where_an_array_of_its_own_is_not_for_tma(name):
         assert (stage.spec.operation, stage.spec.family, stage.maps) == ("backward_dq", "sm80", ())
         assert record(stage)[f"{name}_strides"] == strides
     assert plans.backward_plan(problem(softmax_scale=0.0), H100, STRIDES, "two_pass").stages[1].spec.family == "sm80"
-    # An array that only another kernel of the call has tensor maps of: all of them are of one family.
+    # Only another kernel of the call has a tensor map of dk, but all of them are of one family.
     strides = {**STRIDES, "dk": (8000, -800, 80)}
     assert {s.spec.family for s in plans.backward_plan(problem(), H100, strides, "two_pass").stages} == {
         "common",
@@ -471,7 +471,7 @@ def test_single_pass_on_tensor_cores_adds_dq_up_in_a_workspace_that_delta_clears
     delta, main, convert = plan.stages
     assert main.blocks == -(-500 // main.spec.tile.b_c) * 2 * 3
     assert convert.blocks == -(-300 // main.spec.tile.b_r) * 8 * 3
-    assert convert.spec.tile.b_r == main.spec.tile.b_r  # the order of the workspace
+    assert convert.spec.tile.b_r == main.spec.tile.b_r  # the layout of the workspace depends on b_r
     assert not convert.spec.causal  # or it would be compiled twice
     of_dq = convert.blocks * main.spec.tile.b_r * 64 * 4
     assert workspace_sizes(plan) == {"delta": 3 * 8 * 300 * 4, "dq_accum": of_dq}
@@ -507,7 +507,7 @@ def test_single_pass_of_parts_is_the_default_and_kernels_of_two_pass_store_what_
 def test_a_backward_of_ieee_arithmetic_computes_lse_again_after_a_forward_in_parts(
     device, head_dim, method, more, has_own
 ):
-    """That of other arithmetic would leave every weight of a row too large or too small."""
+    """Checks that lse is recomputed: that of other arithmetic would make all weights of a row too large or small."""
     one, gpu = problem(dtype="float32", head_dim=head_dim), DeviceInfo.named(device)
     options = CallOptions(method=method, **more)
     choice = choose("backward", one, gpu, STRIDES, options, is_launched=False)
@@ -663,11 +663,11 @@ def test_without_keys_o_and_dq_are_still_written(method, causal, dtype):
 
 
 def blocks_of(stage: Stage) -> list[tuple[int, int, int]]:
-    """(tile, head, batch) of every block, by the arithmetic of kernels/common/schedule.cuh."""
+    """Returns (tile, head, batch) of every block, by the arithmetic of kernels/common/schedule.cuh."""
     values = record(stage)
     tiles, heads, section_heads = values["num_tiles"], values["scheduled_heads"], values["heads_per_section"]
     found = []
-    for block in range(tiles * heads * values["batch"]):  # persistent blocks count the rest of them up
+    for block in range(tiles * heads * values["batch"]):  # persistent blocks draw the later numbers from a counter
         section, rank = divmod(block, section_heads * tiles)
         first = section * section_heads
         in_section = min(section_heads, values["batch"] * heads - first)
@@ -773,7 +773,7 @@ def test_block_arithmetic_stays_in_32_bits(arch, seqlen_q, seqlen_k):
 
 
 def every_layout() -> list:
-    """One kernel for each record: operation, family and accumulator."""
+    """Returns one kernel for each record, that is for each operation, family and accumulator."""
     found = {}
     for dtype, method in itertools.product(DTYPES, (None, "single_pass", "two_pass")):
         for spec in default_specs(H100, dtype, 32, False, method):
@@ -787,7 +787,7 @@ def layout_id(spec) -> str:
 
 
 def compile_checks(spec: KernelSpec, checks: str) -> None:
-    """Compiles static assertions behind the headers of a kernel, without the kernel, which takes longer."""
+    """Compiles static assertions behind the headers of a kernel, without the kernel, which would take longer."""
     head, kernel, _ = render_kernel(spec).text.partition('extern "C" __global__')
     compile_source(KernelSource(spec, f"{head}{checks}{kernel} void {spec.symbol}() {{}}\n"))
 
@@ -809,7 +809,7 @@ def test_bytes_of_the_record_lie_where_the_c_struct_has_its_members(spec):
         offsets[field.name] = layout.pointer_packer.size + packed.index(1)
         sizes[field.name] = packed.count(1)
 
-    # NVRTC has no offsetof; this is what the macro stands for in its front end.
+    # NVRTC has no offsetof; this is the expansion of the macro in its front end.
     checks = [
         f"static_assert(__INTADDR__(&static_cast<fa2::Params*>(0)->{name}) == {offset});\n"
         f"static_assert(sizeof(fa2::Params::{name}) == {sizes[name]});"
@@ -832,7 +832,7 @@ def test_a_record_with_a_missing_or_unknown_value_is_refused(spec):
 
 @pytest.mark.parametrize("dtype", ("float16", "float64"))
 def test_the_record_says_what_the_problem_says(dtype):
-    device = DeviceInfo.named("sm_80")  # where no tensor maps stand for strides
+    device = DeviceInfo.named("sm_80")  # its records have strides, not tensor maps
     plans = [forward_plan(device, dtype=dtype)]
     plans += [backward_plan(method, device, dtype=dtype) for method in ("single_pass", "two_pass")]
     expected = {
@@ -851,7 +851,7 @@ def test_the_record_says_what_the_problem_says(dtype):
         for name in values.keys() & expected.keys():
             assert values[name] == pytest.approx(expected[name], rel=1e-6)
         seen |= values.keys()
-    unused = {"scale_log2"} if dtype == "float64" else set()  # whose scores are natural
+    unused = {"scale_log2"} if dtype == "float64" else set()  # float64 uses natural exponentials
     assert seen >= expected.keys() - unused
 
 

@@ -48,7 +48,7 @@ def launch_plain(name: str, *numbers: int, grid: int = 2, threads: int = 32, bat
 def test_blocks_that_keep_to_their_own(batch):
     launch_plain("strided", 32, batch=batch)
     launch_plain("exchanged", 0, batch=batch)
-    launch_plain("strided", 0, grid=1, threads=128)  # the warps of one block are not looked at
+    launch_plain("strided", 0, grid=1, threads=128)  # warps of the same block are not compared
 
 
 def test_plain_writes_of_the_same_value():
@@ -92,7 +92,7 @@ def test_launches_are_ordered():
     memory, launch = Memory(), cuda_module(PLAIN).launch
     a, b = (memory.alloc(np.zeros(64, np.int32), name) for name in "ab")
     launch("exchanged", 2, 32, [a, b, 0], memory=memory, race_check=True)
-    launch("exchanged", 2, 32, [b, a, 0], memory=memory, race_check=True)  # reads and writes what the other wrote
+    launch("exchanged", 2, 32, [b, a, 0], memory=memory, race_check=True)  # reads and writes arrays of the first launch
     assert "global memory race" in report_of(launch, "exchanged", 2, 32, [a, b, 1], memory=memory, race_check=True)
     launch("exchanged", 2, 32, [a, b, 1], memory=memory, race_check=True, block_races=False)
 
@@ -239,7 +239,7 @@ extern "C" __global__ void flag(int* a, int* flags, int* o) {
 """
 
 
-#: By kernel: its blocks, the sizes of its arrays, and which of them to look at.
+#: Number of blocks, sizes of the arrays, and name of the array with the result, by kernel.
 ORDERED_LAUNCHES = {
     "last": (8, {"partial": 512, "counter": 1, "o": 64}, "o"),
     "turns": (5, {"number": 1, "turn": 1}, "number"),
@@ -258,7 +258,7 @@ def launch_ordered(name: str, kind: int, batch: int | None = None, seed: int | N
 
 
 @pytest.mark.parametrize("batch", [None, 3, 1])
-@pytest.mark.parametrize("kind", [0, 5])  # fences, acquire and release
+@pytest.mark.parametrize("kind", [0, 5])  # fences; acquire and release
 def test_the_last_block_reads_what_all_have_written(kind, batch):
     for seed in (None, 1):
         assert (launch_ordered("last", kind, batch, seed) == 8 * np.arange(64) + 28).all()
@@ -275,8 +275,8 @@ def test_chains_and_flags(batch):
     "name, kind, wanted",
     [
         ("last", 1, ("the read at offset", "of partial, which", "after the write")),  # no fence ahead of the atomic
-        ("last", 2, ("the read at offset", "of partial, which", "after the write")),  # none behind it
-        ("last", 3, ("the read at offset 128 of partial", "after the write")),  # the other warp has not met the fence's
+        ("last", 2, ("the read at offset", "of partial, which", "after the write")),  # no fence behind it
+        ("last", 3, ("the read at offset 128 of partial", "after the write")),  # no barrier ahead of the fence
         ("last", 4, ("the read at offset", "of partial, which", "after the write")),  # a fence of scope .cta
         ("last", 6, ("the atomic of scope .cta at offset 0 of counter", "after the write")),
         ("last", 7, ("the read at offset", "of partial, which", "after the write")),  # no release
@@ -375,7 +375,7 @@ def test_copies_are_accesses_of_their_block(kind, batch, wanted):
 
 @batches
 def test_tiles_with_ragged_rows(batch):
-    """Rows of 30 numbers are no whole chunks of 16 bytes."""
+    """Checks rows of 30 numbers, which are no multiple of 16 bytes."""
     launch_tiles(8, 0, batch, columns=30)
     report = report_of(launch_tiles, 7, 0, batch, columns=30)
     assert "the TMA store at offset 896 of o" in report and "after the write of 4 bytes there" in report, report

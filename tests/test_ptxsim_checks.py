@@ -1,4 +1,4 @@
-"""The interpreter of PTX: every defect it knows is reported, with what is wrong and where."""
+"""The interpreter of PTX: every defect it knows is reported, with its kind and its place."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ extern "C" __global__ void copy(const int* a, int* o, int kind) {
     [
         (1, "is not ordered after the write by the cp.async of warp"),  # no wait_group
         (2, "is not ordered after the write by the cp.async of warp 1"),  # no barrier
-        (3, "is not ordered after the write by the cp.async of warp"),  # waits for a group too few
+        (3, "is not ordered after the write by the cp.async of warp"),  # waits for one group too few
         (4, "misaligned shared access: 16 bytes"),
     ],
 )
@@ -236,7 +236,7 @@ def test_tma_and_mbarriers(kind, wanted):
     maps = [tensor_map(address, "f32", (32, 16), (128,), (32, 8)) for address in (a, b)]
     launch("tiles", 1, 64, [*maps, out, 0], memory=memory, race_check=True)
     report = report_of(launch, "tiles", 1, 64, [*maps, out, kind], memory=memory, race_check=True)
-    if kind == 7:  # whichever comes first
+    if kind == 7:  # whichever defect comes first
         assert any(part in report for part in wanted), report
     else:
         assert all(part in report for part in wanted), report
@@ -388,10 +388,10 @@ def launch_lanes(name: str, threads: int, *kind: int) -> None:
 @pytest.mark.parametrize(
     "name, threads, kinds",
     [
-        ("in", 32, (0, 1)),  # all wait and meet; wait, and take one's own
-        ("out", 32, (0, 1)),  # all fence and meet; meet, and one fences for all
+        ("in", 32, (0, 1)),  # all wait and synchronise; each also takes its own number before
+        ("out", 32, (0, 1)),  # all fence and synchronise; synchronise, and one fences for all
         ("alone", 32, ()),
-        ("over", 64, (0, 5)),  # the initialisation behind its own fence; behind the proxy's
+        ("over", 64, (0, 5)),  # the initialisation published by its own fence; by the proxy's
         ("meet", 64, (0,)),
     ],
 )
@@ -405,13 +405,13 @@ def test_copies_fences_and_mbarriers_of_single_lanes_in_order(name, threads, kin
 @pytest.mark.parametrize(
     "name, threads, kind, wanted",
     [
-        ("in", 32, 2, ("by warp 0 is not ordered after the write by the cp.async of warp 0",)),  # they have not met
+        ("in", 32, 2, ("by warp 0 is not ordered after the write by the cp.async of warp 0",)),  # no __syncwarp
         ("in", 32, 3, ("by warp 0 is not ordered after the write by the cp.async of warp 0",)),  # one waits for all
         ("in", 32, 4, ("the thread ends with a cp.async in flight", "by thread (0,0,0)")),
-        ("out", 32, 2, ("was written by warp 0 and is read through the async proxy", NO_PROXY_FENCE)),  # one's fence
+        ("out", 32, 2, ("was written by warp 0 and is read through the async proxy", NO_PROXY_FENCE)),  # lane 0 fences
         ("out", 32, 3, ("was written by lane 1 of warp 0", "async proxy by lane 0, without __syncwarp")),
         ("out", 32, 4, ("race: the write", UNORDERED_BULK)),  # another lane waits
-        ("out", 32, 5, ("race: the write", UNORDERED_BULK)),  # they have not met after the wait
+        ("out", 32, 5, ("race: the write", UNORDERED_BULK)),  # no __syncwarp after the wait
         ("out", 32, 6, ("the thread ends with a bulk copy from shared memory in flight",)),
         ("over", 64, 1, ("was written by warp 0 and is written through the async proxy", NO_PROXY_FENCE)),
         ("over", 64, 2, ("the block ends with a TMA load in flight", "at the mbarrier at shared 0x", "of bar, which")),
@@ -474,7 +474,7 @@ def launch_strong(name: str, kind: int) -> np.ndarray:
     return memory.read(out)
 
 
-@pytest.mark.parametrize("kind", range(4))  # release and acquire; fences and relaxed; and volatile; atomics
+@pytest.mark.parametrize("kind", range(4))  # release and acquire; fences and relaxed; fences and volatile; atomics
 def test_flags_in_shared_memory_order_what_they_guard(kind):
     assert (launch_strong("flag", kind) == np.arange(32)[::-1]).all()
 

@@ -25,7 +25,7 @@ def wrapped(value: int, bits: int, signed: bool) -> int:
 
 
 def ptx_instruction(text: str, result: str, operands: str) -> Module:
-    """A module whose kernel applies one instruction to a row of each operand; types are those of its registers."""
+    """Returns a module that applies one instruction to rows of operands; `result` and `operands` are register types."""
     types = [result, *operands.split()]
     size = {ty: max(int(ty[1:]) // 8, 2) for ty in types}
     loads = "\n".join(
@@ -52,7 +52,7 @@ def ptx_instruction(text: str, result: str, operands: str) -> Module:
 
 
 def applied(text: str, result: str, operands: str, *values: list[int]) -> list[int]:
-    """Results of one instruction as Python integers, signed or not as `result` says."""
+    """Returns the results of one instruction as Python integers, signed or not as `result` says."""
     module, memory = ptx_instruction(text, result, operands), Memory()
     bits = {ty: max(int(ty[1:]), 16) for ty in (result, *operands.split())}
     inputs = [
@@ -65,7 +65,7 @@ def applied(text: str, result: str, operands: str, *values: list[int]) -> list[i
 
 
 def pairs(bits: int, signed: bool) -> tuple[list[int], list[int]]:
-    """Every edge with every other, then random numbers."""
+    """Returns two lists: every edge case with every other, then random numbers."""
     edges = [wrapped(e << (bits - 32) if bits > 32 and abs(e) > 2**30 else e, bits, signed) for e in EDGES]
     random = np.random.default_rng(bits).integers(-(2**63), 2**63, (2, 40)).tolist()
     a = [x for x in edges for _ in edges] + [wrapped(x, bits, signed) for x in random[0]]
@@ -126,7 +126,7 @@ def test_shifts_by_the_width_or_more(ty):
 
 
 def field(value: int, position: int, length: int, bits: int, signed: bool) -> int:
-    """bfe as PTX defines it, bit by bit."""
+    """Returns the result of bfe as PTX defines it, bit by bit."""
     sign = value >> min(position + length - 1, bits - 1) & 1 if signed and length else 0
     taken = [value >> (position + i) & 1 if i < length and position + i < bits else sign for i in range(bits)]
     return sum(bit << i for i, bit in enumerate(taken))
@@ -317,7 +317,7 @@ def test_a_range_of_registers_in_braces_hides_that_around_them():
     result = memory.empty(2, np.int32)
     kernel.launch("ranges", 1, 1, [result], memory=memory)
     assert memory.read(result).tolist() == [2, 1]
-    assert kernel.kernel("ranges").registers == {0: 0, 16: 0, 32: 2, 64: 1}  # none that nobody names
+    assert kernel.kernel("ranges").registers == {0: 0, 16: 0, 32: 2, 64: 1}  # none that no instruction names
 
 
 def test_functions_of_the_library_against_float64():
@@ -462,11 +462,11 @@ def test_shuffles_votes_and_reductions(seed):
     ]
     for k, row in enumerate(expected):
         assert (got[k] == row).all(), k
-    if seed is None:  # whether diverged lanes run together is up to the schedule
+    if seed is None:  # with a seed, the schedule decides if diverged lanes run together
         thirds = [int(bits[(np.arange(32) + 32 * w) % 3 == 0].sum()) for w in range(3)]
         lane_31 = np.where((i // 32 * 32 + 31) % 3 == 0, x, x[i // 32 * 32 + 31])
         expected = np.where(i % 3 == 0, by_warp(thirds), lane_31)
-        present = (i % 3 == 0) | ((i // 32 * 32 + 31) % 3 != 0)  # an absent lane gives back one's own value
+        present = (i % 3 == 0) | ((i // 32 * 32 + 31) % 3 != 0)  # results read from an absent lane do not count
         assert (got[12] == expected)[present].all()
 
 
@@ -568,7 +568,7 @@ def test_atomics_lose_nothing():
     assert memory.read(a["h"]).tolist() == [256, 512]
     assert bf16_to_f32(memory.read(a["b"])).tolist() == [256, 128]
     assert u[:6].view(np.int32).tolist() == [255, 256 % 10, 0, 768, 4, -255]
-    assert (np.sort(u[6:].reshape(4, 64)) == np.arange(64)).all()  # every block has counters of its own
+    assert (np.sort(u[6:].reshape(4, 64)) == np.arange(64)).all()  # each block has its own counters
     assert memory.read(a["order"]).tolist() == [0, 1, 2, 3]
 
 

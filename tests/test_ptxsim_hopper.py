@@ -1,4 +1,4 @@
-"""The interpreter of PTX: what sm_90a adds. mbarriers, bulk copies, TMA tiles with their swizzles, clusters, wgmma."""
+"""The interpreter of PTX for sm_90a: mbarriers, bulk copies, TMA tiles with their swizzles, clusters and wgmma."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ extern "C" __global__ void undump(const unsigned short* a, const __grid_constant
 }
 """
 ROWS = 16
-# Which bits of a 16-byte chunk's number are flipped in line 0 to 7 of 128 bytes, from the PTX manual's figures.
+# Bits of a 16-byte chunk's number that each swizzle flips in lines 0 to 7 of 128 bytes, from the PTX manual's figures.
 FLIPPED = {0: [0] * 8, 32: [0, 1] * 4, 64: [0, 1, 2, 3] * 2, 128: list(range(8))}
 
 
 def in_shared(tile: np.ndarray, span: int) -> np.ndarray:
-    """A tile of 16-bit elements as a swizzle leaves it in shared memory."""
+    """Returns a tile of 16-bit elements as a swizzle of `span` bytes stores it in shared memory."""
     lines = tile.reshape(-1, 8, 8)  # lines of 128 bytes, chunks of 16
     result = np.empty_like(lines)
     for number, line in enumerate(lines):

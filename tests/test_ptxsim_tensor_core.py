@@ -15,7 +15,7 @@ LANE = np.arange(32)
 
 
 def two_bytes(x: np.ndarray, ty: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of numbers in float16 or bfloat16, and their values."""
+    """Returns the bits of numbers in float16 or bfloat16, and their values."""
     if ty == "bf16":
         bits = f32_to_bf16(x.astype(np.float32))
         return bits, bf16_to_f32(bits).astype(np.float64)
@@ -77,7 +77,7 @@ extern "C" __global__ void multiply(const u32* a, const u32* b, const u32* c, u3
 
 
 def fragments(matrix: np.ndarray, width: int) -> np.ndarray:
-    """Bits of a matrix by register and lane: blocks of 8 rows and `width` columns, column of blocks by column."""
+    """Returns the bits of a matrix by register and lane: blocks of 8 rows and `width` columns in column-major order."""
     rows, columns = matrix.shape[0] // 8, matrix.shape[1] // width
     blocks = matrix.reshape(rows, 8, columns, width).transpose(2, 0, 1, 3)
     return np.ascontiguousarray(blocks).view(np.uint32).reshape(rows * columns, 32)
@@ -144,7 +144,7 @@ def test_matrix_products(shape, ty, result):
 
 
 def test_products_that_depend_on_each_other():
-    """Products of one A that follow one another are computed together, unless one needs what another gives."""
+    """Checks successive products of one A: they are computed together, unless one needs the result of another."""
     loads = [f"ld.global.b32 %r{k}, [%rd2+{128 * k}];" for k in range(8)]
     stores = [f"st.global.f32 [%rd3+{128 * k}], %f{k};" for k in range(12)]
     zeros = [f"mov.f32 %f{k}, 0f00000000;" for k in range(12)]
@@ -154,7 +154,7 @@ def test_products_that_depend_on_each_other():
     products = [
         mma.format(0, 1, 2, 3, b=first, c="{%f0,%f1,%f2,%f3}"),
         mma.format(4, 5, 6, 7, b=second, c="{%f0,%f1,%f2,%f3}"),  # adds to the first
-        mma.format(4, 5, 6, 7, b=second, c="{%f4,%f5,%f6,%f7}"),  # and once more to the same registers
+        mma.format(4, 5, 6, 7, b=second, c="{%f4,%f5,%f6,%f7}"),  # adds to its own registers
         mma.format(8, 9, 10, 11, b=first, c="{%f8,%f9,%f10,%f11}"),
     ]
     text = "\n".join([*loads, *zeros, *products, *stores])
@@ -281,13 +281,13 @@ def test_copies_fill_with_zeros_behind_their_source(count):
 
 
 def test_sums_are_cut_towards_zero_in_blocks_of_eight():
-    """A product below the last bit is lost, unless it is added to others of its block before they meet the sum."""
+    """Checks that a product below the last bit is lost, unless it is added to others of its block before the sum."""
     one, small = np.ones((1, 1), np.float32), np.float32(2.0**-12)
     left = np.full((1, 16), small, np.float32)
     right = np.full((1, 16), np.float32(2.0**-13), np.float32)  # products of 2**-25
     assert add_products(AMPERE, one, left, right) == 1.0
     assert add_products(HOPPER, one, left, right) == 1.0 + 2.0**-21
-    right *= 2  # of which eight are four of the sum's last bits
+    right *= 2  # eight products are four of the sum's last bits
     assert add_products(AMPERE, one, left, right) == 1.0 + 2.0**-20
     assert add_products(AMPERE, -one, -left, right) == -1.0 - 2.0**-20
     right[:, 1:8] = right[:, 9:] = 0  # half of a last bit in each block

@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs, on NumPy and small arrays, and the files that it names exist."""
+"""The README: its Python runs, on NumPy and small arrays, and the files that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference against what can be known without it: finite differences, patterns written by hand, plain loops."""
+"""The reference against independent results: finite differences, patterns written by hand, plain loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [(4, 4), (2, 5), (5, 2), (1, 3), (3, 1)]
 
 
 def uniform_attention(seqlen_q: int, seqlen_k: int, **options):
-    """P where all scores are 0, read off through values that are unit vectors, and lse."""
+    """Returns P and lse for scores of 0; the values are unit vectors, so that o is P."""
     q = np.zeros((1, seqlen_q, 1, seqlen_k))
     v = np.eye(seqlen_k)[None, :, None, :]
     o, lse = reference.forward(q, v, v, **options)
@@ -162,7 +162,7 @@ def test_baseline_rounds_every_matrix_product(dtype):
         return matrix.astype(q.dtype).astype("float32")
 
     q32, k32, v32, do32 = (a[0, :, 0].astype("float32") for a in (q, k, v, do))
-    scale = 0.25  # a power of two: it moves no rounding
+    scale = 0.25  # a power of two changes no rounding
     s = scale * rounded(q32 @ k32.T)
     lse = np.log(np.exp(s).sum(axis=1, keepdims=True))
     p = rounded(np.exp(s - lse))
@@ -175,7 +175,7 @@ def test_baseline_rounds_every_matrix_product(dtype):
     for expected, result in zip(products, results, strict=True):
         assert result.dtype == q.dtype
         difference = abs(expected - result[0, :, 0].astype("float32"))
-        # Sums in another order may turn a rounding, here and there.
+        # Sums in another order may change a few roundings.
         assert (difference == 0).mean() > 0.9
         assert difference.max() <= spacing * abs(expected).max()
 
@@ -196,7 +196,7 @@ def test_baseline_errs_by_the_precision_of_the_dtype(dtype, digits):
 
 
 def test_gradient_noise_bounds_what_cancellation_leaves():
-    # One key: the exact dq and dk are 0, and float32 arithmetic leaves rounding errors.
+    # With one key the exact dq and dk are 0, and float32 arithmetic leaves rounding errors.
     q, k, v, do = make_inputs("float32", batch=4, seqlen_q=64, seqlen_k=1, num_heads=4, head_dim=64)
     noise = reference.gradient_noise(q, k, v, *reference.forward(q, k, v), do)
     noise = [np.finfo("float32").eps * noise[name] for name in ("dq", "dk")]
@@ -215,7 +215,7 @@ def test_gradient_noise_is_small_where_nothing_cancels():
 
 def test_without_cublas_the_host_multiplies(monkeypatch):
     class OnDevice:
-        """Of CuPy's arrays what a product without cuBLAS needs."""
+        """The part of CuPy's arrays that a product without cuBLAS needs."""
 
         def __init__(self, host):
             self.host = host

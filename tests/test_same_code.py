@@ -1,4 +1,4 @@
-"""Digests of machine code: what they depend on, and what they do not."""
+"""Digests of machine code: the changes of a kernel that they show, and those that they ignore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa2cupy.problem.features import FEATURES
 
 @pytest.fixture(scope="module")
 def kernel():
-    """A small kernel's source and its digest."""
+    """Returns the source of a small kernel and its digest."""
     pytest.importorskip("cupy", exc_type=ImportError)
     spec = next(spec for spec in same_code.fixed_specs(["simt"]) if spec.operation == "delta")
     source = render_kernel(spec)

@@ -227,7 +227,7 @@ def test_plot_only_of_something_else_is_a_sentence(content, reason, tmp_path, mo
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """`on_gpus` with threads and NumPy; the ports of all starts."""
+    """Makes `on_gpus` use threads and NumPy; returns the world of each start by its port."""
     worlds: dict[str, World] = {}
 
     def from_env(environment, *, timeout):

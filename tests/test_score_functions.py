@@ -42,7 +42,7 @@ def case(name: str, dtype: str = "float64"):
 
 
 def low_rank(score, b, h, q, k, x, y, scale):
-    """A learned bias of rank 4: vectors, two floating-point arrays of several axes and a number."""
+    """Adds a learned bias of rank 4: takes vectors of two floating-point arrays of several axes, and a number."""
     return score * scale + np.dot(x[b, h, q], y[h, k])
 
 
@@ -70,7 +70,7 @@ def test_against_the_keyword_that_does_the_same(name):
 
 
 def plainly(mask, *arrays) -> np.ndarray:
-    """A mask, element by element, in Python."""
+    """Evaluates a mask element by element, in Python."""
     visible = np.zeros(SHAPE, bool)
     for b, h, q, k in np.ndindex(SHAPE):
         visible[b, h, q, k] = mask(b, h, q, k, *arrays)
@@ -96,7 +96,7 @@ def test_what_masks_hide(name, mask):
 
 
 def t5_bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """As in Transformers' ``T5Attention._relative_position_bucket``, for the distance k - q."""
+    """Returns Transformers' ``T5Attention._relative_position_bucket`` for the distance k - q."""
     bucket = 0
     if bidirectional:
         num_buckets //= 2
@@ -296,7 +296,7 @@ def test_a_score_function_comes_ahead_of_all_other_features():
 
 
 def evaluated_elements(monkeypatch) -> list[int]:
-    """The sizes of the tiles for which mask functions are evaluated."""
+    """Records the sizes of the tiles for which mask functions are evaluated."""
     sizes: list[int] = []
     evaluation = cpu_scores.Evaluation
 
@@ -478,7 +478,7 @@ def test_bad_input(name):
     options, error, match = WRONG[name]
     q, k, v, do = inputs_of("float32")
     o, lse = fa2cupy.forward(q, k, v)
-    untouched = name != "args shape"  # which is found on the way
+    untouched = name != "args shape"  # found only during the computation
     for call in (
         lambda out: fa2cupy.forward(q, k, v, **options, out=out[:2]),
         lambda out: fa2cupy.backward(q, k, v, o, lse, do, **options, out=(out[0], *out[2:])),

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.simulated
 METHODS = ("single_pass", "two_pass")
 SHAPE = (2, 2, 21, 30)
 NAMES = tuple(ready_made(*SHAPE))
-#: By family and dtype: tiles.
 SMALL = TileConfig(32, 32, 2, 2)
+#: Tiles by family.
 TILES = {
     "simt": TileConfig(8, 8, 2),
     "sm80": {
@@ -66,7 +66,7 @@ def check(
     with_default_tiles: bool = False,
     **options,
 ) -> None:
-    """All results of a call, by kernels of a family that have the features."""
+    """Checks all results of a call, and that kernels of the family have the features."""
     family = kind.split()[0]
     expected = Expectation(*inputs, dlse=dlse, **options)
     q, k, v, do = map(place, inputs)
@@ -78,7 +78,7 @@ def check(
         more = {} if dlse is None else {"dlse": place(dlse)}
         gradients = backward(q, k, v, o, lse, do, method=method, **more, **own)
         expected.check(spec=method, **dict(zip(names[:3], gradients, strict=True)))
-        if switches and (family == "simt" or method == "two_pass"):  # of 16 bits two passes alone give them
+        if switches and (family == "simt" or method == "two_pass"):  # in 16 bits only two_pass gives them
             gradients = backward(q, k, v, o, lse, do, method=method, **more, **own, **switches)
             expected.check(spec=method, **dict(zip(names, gradients, strict=True)))
     specs = [stage.spec for stage in launched if stage.spec.operation in TILED]
@@ -148,7 +148,7 @@ def test_packed_sequences(launched, method, kind):
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("head_dim", (24, 136))
 def test_dropout_of_weights_of_any_sign(launched, kind, head_dim):
-    """Where two warps own the same keys (sm80, and sm90 beyond head_dim 128), weights pass between them in 16 bits."""
+    """Checks weights that two warps with the same keys exchange in 16 bits (sm80, and sm90 above head_dim 128)."""
     options = {"score_mod": lambda score, b, h, q, k, t: score * t[k % 3], "dropout_p": 0.4, "seed": 3}
     arrays = (np.array([1.5, -1.0, 0.0], "float32"),)
     inputs = draw(KINDS[kind], (1, 2, 40, 70), head_dim=head_dim)
@@ -159,7 +159,7 @@ def test_dropout_of_weights_of_any_sign(launched, kind, head_dim):
 @pytest.mark.matrix
 @pytest.mark.parametrize("array", ("bias", "mask"))
 def test_arrays_over_scores_beside_a_function_on_hopper(launched, array):
-    """Warps hold them in shared memory where no other feature needs registers."""
+    """Checks arrays that warps would hold in shared memory if no other feature needed registers."""
     arrays = {"bias": numbers((21, 30), "float16"), "mask": numbers((21, 30), "float32") < 1.5}
     options = ready_made(*SHAPE)["softcap"].options | {array: arrays[array]}
     check(launched, "sm90 float16", draw("float16"), ("score_mod", array), **options)

@@ -1,4 +1,4 @@
-"""All scripts: from a checkout that is not installed, and with arguments that cannot be."""
+"""All scripts: run from a checkout that is not installed, and with wrong arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.fake_timing import HAS_MATPLOTLIB
 
 @pytest.fixture(scope="module")
 def packages_without_fa2cupy(tmp_path_factory) -> Path:
-    """Everything that is installed beside NumPy and Jinja, but fa2cupy, in a folder for PYTHONPATH."""
+    """Links all that is installed beside NumPy and Jinja, except fa2cupy, into a folder for PYTHONPATH."""
     folder = tmp_path_factory.mktemp("packages")
     for installed in {Path(module.__file__).parent.parent for module in (np, jinja2, ml_dtypes)}:
         for path in installed.iterdir():

@@ -1,4 +1,4 @@
-"""Which tests run: the parts of the matrix."""
+"""The selection of tests: the parts of the matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import CHECKOUT
 
 pytestmark = pytest.mark.matrix
 
-#: One with tests of the matrix and others, which imports little.
+#: A file that has tests of the matrix and others, and imports little.
 FILE = "tests/test_distributed_races.py"
 
 

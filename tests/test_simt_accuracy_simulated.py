@@ -1,5 +1,7 @@
-"""How accurate IEEE arithmetic is where scores are large and sums long, executed without a GPU: the promised errors,
-and scores that all kernels compute to the same bit."""
+"""The accuracy of IEEE arithmetic for large scores and long sums, executed without a GPU.
+
+Errors are as promised, and all kernels compute scores to the same bit.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_errors_are_those_of_float32(launched, kind):
 
 
 def dominated(dtype: str, rows: int, head_dim: int) -> tuple[np.ndarray, ...]:
-    """Inputs that give one score of each row, that of the key with its number, a probability of exactly one."""
+    """Returns inputs for which the key with the number of a row has a probability of exactly one in that row."""
     q, k, v, do = draw(dtype, (rows, rows), head_dim, (1, 1))
     direction = numbers((rows, head_dim), "float64")
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
@@ -64,7 +66,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_scores_have_the_same_bits_in_all_kernels(launched, dtype, feature):
-    """The lse of a row that one score dominates is that score. If the backward finds it too, P is one and dV is dO."""
+    """Checks rows that one score dominates: it is their lse. If the backward finds it, too, P is one and dV is dO."""
     rows, head_dim = 24, 40
     q, k, v, do = dominated(dtype, rows, head_dim)
     how = {"family": "simt", "config": small_tiles(dtype, head_dim), **FEATURES[feature](dtype, rows)}
@@ -76,7 +78,7 @@ def test_scores_have_the_same_bits_in_all_kernels(launched, dtype, feature):
 
 
 def test_long_sums_are_cut_in_tiles(launched):
-    """One chain of 2048 additions would leave errors of 1.6e-6 and more of the largest number."""
+    """Checks the errors of long sums. One chain of 2048 additions would leave 1.6e-6 and more of the largest number."""
     inputs = data("positive", 2048, 32)
     tile = TileConfig(16, 32, 2)
     for few, names in ((("q", "do"), ("o",)), (("k", "v"), ("dk", "dv"))):

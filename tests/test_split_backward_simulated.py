@@ -1,5 +1,7 @@
-"""Key tiles whose work several blocks share, executed without a GPU: the shares of a group's heads, of ranges of
-queries, shares without a step, and the sum of all."""
+"""Key tiles that several blocks share, executed without a GPU.
+
+A share has some heads of a group, or a range of queries, or no step at all; all shares are added up.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ HOPPER_TRANSPOSED, HOPPER_DIVIDED = ("sm90", 128, (200, 150)), ("sm90", 256, (14
 
 
 def tiles_of(family: str, head_dim: int) -> dict[str, TileConfig] | None:
-    """Small ones of sm80, and the default ones of sm90."""
+    """Returns small tiles for sm80, and None, for the default ones, for sm90."""
     return small_tiles("float16", head_dim) if family == "sm80" else None
 
 
 def check(
     kernels: tuple, method: str, num_splits: int, *, heads=(2, 1), batch=1, dtype="float16", out=None, **problem
 ) -> list[np.ndarray]:
-    """The gradients, from the reference's o and lse, checked against float64."""
+    """Computes gradients from the reference's o and lse, checks them against float64 and returns them."""
     family, head_dim, lengths = kernels
     q, k, v, do = draw(dtype, lengths, head_dim, heads, batch=batch)
     if "cu_seqlens_q" in problem:
@@ -72,7 +74,7 @@ def launched(monkeypatch):
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
-    """16 shares are more than the steps of the last key tiles."""
+    """Checks shares of key tiles; 16 are more than the last key tiles have steps."""
     check(kernels, method, num_splits, causal=causal)
     tiled = next(stage for stage in launched if stage.spec.is_split)
     summed = launched[-1]
@@ -85,7 +87,7 @@ def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernels", (SM80, HOPPER_DIVIDED), ids=str)
 def test_shares_of_groups_of_heads_and_batches(launched, kernels, method):
-    """Three heads by two shares: the second begins in the middle of a head."""
+    """Checks two shares of three heads: the second begins in the middle of a head."""
     check(kernels, method, 2, heads=(6, 2), batch=2, causal=True, dtype="bfloat16", out=gapped)
 
 
@@ -104,7 +106,7 @@ def test_shares_under_windows(launched, kernels, method, window):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernels", (SM80, HOPPER), ids=str)
 def test_shares_of_packed_sequences(launched, kernels, method):
-    """The first has fewer keys than queries, the second no query, the third no key; rows are left over at the end."""
+    """Checks sequences with fewer keys than queries, without a query, and without a key; rows at the end are unused."""
     ends_q, ends_k = [0, 50, 50, 53, 68], [0, 20, 61, 61, 85]
     offsets = {"cu_seqlens_q": place(np.array(ends_q, "int32")), "cu_seqlens_k": place(np.array(ends_k, "int32"))}
     check(kernels, method, 4, causal=True, **offsets)
@@ -132,7 +134,7 @@ def test_two_pass_is_reproducible_whatever_the_order_of_warps(monkeypatch, kerne
 @pytest.mark.parametrize("kernels", (SM80, HOPPER, HOPPER_TRANSPOSED), ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_shares_with_a_bias(launched, kernels, method):
-    """Rows on 16 bytes: Hopper's kernels copy those of the next step ahead, from the first step of a share on."""
+    """Checks rows aligned to 16 bytes, which Hopper's kernels copy a step ahead, from the first step of a share on."""
     lengths = (kernels[2][0], kernels[2][1] // 8 * 8)
     bias = np.random.default_rng(3).standard_normal((1, 3, *lengths)).astype("float16")
     check((*kernels[:2], lengths), method, 2, heads=(3, 1), bias=place(bias))

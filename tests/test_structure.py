@@ -1,4 +1,4 @@
-"""What may import what, read from the sources."""
+"""Rules for imports, checked in the sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TESTS = CHECKOUT / "tests"
 
 
 def imported_names(source: str) -> set[str]:
-    """Dotted names of all that a source imports, at its top or in a function."""
+    """Returns the dotted names of all that a source imports, at its top or in a function."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -36,7 +36,7 @@ def test_imports_are_found_wherever_they_are(source, name):
 
 
 def test_no_test_is_imported():
-    """Neither by another test nor by what tests share: support/ is for that."""
+    """Checks that neither tests nor the code that they share import a test; shared code is in support/."""
     files = list(TESTS.rglob("*.py"))
     tests = {path.stem for path in files if path.match("test_*.py")} | {"conftest"}
     assert Path(__file__).stem in tests
@@ -52,7 +52,7 @@ def test_no_test_is_imported():
 
 PACKAGE = CHECKOUT / "fa2cupy"
 
-#: Folders and modules of the package, lowest first. What is on one floor does not import from each other.
+#: Folders and modules of the package, lowest first. Those on the same floor do not import from each other.
 FLOORS = (
     {"_version", "errors"},
     {"system"},
@@ -71,12 +71,12 @@ FLOORS = (
 
 
 def modules() -> dict[str, Path]:
-    """All modules by their dotted name below the package; a folder has the name of its ``__init__``."""
+    """Returns all modules by their dotted name below the package; a folder has the name of its ``__init__``."""
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
 
 def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the package that a module imports, wherever in it."""
+    """Returns the modules of the package that a module imports, at its top or in a function."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -91,7 +91,7 @@ def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def arrows() -> dict[str, set[str]]:
-    """What each module of the package imports."""
+    """Returns the imports of each module of the package."""
     known = modules()
     return {name: imports_of(name, path, known) for name, path in known.items()}
 
@@ -124,7 +124,7 @@ def test_arrows_go_down(arrows):
 
 
 def test_there_are_no_import_circles(arrows):
-    """Within a room, too: modules that import only what is left over are taken away until nothing is left."""
+    """Checks circles within a room, too: modules that import none of the rest are removed until none remains."""
     left = dict(arrows)
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:

@@ -145,7 +145,7 @@ def test_sweep_for_turing(tmp_path, capsys):
 
 @pytest.mark.parametrize("operation", sweep.METHODS)
 def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, tuning_folder):
-    """With a compiler, a launch and a clock that are made up: the faster of the right tiles wins."""
+    """Checks a sweep with a fake compiler, launch and clock: the faster of the correct tiles wins."""
     launched = []
 
     def bind(plan, buffers):
@@ -202,7 +202,7 @@ def test_sweep_times_checks_and_saves(operation, tmp_path, monkeypatch, capsys, 
     }  # fmt: skip
     assert rows["32", "64"]["ms_median"] == "32" and rows["32", "32"]["ms_median"] == ""
     assert all(all(table.values()) for table in launched)
-    tuning._tuned_tiles.cache_clear()  # as in a new process
+    tuning._tuned_tiles.cache_clear()  # the state of a new process
     saved = tuning.tuned_tile(operation, SM80, "float16", 64, False, gpu.info)
     assert (saved.b_r, saved.b_c) == (32, 64)
     assert "saved 32x64" in capsys.readouterr().out

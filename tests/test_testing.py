@@ -1,4 +1,4 @@
-"""The rule itself: right results pass, and every kind of planted error fails with a text that helps."""
+"""The rule for results: correct ones pass, and every kind of planted error fails with a helpful text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ["o", "lse", "dq", "dk", "dv"]
 
 
 def right_results(dtype: str, **options):
-    """An expectation, and the reference itself in the dtypes of results: as right as can be."""
+    """Returns an expectation, and the best results: those of the reference, rounded to their dtypes."""
     q, k, v, do = make_inputs(dtype, seqlen_q=24, seqlen_k=40, num_heads=4, num_heads_kv=2, head_dim=16)
     expected = Expectation(q, k, v, do, **options)
     o, lse = reference.forward(q, k, v, **options)
@@ -165,7 +165,7 @@ def test_the_allowed_error_follows_the_baseline():
         comparison = assert_within_baseline(name, wanted.astype("float16"), wanted, baseline, problem=problem)
         assert comparison.allowed == pytest.approx(factor * 0.5 + 4e-5)
         assert comparison.baseline_error == 0.5
-    # A baseline that overflows says nothing there, and does not excuse anything.
+    # An overflow of the baseline gives no bound, and excuses no error.
     baseline[0, 0, 0, 0] = np.inf
     with pytest.raises(AssertionError, match="^o: error 1.50e"):
         assert_within_baseline("o", (wanted + 1.5).astype("float16"), wanted, baseline, problem=problem)
@@ -228,18 +228,18 @@ def test_docstring_examples(module):
 
 
 def coarser(x: np.ndarray) -> np.ndarray:
-    """bfloat16 numbers without their last bit, rounded."""
+    """Rounds bfloat16 numbers to one bit less."""
     return ((x.view("uint16") + 1) & 0xFFFE).astype("uint16").view(x.dtype)
 
 
 class TestRootMeanSquare:
-    """Roundings too many that no single error shows."""
+    """Excessive roundings that no single error shows."""
 
     SIZES = {"seqlen_q": 150, "seqlen_k": 170, "num_heads": 1, "head_dim": 64}
 
     @staticmethod
     def results(dtype: str, broken: str = "") -> tuple[Expectation, dict]:
-        """What a kernel gives that rounds P and dS once each; `broken` says what it rounds too often."""
+        """Returns the results of a kernel that rounds P and dS once; `broken` is a matrix that it rounds too often."""
         inputs = make_inputs(dtype, **TestRootMeanSquare.SIZES)
         expected = Expectation(*inputs)
         q, k, v, do = (x[0, :, 0].astype("float64") for x in inputs)

@@ -1,4 +1,4 @@
-"""Tiles: which are legal, what they cost, which one a call gets. Arithmetic, but for the costs, which NVRTC checks."""
+"""Tiles: legality, costs and the choice for a call. All of it is arithmetic, except that NVRTC checks the costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def choose_tile(operation: str, family: str, call: AttentionProblem, device: Dev
 
 
 def choose_method(family: str, call: AttentionProblem, method=None, deterministic=False) -> str:
-    """Of a call whose arrays every family takes."""
+    """Returns the method of a call whose arrays every family takes."""
     strides = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), (8, 8, 8))
     dtype = family_named(family).dtypes[0]
     options = CallOptions(family=family, method=method, deterministic=deterministic)
@@ -256,7 +256,7 @@ def test_before_ampere_blocks_can_have_all_of_the_shared_memory():
 
 
 def operations_of_families() -> list[tuple[str, str, str, int]]:
-    # The sm80 forward has a main loop of its own beyond head_dim 128; that of sm90 lays buffers out by what fits.
+    # The sm80 forward has another main loop above head_dim 128; the sm90 forward chooses the buffers that fit.
     cases = [(operation, "sm80", "float16", 64) for operation in TILED]
     cases += [(operation, "simt", "float32", 32) for operation in TILED]
     cases += [
@@ -264,9 +264,9 @@ def operations_of_families() -> list[tuple[str, str, str, int]]:
         for operation in ("forward", "backward_dq")
         for head_dim in (64, 128, 192, 256)
     ]
-    # By key tiles sm90 has two main loops, too.
+    # The sm90 kernels by key tiles have two main loops, too.
     cases += [(name, "sm90", "float16", head_dim) for name in ("backward", "backward_dkdv") for head_dim in (96, 256)]
-    # Of two parts V, or dO, has fewer stages where shared memory is short.
+    # Kernels of two parts have fewer stages of V, or dO, if shared memory is short.
     of_parts = ("forward", "backward", "backward_dq", "backward_dkdv")
     cases += [(name, "sm90", "float32", head_dim) for name in of_parts for head_dim in (64, 128)]
     cases += [(name, "sm90", "float32", 256) for name in of_parts if name != "backward"]
@@ -316,7 +316,7 @@ def test_features_that_take_registers_have_tiles_of_their_own(operation, feature
 
 
 def chosen_rows() -> set[int]:
-    """Positions in the table of all tiles that some call on some GPU gets."""
+    """Returns the positions in the table of all tiles that some call on some GPU gets."""
     found = set()
     for device, row in itertools.product(DEVICES, FAMILIES):
         for dtype, operation in itertools.product(row.dtypes, (*TILED, "decode")):
@@ -332,9 +332,9 @@ def chosen_rows() -> set[int]:
                 try:
                     tile = choose_tile_of(operation, row, call, device)
                 except UnsupportedProblemError:
-                    # Wide rows of float64 are more than the shared memory of GPUs before Ampere holds, two parts of
-                    # them more than that of Ampere, and dK and dV of two parts, beside dQ, more than that of any.
-                    # Those of small GPUs do not hold two stages of keys and values of float64.
+                    # Wide rows of float64 exceed the shared memory of GPUs before Ampere, wide rows of two parts that
+                    # of Ampere, and dK and dV of two parts, beside dQ, that of all GPUs. Two stages of keys and values
+                    # of float64 exceed that of small GPUs.
                     if operation == "decode" and (device in OLDER or dtype == "float64"):
                         continue
                     of_parts = row.multiplies_parts and (operation == "backward" or head_dim > row.largest_head_dim)
@@ -384,7 +384,7 @@ def test_the_callers_tile_comes_before_the_users_and_that_before_the_tables(tuni
     assert choose_tile("forward", "sm80", problem(), H100) == TUNED
     assert choose_tile("forward", "sm80", problem(), H100, ASKED) == ASKED
     assert choose_tile("forward", "sm80", problem(), H100, {"forward": ASKED}) == ASKED
-    # A mapping that says nothing of this operation leaves the choice as it was.
+    # A mapping without this operation does not change the choice.
     assert choose_tile("forward", "sm80", problem(), H100, {"backward": ASKED}) == TUNED
 
 
@@ -405,7 +405,7 @@ def test_saving_replaces_the_entry_and_keeps_the_others(tuning_folder):
     save(ASKED)
     save(ASKED, causal=True)
     save(TUNED)
-    tuning._tuned_tiles.cache_clear()  # as in a new process
+    tuning._tuned_tiles.cache_clear()  # the state of a new process
     assert choose_tile("forward", "sm80", problem(), H100) == TUNED
     assert choose_tile("forward", "sm80", problem(causal=True), H100) == ASKED
     assert sorted(path.name for path in tuning_folder.iterdir()) == ["tuning.json", "tuning.json.lock"]

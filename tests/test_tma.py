@@ -1,4 +1,4 @@
-"""Tensor maps and tile counters: what a launch of the sm90 family puts into its record. Needs no GPU."""
+"""Tensor maps and tile counters, which a launch of the sm90 family puts into its record. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fake_encode(layout: TensorLayout, address: int) -> bytes:
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The (layout, address) of all maps that were made."""
+    """Yields the (layout, address) of all maps that were made."""
     made = []
     monkeypatch.setattr(tma, "encode", lambda *pair: made.append(pair) or fake_encode(*pair))
     tma.tensor_maps.cache_clear()
@@ -120,7 +120,7 @@ def test_every_argument_of_the_driver_is_what_the_kernels_rely_on(driver, layout
 
 @pytest.fixture
 def encoding(driver, monkeypatch):
-    """A driver that gives 128 bytes, or the error that a test sets."""
+    """Makes the driver return 128 bytes, or the error that a test sets."""
     state = types.SimpleNamespace(result=driver.CUresult.CUDA_SUCCESS, arguments=None, content=bytes(range(128)))
     held = ctypes.create_string_buffer(state.content, 128)
 
@@ -171,7 +171,7 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
 
 
 class FakeDevice:
-    """cupy and cupy.cuda.runtime, as far as counters.py uses them."""
+    """A fake of cupy and cupy.cuda.runtime, as far as counters.py uses them."""
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()

@@ -35,7 +35,7 @@ SMALL = Settings(
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    """A corner of the standard library, so that tests do not read all of it."""
+    """Loads a small part of the standard library, so that tests do not read all of it."""
     package = importlib.util.find_spec("email").submodule_search_locations[0]
     return load_corpus(Path(package), held_out_share=0.2)
 
@@ -80,7 +80,7 @@ def test_fused_and_unfused_train_alike(corpus):
     fused, unfused = (
         train(dataclasses.replace(SMALL, attention=kind), corpus, SMALL.steps) for kind in ("fused", "unfused")
     )
-    # Two computations, not one under two names; with a context this short they may agree to the last bit.
+    # The losses may agree to the last bit for so short a context; these are two computations all the same.
     assert fused.model.attention.func is fa2cupy.attention
     assert "unfused" in unfused.model.attention.__qualname__
     np.testing.assert_allclose(fused.curve.losses, unfused.curve.losses, rtol=1e-4)
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_text_is_refused(corpus, tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoint(corpus, tmp_path_factory) -> bytes:
-    """One of one step."""
+    """Returns the bytes of a checkpoint after one step."""
     path = tmp_path_factory.mktemp("checkpoint") / "good.npz"
     train(SMALL, corpus, 1).save(path)
     return path.read_bytes()
@@ -142,7 +142,7 @@ def test_junk_is_no_checkpoint(content, checkpoint, short_corpus, tmp_path, caps
     else:
         path.write_bytes(path.read_bytes()[:-200] if content == "cut" else content)
     assert train_lm.main(["--device", "cpu", "--resume", str(path)]) == 2
-    tracemalloc.stop()  # which counts the memory of a first step that did not come
+    tracemalloc.stop()  # started for the memory of a first step, which did not run
     told = capsys.readouterr().err
     assert told.startswith(f"train_lm.py: {path} is not a checkpoint of train_lm.py, or a damaged one (")
     assert told.count("\n") == 1
@@ -242,7 +242,7 @@ def test_without_matplotlib_there_is_still_a_csv(short_corpus, tmp_path, capsys,
 
 
 def test_ctrl_c_saves_and_resume_goes_on(short_corpus, tmp_path, capsys, monkeypatch):
-    handler = signal.getsignal(signal.SIGINT)  # not Python's own where a shell started the tests in the background
+    handler = signal.getsignal(signal.SIGINT)  # not Python's own if a shell started the tests in the background
     assert train_lm.main([*SIZES, "--steps", "12", "--out", str(tmp_path / "whole")]) == 0
     advance = Training._advance
 
@@ -293,7 +293,7 @@ def test_sizes_that_do_not_fit(short_corpus, tmp_path, capsys):
 
 
 def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
-    """Numbers that NumPy's BLAS reads when it is loaded, and that a test can only see from within the process."""
+    """Checks numbers that NumPy's BLAS reads when it is loaded; a test can see them only from within the process."""
     spy = "import os, sys, numpy; print(os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "__init__.py").write_text(f"{spy}\nraise SystemExit(0)\n")
@@ -319,7 +319,7 @@ def test_runs_from_another_folder_as_a_script(tmp_path):
 
 @pytest.fixture
 def cupy_arrays():
-    """CuPy's arrays; the memory pool of the other tests comes back afterwards."""
+    """Yields CuPy's arrays, and then restores the memory pool of the other tests."""
     import cupy
 
     yield CupyArrays()
@@ -377,7 +377,7 @@ def test_a_training_ends_with_a_sample(corpus):
 @pytest.mark.sample(ranks=(2,))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_the_curve_of_one(corpus, ranks):
-    """All of them the same, to the last bit of the weights."""
+    """Checks also that all ranks agree, to the last bit of the weights."""
     one = train(SMALL, corpus, SMALL.steps)
     wanted = one.evaluate(SMALL.final_windows)
 

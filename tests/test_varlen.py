@@ -1,4 +1,4 @@
-"""Packed sequences are a loop over them; packed q, k and v are views."""
+"""Packed sequences against a loop over them, and packed q, k and v, which are views."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = ("o", "dq"), ("dk", "dv")  # results with the rows of queries, and of key
 
 
 def packed(dtype: str = "float64", before: int = 0, behind: int = 0, **sizes) -> tuple[tuple, dict]:
-    """q, k, v, do of 3 axes, with rows of no sequence before and behind, and the offsets."""
+    """Returns q, k, v and do of 3 axes, with rows of no sequence before and behind, and the offsets."""
     offsets = [np.cumsum([before, *lengths]).astype("int32") for lengths in zip(*LENGTHS, strict=True)]
     rows = {f"seqlen_{side}": int(ends[-1]) + behind for side, ends in zip("qk", offsets, strict=True)}
     q, k, v, do = inputs_of(dtype, batch=1, **rows, **sizes)
@@ -167,7 +167,7 @@ def test_longer_sequences_than_promised_are_refused(side):
 
 
 class TestPackedProjections:
-    """qkv of (batch, seqlen, 3, heads, head_dim): its parts are views, of the gradient's too."""
+    """Views of the parts of qkv, of shape (batch, seqlen, 3, heads, head_dim), and of its gradient."""
 
     @pytest.mark.parametrize("method", METHODS)
     def test_in_a_batch(self, method):
@@ -262,7 +262,7 @@ def test_a_sum_that_int32_just_holds_is_one():
 
 
 def test_lengths_of_another_module_become_offsets_of_it(monkeypatch):
-    """CuPy's, as far as they can be told without a GPU."""
+    """Checks lengths like CuPy's, as far as possible without a GPU."""
 
     class Lengths:
         device = contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Warm calls: what a call finds prepared is what it would have prepared itself, whatever call came before it."""
+"""Warm calls: the plan that a call finds is the one that it would prepare itself, after any other call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCORES = (BATCH, HEADS, ROWS, ROWS)
 
 
 class Calls:
-    """A GPU on which kernels only say what they were launched with."""
+    """A GPU that only records the launches of kernels."""
 
     def __init__(self, monkeypatch, device: str | tuple = "sm_90"):
         self._seen: list[tuple] = []
@@ -41,7 +41,7 @@ class Calls:
         self._seen.append((launch.stage, launch.cleared, taken, launch._per_call))
 
     def of(self, operation: str, arrays: dict, **options) -> list[tuple]:
-        """Stages of a call, which of the caller's arrays they were given as they are, and what the results are."""
+        """Returns the stages of a call, the caller's arrays that each got as they are, and the form of the results."""
         self._seen.clear()
         given = [
             x for x in (*arrays.values(), *options.values(), *(options.get("out") or ())) if isinstance(x, FakeArray)
@@ -83,7 +83,7 @@ TILES = (
     {"forward": TileConfig(64, 64, 4), "backward": TileConfig(64, 64, 4)},
 )
 
-#: By keyword: options that both calls have, and the two values that they differ in, of one type where there are two.
+#: Options of both calls and the two values that differ, by keyword. Both are of one type where possible.
 OPTIONS = {
     "causal": ({}, False, True),
     "softmax_scale": ({}, 0.5, 0.25),
@@ -114,9 +114,9 @@ OPTIONS = {
     "score_mod": ({}, mods.softcap(2.0), mods.softcap(3.0)),
     "mask_mod": ({}, mods.causal(), mods.causal(1)),
 }  # fmt: skip
-#: A backward reads no sink where no gradient for it is asked.
+#: Calls that do not differ: a backward reads no sink unless its gradient is asked for.
 SAME = (("sink", "backward"),)
-#: Of backward alone.
+#: Keywords of backward alone.
 OF_BACKWARD = ("method", "deterministic", "return_dbias", "return_dsink", "delta", "dlse")
 CASES = [
     (name, op) for name in OPTIONS for op in ("forward", "backward") if op == "backward" or name not in OF_BACKWARD
@@ -127,16 +127,16 @@ def test_every_keyword_has_its_case():
     own = inspect.signature(fa2cupy.backward).parameters.values()
     keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureKeywords.__annotations__.keys()
     keywords -= {"score_args", "mask_args", "return_dscore_args", "block_mask"}
-    assert OPTIONS.keys() == keywords - {"out"}  # which is an array, or several
+    assert OPTIONS.keys() == keywords - {"out"}  # an array or several
 
 
 def both_calls(name: str) -> tuple[dict, list[dict]]:
-    """The arrays, and the options of the two calls."""
+    """Returns the arrays, and the options of the two calls."""
     shared, *values = OPTIONS[name]
     arrays = arrays_of("float32" if name == "precision" else "float16")
     arrays = packed(arrays) if "cu_seqlens_q" in shared else arrays
     options = [{**shared, name: value} for value in values]
-    if name.startswith("cu_seqlens"):  # which must be of equal length
+    if name.startswith("cu_seqlens"):  # both must be of equal length
         options[1] = dict.fromkeys(OFFSETS, values[1])
     renamed = [{"scale" if key == "softmax_scale" else key: x for key, x in given.items()} for given in options]
     return arrays, [
@@ -146,14 +146,14 @@ def both_calls(name: str) -> tuple[dict, list[dict]]:
 
 @pytest.mark.parametrize(("name", "operation"), CASES)
 def test_a_call_with_another_option_does_not_take_the_plan_of_the_other(calls, name, operation, monkeypatch):
-    # In calls as short as these, no precision is another.
+    # Without this, calls as short as these have the same plan for every precision.
     monkeypatch.setattr(Sm90Float32, "is_accurate", lambda self, problem: True)
     arrays, options = both_calls(name)
     check_each_is_itself(calls, operation, [(arrays, given) for given in options], differ=(name, operation) not in SAME)
 
 
 def check_each_is_itself(calls: Calls, operation: str, both: list[tuple[dict, dict]], differ: bool = True) -> None:
-    """Two calls are after each other what they are alone; and they `differ`."""
+    """Checks that two calls have the same plans after each other as alone, and that they `differ`."""
     cold = []
     for arrays, options in both:
         signatures._prepared.clear()
@@ -170,7 +170,7 @@ def check_each_is_itself(calls: Calls, operation: str, both: list[tuple[dict, di
 
 
 def all_arrays(operation: str, is_packed: bool) -> tuple[dict[str, FakeArray], dict]:
-    """The operation's arrays and those in keywords, but delta: with it o is not read, and dlse is subtracted."""
+    """Returns arrays and keywords of a call, without delta: with it o is not read, and dlse is subtracted."""
     arrays = packed(arrays_of()) if is_packed else arrays_of()
     names = ("alibi_slopes", "bias", "mask", "key_padding_mask", "sink")
     options = {name: next(x for x in reversed(OPTIONS[name]) if isinstance(x, np.ndarray)) for name in names}
@@ -202,7 +202,7 @@ def array_of(arrays: dict, options: dict, name: str) -> FakeArray:
 
 
 def places() -> list[tuple[str, bool, str]]:
-    """(operation, whether sequences are packed, array), for each array of every kind of call."""
+    """Returns (operation, is_packed, name) for each array of calls with a batch, and for some of packed calls."""
     found = []
     for operation in ("forward", "backward"):
         for is_packed in (False, True):
@@ -214,7 +214,7 @@ def places() -> list[tuple[str, bool, str]]:
 
 
 PLACES = places()
-#: Those whose rows kernels may want on 16 bytes; others they take at any address.
+#: Arrays whose rows kernels may need aligned to 16 bytes; others may have any address.
 TENSORS = ("q", "k", "v", "o", "do")
 
 
@@ -223,7 +223,7 @@ def is_tensor(operation: str, name: str) -> bool:
 
 
 def apart(x: np.ndarray) -> FakeArray:
-    """Rows further apart, of elements that are not."""
+    """Returns x with its rows further apart, and the elements of a row side by side."""
     wide = place(np.empty((*x.shape[:-1], x.shape[-1] + 16), x.dtype))
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -237,7 +237,7 @@ def test_an_array_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, 
     both = [(arrays, options), with_one_changed(arrays, options, name, change)]
     after = array_of(*both[1], name)
     moved = after.strides != before.strides if change is not shifted else is_tensor(operation, name)
-    # A backward reads no sink where no gradient for it is asked.
+    # A backward reads no sink unless its gradient is asked for.
     check_each_is_itself(calls, operation, both, differ=moved and (operation, name) != ("backward", "sink"))
 
 
@@ -285,14 +285,14 @@ def test_a_delta_and_a_dlse_of_two_devices_are_refused_and_not_subtracted(calls,
 def test_an_array_of_a_shape_that_is_refused_is_refused_after_an_equal_call(calls, operation, is_packed, name):
     arrays, options = all_arrays(operation, is_packed)
     calls.of(operation, arrays, **options)
-    arrays, options = with_one_changed(arrays, options, name, lambda x: x[:-1])  # whose strides are the same
+    arrays, options = with_one_changed(arrays, options, name, lambda x: x[:-1])  # keeps the strides
     with pytest.raises(ValueError, match="expected (shape|a shape|at least|.*device)|batch"):
         calls.of(operation, arrays, **options)
 
 
 @pytest.mark.parametrize("operation", ("forward", "backward"))
 def test_each_dtype_has_its_own_plan(calls, operation):
-    """float16 and bfloat16 have equal strides; those of the others are made equal, too."""
+    """Checks dtypes with equal strides: float16 and bfloat16 have them, and the others are spaced to have them."""
     dtypes = {"float16": "float32", ml_dtypes.bfloat16: "float32", "float32": "float32", "float64": "float64"}
     given = []
     for dtype, wide in dtypes.items():
@@ -338,7 +338,7 @@ def test_arrays_of_another_device_have_a_plan_of_their_own(monkeypatch, operatio
     ids=lambda options: ", ".join(f"{name}={x}" for name, x in options.items() if not isinstance(x, np.ndarray)),
 )
 def test_an_equal_number_of_a_type_that_is_refused_is_refused_after_the_call(calls, options, wrong):
-    """tests/test_gpu_calls.py has the numbers that forward takes without arrays."""
+    """Checks numbers beside arrays; tests/test_gpu_calls.py has those that forward takes without arrays."""
     arrays = packed(arrays_of()) if "cu_seqlens_q" in options else arrays_of()
     options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_an_equal_number_of_a_type_that_is_refused_is_refused_after_the_call(cal
 
 
 def alike(**names: str) -> dict[str, FakeArray]:
-    """Arrays by keyword that are the same in all but the keyword."""
+    """Returns arrays by keyword that are the same in all but the keyword."""
     shapes = {"heads": (HEADS,), "scores": SCORES, "q": (BATCH, ROWS, HEADS, COLUMNS)}
     dtypes = {"heads": "float32", "scores": "float16", "q": "float16"}
     return {name: place(numbers(shapes[kind], dtypes[kind])) for name, kind in names.items()}
@@ -366,7 +366,7 @@ def alike(**names: str) -> dict[str, FakeArray]:
     ids=("slopes or a sink", "slopes or a sink backward", "dbias or dsink", "dq or dk given", "delta or dlse"),
 )
 def test_what_an_array_is_for_is_part_of_the_call(calls, operation, one, other):
-    """One array each, of equal shapes and dtypes, which are one thing and the other."""
+    """Checks arrays of equal shapes and dtypes that two calls use for different things."""
     if "bias" in one:
         other = {"bias": one["bias"], "sink": one["sink"], **other}
     check_each_is_itself(calls, operation, [(arrays_of(), one), (arrays_of(), other)])
@@ -418,7 +418,7 @@ def test_a_dict_of_tiles_that_its_owner_changes_is_another_one(calls):
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 DECODED = ("q", "k_cache", "v_cache", "cache_seqlens")
-#: As `OPTIONS`.
+#: The options of decode, in the form of `OPTIONS`.
 OF_DECODE = {
     "causal": ({}, True, False),
     "softmax_scale": ({}, 0.5, 0.25),
@@ -434,14 +434,14 @@ OF_DECODE = {
 
 
 def decode_arrays(dtype: str = "float16") -> dict[str, FakeArray]:
-    """A cache that can be one of pages, too."""
+    """Returns the arrays of a decode; the cache can be used as one of pages, too."""
     shape = (BATCH, ROWS, HEADS, COLUMNS)
     arrays = {name: numbers(shape, dtype, n) for n, name in enumerate(DECODED[:3])}
     return {name: place(x) for name, x in (arrays | {"cache_seqlens": np.full(BATCH, 7, "int32")}).items()}
 
 
 def all_decode_arrays() -> tuple[dict[str, FakeArray], dict]:
-    """The arrays of a call, and those in its keywords."""
+    """Returns the arrays of a call, and those in its keywords."""
     names = ("k", "v", "block_table", "alibi_slopes", "sink")
     options = {name: place(OF_DECODE[name][2]) for name in names}
     shapes = (BATCH, ROWS, HEADS, COLUMNS), (BATCH, HEADS, ROWS)
@@ -519,7 +519,7 @@ def test_a_cache_that_lies_elsewise_does_not_take_the_plan_of_the_other(calls, n
 def test_an_array_of_decode_that_is_refused_is_refused_after_an_equal_call(calls, name):
     changes = (
         (lambda x: x.view(OTHER_DTYPES[x.dtype.name]), TypeError, "expected dtype"),
-        (lambda x: x[:-1], ValueError, "expected (shape|a shape)"),  # whose strides are the same
+        (lambda x: x[:-1], ValueError, "expected (shape|a shape)"),  # keeps the strides
     )
     for change, error, text in changes:
         arrays, options = all_decode_arrays()
@@ -555,7 +555,7 @@ def test_an_equal_number_of_a_type_that_decode_refuses_is_refused_after_the_call
 
 def test_each_dtype_of_decode_has_its_own_plan(calls):
     cold = []
-    given = [decode_arrays(dtype) for dtype in ("float16", ml_dtypes.bfloat16)]  # of equal strides
+    given = [decode_arrays(dtype) for dtype in ("float16", ml_dtypes.bfloat16)]  # equal strides
     for arrays in given:
         signatures._prepared.clear()
         cold.append(calls.of("decode", arrays))
@@ -588,12 +588,12 @@ def test_lengths_and_arrays_of_the_same_layout_prepare_nothing(calls):
     ids=("plain", "options", "features", "out"),
 )
 def test_a_warm_decode_prepares_nothing_and_allocates_results_and_one_workspace(calls, monkeypatch, keywords):
-    """The whole call, from the public function on."""
+    """Checks the whole call, from the public function on."""
     monkeypatch.setattr(api, "backend_of", lambda name, array: gpu_calls)
     arrays, out = decode_arrays(), all_decode_arrays()[1]["out"]
     keywords = {"out": out} if "out" in keywords else keywords
     first = fa2cupy.decode(*arrays.values(), **keywords)
-    monkeypatch.setitem(signatures._PREPARE, "decode", None)  # which cannot be called
+    monkeypatch.setitem(signatures._PREPARE, "decode", None)  # cannot be called
     cupy, made = prepare.cupy, []
     original = FakeArray.__new__
     monkeypatch.setattr(FakeArray, "__new__", lambda *given: made.append(given) or original(*given))

@@ -1,4 +1,4 @@
-"""What the scripts share. Importing it makes ``fa2cupy`` importable in a checkout that is not installed."""
+"""The code that the scripts share. Importing it makes ``fa2cupy`` importable in a checkout that is not installed."""
 
 from __future__ import annotations
 

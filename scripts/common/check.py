@@ -1,4 +1,4 @@
-"""Right first, then fast: one K/V head of ours against float64, and every head of the peers against ours."""
+"""Checks results before they are timed: one K/V head of ours against float64, all heads of the peers against ours."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TOLERANCES = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e
 
 
 class HeadCheck:
-    """What the last K/V head of the last batch, and its query heads, should be, by the rule of `fa2cupy.testing`.
+    """A check of the last K/V head of the last batch, and of its query heads, by the rule of `fa2cupy.testing`.
 
-    A float64 score matrix of a long sequence does not fit into memory. Queries are therefore taken in blocks, each of
-    which is a problem of its own: its rows with all the keys that they see. Gradients of k and v are sums over blocks.
+    A float64 score matrix of a long sequence does not fit into memory. Queries are therefore taken in blocks. Each
+    block is a problem of its own: its rows with all the keys that they see. Gradients of k and v are sums over blocks.
 
-    `window` is the number of keys that are visible to the left of the diagonal, if that is limited, and `precision` the
-    one of all calls.
+    `window` is the number of keys that are visible to the left of the diagonal, if that is limited; `precision` is that
+    of all calls.
     """
 
     def __init__(self, xp, problem: Problem, tensors: Tensors, window: int | None = None, precision: str | None = None):
@@ -41,7 +41,7 @@ class HeadCheck:
         self._single = problem_from_arrays(*self._heads[:3], **self._options)
 
     def verify(self, operation: str, config: Mapping[str, TileConfig] | None = None, family: str | None = None) -> None:
-        """Runs ours into arrays full of NaN and holds the results against the reference.
+        """Runs ours into arrays full of NaN and compares the results with the reference.
 
         The operations are those of `common.measure.backward_options`, and ``forward``.
 
@@ -78,7 +78,7 @@ class HeadCheck:
             assert_within_baseline(name, result, *standards[name], problem=self._single)
 
     def _blocks(self) -> Iterator[tuple[slice, slice, tuple]]:
-        """Rows, keys and their part of q, k, v: aligned to the bottom right, the mask of a part is the whole's."""
+        """Yields rows, keys and their part of q, k, v. Masks align to the bottom right: a part keeps its mask."""
         q, k, v, _ = self._heads
         seqlen = self._problem.seqlen
         height = max(1, BLOCK_ELEMENTS // seqlen)
@@ -114,9 +114,9 @@ class HeadCheck:
 
 
 class FeatureCheck:
-    """What a call with features should give, on arrays that are small enough for whole score matrices in float64.
+    """A check of a call with features, on arrays that are small enough for whole score matrices in float64.
 
-    `options` are those of `fa2cupy.forward`; `gradients` names what `fa2cupy.backward` gives besides dq, dk and dv.
+    `options` are those of `fa2cupy.forward`; `gradients` names those of `fa2cupy.backward` besides dq, dk and dv.
     """
 
     def __init__(self, q, k, v, do, gradients: Sequence[str] = (), **options):
@@ -128,7 +128,7 @@ class FeatureCheck:
     def verify(
         self, operation: str, method: str | None = None, family: str | None = None, num_splits: int | None = None
     ) -> None:
-        """As `HeadCheck.verify`; the operations are ``forward`` and ``backward``."""
+        """Does the same as `HeadCheck.verify`; the operations are ``forward`` and ``backward``."""
         options = {**self._options, "family": family, "num_splits": num_splits}
         results = fa2cupy.forward(*self._inputs, out=self._expected.unwritten("o", "lse"), **options)
         if operation == "forward":
@@ -141,12 +141,12 @@ class FeatureCheck:
 
 
 def check_finite(xp, results: Sequence) -> None:
-    """No element is NaN or infinite.
+    """Checks that no element is NaN or infinite.
 
     Raises
     ------
     AssertionError
-        One is.
+        An element is.
     """
     for index, result in enumerate(results):
         if not bool(xp.isfinite(result.astype("float32")).all()):
@@ -154,7 +154,7 @@ def check_finite(xp, results: Sequence) -> None:
 
 
 def check_equal(problem: Problem, ours: Sequence, theirs: Sequence) -> None:
-    """Two implementations' results, all heads, are equal but for rounding.
+    """Checks that two implementations' results are equal in all heads, except for rounding.
 
     Raises
     ------

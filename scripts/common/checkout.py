@@ -1,6 +1,6 @@
-"""The process in which scripts/compare.py times one checkout: it uses the public functions of any version alone.
+"""The process in which scripts/compare.py times one checkout. It only uses public functions that any version has.
 
-Run as a script, it answers lines of JSON: a cell is prepared, a number asks for the milliseconds of so many calls.
+Run as a script, it answers lines of JSON: it prepares a cell, or returns the milliseconds of a given number of calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SAMPLES = 97
 
 
 class Cell(NamedTuple):
-    """A call: `feature` is empty in a plain one; ``"default"`` is a backward without ``method``."""
+    """A call. `feature` is empty in a plain one; the operation ``"default"`` is a backward without ``method``."""
 
     dtype: str
     head_dim: int
@@ -49,7 +49,7 @@ class Worker:
     def work(self) -> None:
         """Answers each line of the standard input until it ends."""
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what a library prints does not come between the answers then
+        os.dup2(2, 1)  # so that the output of a library does not come between the answers
         for line in sys.stdin:
             asked = json.loads(line)
             answer = self._time(asked) if isinstance(asked, int) else self._prepare(Cell(*asked))
@@ -59,7 +59,7 @@ class Worker:
         return self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
 
     def _prepare(self, cell: Cell) -> dict[str, object]:
-        """Binds the call of a cell: its milliseconds, a sample of its results, and the largest value among them."""
+        """Binds the call of a cell; returns its milliseconds, a sample of its results, and their largest value."""
         self._call = self._bind(cell)
         results = self._call()
         sample = [
@@ -79,7 +79,7 @@ class Worker:
         return lambda: self._package.backward(q, k, v, o, lse, do, method=method, **options)
 
     def _inputs(self, cell: Cell) -> tuple:
-        """q, k, v and do, kept for the cells that share them."""
+        """Returns q, k, v and do, kept for the cells that share them."""
         key = (cell.dtype, cell.head_dim, cell.seqlen, cell.feature == "packed")
         if key != self._key:
             self._key, self._arrays = key, ()
@@ -110,7 +110,7 @@ class Worker:
         return {}
 
     def _time(self, calls: int) -> float:
-        """Milliseconds of a call. One call goes before, behind which the host queues the others."""
+        """Returns the mean milliseconds of a call. An untimed call runs first, while the host queues the others."""
         start, end = (self._cupy.cuda.Event() for _ in range(2))
         self._call()
         start.record()

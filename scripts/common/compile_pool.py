@@ -18,7 +18,7 @@ _context = multiprocessing.get_context("spawn")  # a forked child would inherit 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one kernel; `failure` is empty if it compiled."""
+    """The result for one kernel; `failure` is empty if it compiled."""
 
     registers: int = 0
     spill_bytes: int = 0
@@ -41,8 +41,8 @@ def compile_all(
 ) -> list[Report]:
     """Compiles `jobs` kernels at a time; calls `advance` once for each, in this thread.
 
-    A child lives on from kernel to kernel, since it takes longer to start than many a kernel to compile. It is replaced
-    when it dies, or when a kernel takes longer than `timeout_s`.
+    A child compiles one kernel after the other, because its start takes longer than many kernels take to compile. It is
+    replaced when it dies, or when a kernel takes longer than `timeout_s`.
     """
     jobs = max(1, min(jobs, len(specs)))
     children = [_Child(task, timeout_s) for _ in range(jobs)]
@@ -70,7 +70,7 @@ def compile_all(
 
 
 class _Child:
-    """A process that compiles what it is sent, started when there is something to send."""
+    """A process that compiles the kernels that are sent to it, started with the first of them."""
 
     def __init__(self, task: Callable[[KernelSpec], Report], timeout_s: float):
         self._task, self._timeout_s = task, timeout_s

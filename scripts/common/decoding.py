@@ -71,14 +71,14 @@ class CachedProblem:
         return self.page_size is None and len(set(self.lengths)) == 1
 
     def columns(self) -> dict[str, object]:
-        """Its part of a row."""
+        """Returns its part of a row."""
         sizes = {"dtype": "bfloat16", "head_dim": self.head_dim, "num_heads": self.heads[0]}
         sizes |= {"num_heads_kv": self.heads[1], "seqlen_q": self.seqlen_q}
         return sizes | {"cache": self.name, "page_size": self.page_size or ""}
 
 
 def cached_problems() -> Iterable[CachedProblem]:
-    """The problems of the section, those of one head_dim after the other."""
+    """Yields the problems of the section, those of one head_dim after the other."""
     even = ((1, 1024), (1, 16384), (1, 131072), (16, 4096), (64, 1024), (128, 8192))
     ragged = tuple(int(n) for n in np.random.default_rng(0).integers(1, 8193, 64))
     for head_dim in (64, 128):
@@ -93,7 +93,7 @@ def cached_problems() -> Iterable[CachedProblem]:
 
 
 def _drawn(problem: CachedProblem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """4096 rows of K and of V, which fill a cache by repetition, q, and a block table, on the host."""
+    """Draws 4096 rows of K and of V, which fill a cache by repetition, q, and a block table, on the host."""
     import ml_dtypes
 
     rng = np.random.default_rng(0)
@@ -122,12 +122,12 @@ class _Inputs:
         self.table = table if problem.page_size else None
 
     def decode(self) -> tuple:
-        """Our call. Without a causal mask, so that operators that align it otherwise compute the same."""
+        """Makes our call without a causal mask, so that operators that align it differently compute the same."""
         return fa2cupy.decode(self.q, *self.caches, self.lengths, block_table=self.table, causal=False)
 
 
 def _check(gpu: Gpu, problem: CachedProblem, inputs: _Inputs) -> str | None:
-    """Holds the last sequence's first group of heads against float64; returns what is wrong, or None."""
+    """Compares the last sequence's first group of heads with float64; returns what is wrong, or None."""
     number, length = len(problem.lengths) - 1, problem.lengths[-1]
     group = problem.heads[0] // problem.heads[1]
     rows = []
@@ -163,7 +163,7 @@ def run_decode(
     path: Path,
     problems: Sequence[CachedProblem] | None = None,
 ) -> list[str]:
-    """Measures all problems and writes the rows after each; returns what failed."""
+    """Measures all problems and writes the rows after each; returns the failures."""
     failures: list[str] = []
     rows: list[dict[str, object]] = []
     copy, rng = _copy(gpu), random.Random(0)
@@ -194,12 +194,12 @@ def run_decode(
 
 
 def _that_run(candidates: Iterable[Candidate], write) -> list[Candidate]:
-    """Those that take the shape."""
+    """Returns the candidates that take the shape."""
     found = []
     for candidate in candidates:
         try:
             candidate.call()
-        except Exception as error:  # whatever an operator says of shapes that it does not take
+        except Exception as error:  # an operator that does not take the shape
             write(f"{candidate.name}: {str(error).splitlines()[0]}")
         else:
             found.append(candidate)
@@ -209,7 +209,7 @@ def _that_run(candidates: Iterable[Candidate], write) -> list[Candidate]:
 def _rows(
     gpu: Gpu, problem: CachedProblem, times: Mapping[str, Sequence[float]], host: Mapping[str, float]
 ) -> list[dict[str, object]]:
-    """A row for each provider. A copy counts what it reads and what it writes."""
+    """Returns a row for each provider. A copy counts the bytes that it reads and those that it writes."""
     copied = 2 * _COPIED_BYTES / statistics.median(times[COPY]) / 1e6
     rows = []
     for name, of_rounds in times.items():
@@ -234,7 +234,7 @@ def _rows(
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Ours in GB/s, its share of the copy's, and the time of the fastest other operator over ours."""
+    """Returns our GB/s, their share of the copy's, and the time of the fastest other operator over ours, as lines."""
     keys = ("head_dim", "num_heads", "num_heads_kv", "seqlen_q", "cache", "page_size")
     ratios: dict[tuple, list[float]] = {}
     for row in rows:

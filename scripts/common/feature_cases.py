@@ -1,4 +1,4 @@
-"""What scripts/features.py measures: features at the sizes of the benchmark, and the kernels that they take."""
+"""The cases of scripts/features.py: features at the sizes of the benchmark, and the kernels that they take."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["FEATURES", "HEAD_DIMS", "SEQLENS", "Case", "Kernels", "all_cases"]
 DTYPE, TOKENS, MODEL_DIM = "bfloat16", 16384, 2048
 HEAD_DIMS = (64, 128)
 SEQLENS = (2048, 16384)
-#: Longest sequences with arrays as large as the scores, and the most bytes of one that no axis is broadcast in.
+#: Longest sequences with arrays as large as the scores, and the most bytes of such an array without broadcast axes.
 LONGEST_SCORES, MOST_SCORE_BYTES = 2048, 2**30
-#: Rows and heads of what is held against float64.
+#: Rows, heads and sequences of the cases that are compared with float64.
 SMALL_TOKENS, SMALL_HEADS, SMALL_BATCH = 512, 2, 2
 
 Options = dict[str, object]
@@ -48,19 +48,19 @@ class Feature(NamedTuple):
     options : callable
         The keywords, from an array module, a problem of any size and a seed.
     small : dict
-        Keywords that are others on a small problem, for the feature to matter there.
+        Keywords that differ on a small problem, so that the feature matters there.
     window : int or None
         Keys that are visible to the left of the diagonal.
     gradients : tuple of str
-        What `fa2cupy.backward` gives besides dq, dk and dv.
+        Gradients of `fa2cupy.backward` besides dq, dk and dv.
     only_backward : bool
-        The forward is that of another feature.
+        True if the forward is that of another feature.
     of_scores : bool
-        There is an array as large as the scores of one head or sequence.
+        True if there is an array as large as the scores of one head or sequence.
     of_all_scores : bool
-        There is an array as large as the scores of all heads and sequences.
+        True if there is an array as large as the scores of all heads and sequences.
     is_random : bool
-        Results depend on the generator of random numbers, which differs between implementations.
+        True if results depend on the generator of random numbers, which differs between implementations.
     """
 
     options: Callable[[object, Problem, int], Options] = lambda xp, problem, seed: {}
@@ -78,19 +78,19 @@ def _window(left: int) -> Feature:
 
 
 def _slopes(xp, problem: Problem, seed: int) -> Options:
-    """2^(-8 h / num_heads), h from 1, as Press et al. 2022."""
+    """Returns 2^(-8 h / num_heads), h from 1 (Press et al. 2022)."""
     heads = np.arange(1, problem.num_heads + 1)
     return {"alibi_slopes": xp.asarray(2.0 ** (-8 * heads / problem.num_heads), "float32")}
 
 
 def _padding(xp, problem: Problem, seed: int) -> Options:
-    """Sequences of three quarters of the length and up."""
+    """Returns the mask of sequences that have at least three quarters of the length."""
     lengths = problem.seqlen - problem.seqlen * (1 + np.arange(problem.batch)) // (4 * problem.batch)
     return {"key_padding_mask": xp.asarray(np.arange(problem.seqlen) < lengths[:, None])}
 
 
 def _mask(xp, problem: Problem, seed: int) -> Options:
-    """Nine of ten keys, the same for all heads; each query sees its own, for what other implementations need."""
+    """Returns a mask of nine in ten keys for all heads; each query sees its own, as other implementations need."""
     shape = (problem.batch, 1, problem.seqlen, problem.seqlen)
     visible = xp.random.RandomState(seed).random_sample(shape) < 0.9
     visible |= xp.eye(problem.seqlen, dtype=bool)
@@ -98,7 +98,7 @@ def _mask(xp, problem: Problem, seed: int) -> Options:
 
 
 def _bias(by_batch: bool, by_head: bool) -> Callable[[object, Problem, int], Options]:
-    """A bias that is broadcast along the other of the two axes."""
+    """Returns a function that draws a bias, which is broadcast along batch or heads if that flag is False."""
 
     def options(xp, problem: Problem, seed: int) -> Options:
         leading = (problem.batch if by_batch else 1, problem.num_heads if by_head else 1)
@@ -113,7 +113,7 @@ def _sink(xp, problem: Problem, seed: int) -> Options:
 
 
 def _offsets(problem: Problem) -> np.ndarray:
-    """Where packed sequences start: the lengths of `PACKED`, scaled to the number of tokens."""
+    """Returns the offsets of packed sequences: the lengths of `PACKED`, scaled to the number of tokens."""
     ends = np.cumsum((0, *PACKED)) * problem.batch * problem.seqlen
     return (ends // sum(PACKED)).astype("int32")
 
@@ -162,7 +162,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A feature at one size. Packed sequences have the tokens of a batch of equal lengths, whose size is given."""
+    """A feature at one size. Packed sequences have as many tokens as the batch of equal lengths in `problem`."""
 
     feature: str
     problem: Problem
@@ -170,17 +170,17 @@ class Case:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """What is measured of it."""
+        """The measured operations."""
         return ("backward",) if FEATURES[self.feature].only_backward else ("forward", "backward")
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """What a backward gives besides dq, dk and dv."""
+        """Gradients of a backward besides dq, dk and dv."""
         return FEATURES[self.feature].gradients
 
     @property
     def is_random(self) -> bool:
-        """Whether implementations draw different elements."""
+        """True if implementations draw different elements."""
         return FEATURES[self.feature].is_random
 
     @property
@@ -190,24 +190,24 @@ class Case:
 
     @property
     def plain(self) -> Case:
-        """What it is compared to."""
+        """The plain call that it is compared to."""
         return dataclasses.replace(self, feature="plain")
 
     def options(self, xp, seed: int) -> Options:
-        """The keywords of the feature, causal among them."""
+        """Returns the keywords of the feature, causal among them."""
         feature = FEATURES[self.feature]
         changed = feature.small if self.small else {}
         return {"causal": self.problem.causal, **feature.options(xp, self.problem, seed), **changed}
 
     def arrays(self, tensors: Tensors) -> tuple:
-        """q, k, v and do as the call takes them."""
+        """Returns q, k, v and do as the call takes them."""
         shape = self.problem.shape
         if self.feature == "packed":
             shape = (shape[0] * shape[1], *shape[2:])
         return tuple(array.reshape(shape) for array in (tensors.q, tensors.k, tensors.v, tensors.do))
 
     def flops(self, operation: str) -> float:
-        """Floating-point operations on the pairs that causal masks, windows and packed sequences leave."""
+        """Returns the floating-point operations on pairs that causal masks, windows and packed sequences leave."""
         problem, left = self.problem, self.window
         if self.feature == "packed":
             pairs = float((np.diff(_offsets(problem)).astype("float64") ** 2).sum()) / 2
@@ -218,20 +218,20 @@ class Case:
         return flops(operation, problem.num_heads * pairs, problem.head_dim)
 
     def shrunk(self) -> Case:
-        """The same on few tokens and heads, for float64. Its kernels are the same if it is given the method."""
+        """Returns the case on few tokens and heads, for float64. With the same method its kernels are the same."""
         batch = self.problem.batch if self.feature == "packed" else SMALL_BATCH
         sizes = {"batch": batch, "seqlen": max(1, SMALL_TOKENS // batch), "num_heads": SMALL_HEADS}
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **sizes), small=True)
 
     def inputs(self, xp) -> tuple:
-        """New q, k, v and do, the same for each array module."""
+        """Draws q, k, v and do, the same for each array module."""
         problem = self.problem
         sizes = {"seqlen_q": problem.seqlen, "head_dim": problem.head_dim}
         drawn = make_inputs(problem.dtype, batch=problem.batch, num_heads=problem.num_heads, **sizes, xp=xp)
         return self.arrays(Tensors(*drawn))
 
     def kernels(self, device: DeviceInfo, operation: str, family: str | None) -> Kernels:
-        """What a call takes, found out without one.
+        """Returns the choices and the kernels of a call, without a call.
 
         Raises
         ------
@@ -258,7 +258,7 @@ class Case:
         return Kernels(choice.method or "", max(choice.num_splits.values(), default=1), choice.family.name, specs)
 
     def _as_large(self, attention: AttentionProblem) -> AttentionProblem:
-        """The shrunk problem with the sizes and the window of this one."""
+        """Returns the shrunk problem with the sizes and the window of this one."""
         problem, batch, seqlen = self.problem, self.problem.batch, self.problem.seqlen
         if self.feature == "packed":
             longest = int(np.diff(_offsets(problem)).max())
@@ -276,13 +276,13 @@ class Case:
 
 
 def _strides(attention: AttentionProblem) -> dict[str, AnyStrides]:
-    """Those of tensors in C order."""
+    """Returns the strides of tensors in C order."""
     rows = attention.kernel_strides(attention.q_shape)
     return dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
 
 
 def all_cases(features: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int]) -> Iterator[Case]:
-    """The sizes of each feature, those that share their inputs one after the other."""
+    """Yields the cases of each feature, those that share their inputs in succession."""
     for head_dim in head_dims:
         for seqlen in seqlens:
             problem = Problem(DTYPE, head_dim, seqlen, TOKENS // seqlen, MODEL_DIM // head_dim, True)

@@ -1,6 +1,6 @@
 """PyTorch's attention operators as peers for the features that they have.
 
-Masks become biases of 0 and -inf in the dtype of q, outside of what is timed: the operators take no others.
+Masks become biases of 0 and -inf in the dtype of q, outside of the timing: the operators take no other masks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _FeatureOperator(TorchPeer):
     only_forward: tuple[str, ...] = ()
 
     def supports(self, case: Case, operation: str) -> bool:
-        """Whether the operators have the feature."""
+        """Returns True if the operators have the feature."""
         return case.feature in self.features or (operation == "forward" and case.feature in self.only_forward)
 
     def candidate(
         self, case: Case, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
     ) -> Candidate:
-        """The operation on rotating inputs. What a backward needs of its forward is computed here."""
+        """Binds the operation to rotating inputs. The forward of a backward is computed here."""
         calls = []
         for tensors, keywords in zip(sets, options, strict=True):
             q, k, v, do = map(self.own, case.arrays(tensors))
@@ -40,11 +40,11 @@ class _FeatureOperator(TorchPeer):
         return Candidate(self.name, taking_turns(calls))
 
     def operators(self, case: Case, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
-        """A function of nothing, and one of do and of what the first one gave."""
+        """Returns a forward without arguments, and a backward of do and the results of the forward."""
         raise NotImplementedError
 
     def _additive(self, case: Case, options: Mapping[str, object]):
-        """The bias or mask of a call, as (batch or 1, heads or 1, seqlen or 1, seqlen), or None."""
+        """Returns the bias or mask of a call, as (batch or 1, heads or 1, seqlen or 1, seqlen), or None."""
         if "bias" in options:
             return self.tensor(options["bias"])
         visible = options.get("mask")
@@ -67,15 +67,15 @@ class FlashFeatures(_FeatureOperator):
     only_forward = ("alibi",)
 
     def own(self, array):
-        """(batch, seqlen, heads, head_dim) or, packed, without the batch: as it is."""
+        """Returns the array as a tensor: (batch, seqlen, heads, head_dim) or, packed, without the batch."""
         return self.tensor(array)
 
     def arrays(self, operation: str, results: tuple) -> tuple:
-        """As `Fa2cupy.arrays`."""
+        """Does the same as `Fa2cupy.arrays`."""
         return tuple(map(self.array, results[:1] if operation == "forward" else results))
 
     def operators(self, case: Case, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
-        """As in the base class."""
+        """Returns the forward and the backward of a case."""
         aten, longest = self.torch.ops.aten, options.get("max_seqlen_q", case.problem.seqlen)
         offsets = self.tensor(options["cu_seqlens_q"]) if case.feature == "packed" else None
         dropout, lengths = options.get("dropout_p", 0.0), (offsets, offsets, longest, longest)
@@ -99,7 +99,7 @@ class CudnnFeatures(_FeatureOperator):
     features = ("dropout", "padding", *_SCORES)
 
     def operators(self, case: Case, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
-        """As in the base class."""
+        """Returns the forward and the backward of a case."""
         aten, bias, dropout = self.torch.ops.aten, self._additive(case, options), options.get("dropout_p", 0.0)
 
         def forward() -> tuple:
@@ -117,19 +117,19 @@ class CudnnFeatures(_FeatureOperator):
 class EfficientFeatures(_FeatureOperator):
     """xFormers' memory-efficient attention in PyTorch, the only one of the three with the gradient of a bias.
 
-    It takes a bias that is expanded to all heads and sequences and gives the gradient of that; the sum over broadcast
-    axes is part of what is timed, as it is of ours.
+    It takes a bias that is expanded to all heads and sequences and returns the gradient of that. The sum over broadcast
+    axes is timed, as in ours.
     """
 
     name = "torch efficient"
     features = ("dropout", "padding", *_SCORES, *_GRADIENTS)
 
     def arrays(self, operation: str, results: tuple) -> tuple:
-        """As `Fa2cupy.arrays`, and dbias where it was computed."""
+        """Does the same as `Fa2cupy.arrays`, and adds dbias if it was computed."""
         return (*super().arrays(operation, results), *map(self.array, results[3:] if operation != "forward" else ()))
 
     def operators(self, case: Case, options: Mapping[str, object], inputs: tuple) -> tuple[Callable, Callable]:
-        """As in the base class."""
+        """Returns the forward and the backward of a case."""
         aten, bias, dropout = self.torch.ops.aten, self._additive(case, options), options.get("dropout_p", 0.0)
         batch, seqlen, heads, _ = case.problem.shape
         expanded = None if bias is None else bias.expand(batch, heads, seqlen, seqlen)

@@ -24,8 +24,7 @@ __all__ = ["FlexAttention", "FlexFunctions"]
 class FlexAttention(TorchPeer):
     """``torch.compile`` of ``flex_attention`` with PyTorch's own choice of tiles.
 
-    The forward runs without autograd. The backward runs through it, on the graph that a forward outside of what is
-    timed has left.
+    The forward runs without autograd. The backward runs through autograd, on the graph of an untimed forward.
     """
 
     name = "torch flex"
@@ -38,18 +37,18 @@ class FlexAttention(TorchPeer):
         from torch.nn.attention import flex_attention
 
         self._module = flex_attention
-        # Else a compiled backward may run only once on what its forward saved.
+        # Otherwise a compiled backward may run only once on the tensors that its forward saved.
         torch._functorch.config.donated_buffer = False
         self._case, self._function = None, None
 
     def supports(self, case: Case, operation: str) -> bool:
-        """Whether the comparison makes sense."""
+        """Returns True if the comparison makes sense."""
         return case.feature in self.features
 
     def candidate(
         self, case: Case, sets: Sequence[Tensors], options: Sequence[Mapping[str, object]], operation: str
     ) -> Candidate:
-        """The operation on rotating inputs. The first one of a case makes the mask and resets the compiler."""
+        """Binds the operation to rotating inputs. The first one of a case makes the mask and resets the compiler."""
         if case != self._case:
             self._case, self._function = None, None
             self._function, self._case = self._compiled(case, options[0]), case
@@ -67,7 +66,7 @@ class FlexAttention(TorchPeer):
         return Candidate(self.name, taking_turns(calls))
 
     def _compiled(self, case: Case, options: Mapping[str, object]) -> Callable:
-        """A function of q, k and v."""
+        """Returns a function of q, k and v."""
         torch, seqlen = self.torch, case.problem.seqlen
         torch._dynamo.reset()  # the number of variants of a function that it compiles is limited
         score_mod, visible, batch = self._functions(case, options)
@@ -76,7 +75,7 @@ class FlexAttention(TorchPeer):
         return lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask)
 
     def _functions(self, case: Case, options: Mapping[str, object]) -> tuple[Callable | None, Callable, int | None]:
-        """What changes a score, what says which keys are visible, and the sequences if this depends on them."""
+        """Returns the function of scores, that of the mask, and the batch size if the mask depends on the sequence."""
         score_mod = None
         if case.feature == "softcap":
             score_mod = _softcap(self.torch, options["softcap"])
@@ -86,12 +85,12 @@ class FlexAttention(TorchPeer):
 
 
 class FlexFunctions(FlexAttention):
-    """The same with the functions of `common.function_cases`, written for PyTorch."""
+    """FlexAttention with the functions of `common.function_cases`, written for PyTorch."""
 
     features = tuple(FUNCTIONS)
 
     def _functions(self, case: Case, options: Mapping[str, object]) -> tuple[Callable | None, Callable, int | None]:
-        """As in the base class."""
+        """Returns the same for a function of `FUNCTIONS`."""
         torch, name = self.torch, case.feature
         if FUNCTIONS[name].role == "score_mod":
             arrays = [torch.from_dlpack(array) for array in options["score_args"]]
@@ -165,7 +164,7 @@ def _document(ids) -> Callable:
     return visible
 
 
-#: From a function's arrays to a mask.
+#: Functions that take the arrays of a mask and return the mask.
 _MASKS = {
     "dilated_window": _dilated, "neighborhood_2d": _neighborhood, "prefix_lm": _prefix, "document": _document,
 }  # fmt: skip

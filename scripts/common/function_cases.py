@@ -1,4 +1,4 @@
-"""What the section functions of scripts/benchmark.py measures: the ready-made functions of `fa2cupy.mods`."""
+"""The cases of the section functions of scripts/benchmark.py: the ready-made functions of `fa2cupy.mods`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["FUNCTIONS", "SEQLENS", "FunctionCase", "all_cases", "distance_bucket
 
 SEQLENS = (8192, 16384)
 CAP, WINDOW, DILATION, IMAGE_WIDTH, RADIUS, BUCKETS, DOCUMENTS = 30.0, 1023, 4, 128, 8, 32, 16
-#: Of the queries, one in so many is counted for the number of visible pairs.
+#: Step between the queries that are counted for the number of visible pairs.
 _COUNTED = 16
 
 Arrays = tuple[np.ndarray, ...]
 
 
 class Function(NamedTuple):
-    """A ready-made function. Those of scores are beside the causal mask.
+    """A ready-made function. A function of scores is measured with the causal mask.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Function(NamedTuple):
 
 
 def _slopes(problem: Problem) -> Arrays:
-    """As those of the built-in feature."""
+    """Returns the slopes of the built-in feature."""
     heads = np.arange(1, problem.num_heads + 1)
     return ((2.0 ** (-8 * heads / problem.num_heads)).astype("float32"),)
 
@@ -55,12 +55,12 @@ def _table(problem: Problem) -> Arrays:
 
 
 def _prefixes(problem: Problem) -> Arrays:
-    """A quarter of each sequence."""
+    """Returns prefixes of a quarter of each sequence."""
     return (np.full(problem.batch, problem.seqlen // 4, "int32"),)
 
 
 def _documents(problem: Problem) -> Arrays:
-    """Documents of equal lengths."""
+    """Returns documents of equal lengths."""
     ids = np.arange(problem.seqlen) * DOCUMENTS // problem.seqlen
     return (np.broadcast_to(ids, (problem.batch, problem.seqlen)).astype("int32"),)
 
@@ -84,7 +84,7 @@ class FunctionCase(Case):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """As in the base class."""
+        """The measured operations."""
         return ("forward", "backward")
 
     @property
@@ -94,7 +94,7 @@ class FunctionCase(Case):
 
     @property
     def is_random(self) -> bool:
-        """As in the base class."""
+        """False: no function draws random elements."""
         return False
 
     @property
@@ -109,7 +109,7 @@ class FunctionCase(Case):
         return Case(feature, self.problem, self.small) if feature else self
 
     def options(self, xp, seed: int) -> Options:
-        """As in the base class. A mask comes with its map."""
+        """Returns the keywords of the function, causal among them. A mask comes with its map."""
         row, problem = FUNCTIONS[self.feature], self.problem
         arrays = tuple(map(xp.asarray, row.arrays(problem)))
         own = {"causal": problem.causal, row.role: row.function, row.role.replace("mod", "args"): arrays}
@@ -119,7 +119,7 @@ class FunctionCase(Case):
         return own
 
     def flops(self, operation: str) -> float:
-        """Floating-point operations on visible pairs."""
+        """Returns the floating-point operations on visible pairs."""
         problem = self.problem
         if FUNCTIONS[self.feature].role == "score_mod":
             return problem.flops(operation)
@@ -128,7 +128,7 @@ class FunctionCase(Case):
 
 @functools.lru_cache(maxsize=None)
 def _visible_pairs(name: str, problem: Problem) -> int:
-    """Of all sequences, as many as a sample of the queries has."""
+    """Estimates the visible pairs of all sequences from a sample of the queries."""
     row = FUNCTIONS[name]
     queries, keys = np.arange(0, problem.seqlen, _COUNTED)[:, None], np.arange(problem.seqlen)
     visible = (row.function(b, 0, queries, keys, *row.arrays(problem)).sum() for b in range(problem.batch))
@@ -136,7 +136,7 @@ def _visible_pairs(name: str, problem: Problem) -> int:
 
 
 def distance_buckets(longest: int) -> np.ndarray:
-    """T5's bucket of each distance from -longest to longest, of a key from its query."""
+    """Returns T5's bucket of each distance of a key from its query, from -longest to longest."""
     distance = np.arange(-longest, longest + 1)
     numbers = np.arange(BUCKETS, dtype="float64")[:, None]
     function = FUNCTIONS["t5_relative"].function
@@ -144,7 +144,7 @@ def distance_buckets(longest: int) -> np.ndarray:
 
 
 def all_cases(names: Sequence[str], head_dims: Sequence[int]) -> Iterator[FunctionCase]:
-    """The sizes of each function, those that share their inputs one after the other."""
+    """Yields the cases of each function, those that share their inputs in succession."""
     for head_dim in head_dims:
         for seqlen in SEQLENS:
             for name in names:

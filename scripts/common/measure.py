@@ -1,4 +1,4 @@
-"""What is measured, and how: problems, the GPU, timing, memory, and result files."""
+"""The tools of all measurements: problems, the GPU, timing, memory, and result files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fa2cupy.system.progress import progress  # noqa: F401  (the scripts take it
 
 
 def visible_pairs(seqlen: int, left: int) -> float:
-    """Pairs of a query and a key of one causal head with a window of so many keys to the left of the diagonal."""
+    """Returns the visible pairs of one causal head with a window of `left` keys to the left of the diagonal."""
     return float(np.minimum(np.arange(seqlen), left).sum() + seqlen)
 
 
@@ -46,9 +46,9 @@ def visible_pairs(seqlen: int, left: int) -> float:
 #: reproducible, and a forward and a backward, attention's part of a training step.
 DEFAULT, DETERMINISTIC, TRAINING = "default", "deterministic", "training"
 
-#: Matrix products of one tile pair. ``single_pass``, ``two_pass`` and the operations above name whole calls, whose
-#: useful work in a backward is five products; the other names are those of single kernels, counted by what the kernel
-#: really multiplies.
+#: Matrix products of one tile pair. ``single_pass``, ``two_pass`` and the operations above name whole calls; the useful
+#: work of a backward is five products. The other names are those of single kernels, with the products that the kernel
+#: really computes.
 _PRODUCTS = {
     "forward": 2,
     "single_pass": 5,
@@ -63,12 +63,12 @@ _PRODUCTS = {
 
 
 def flops(operation: str, pairs: float, head_dim: int) -> float:
-    """Floating-point operations on so many pairs of a query and a key: 2 for each multiply-add of the products."""
+    """Returns the floating-point operations on pairs of a query and a key: 2 for each multiply-add of the products."""
     return 2 * _PRODUCTS[operation] * pairs * head_dim
 
 
 def backward_options(operation: str) -> dict[str, object]:
-    """The keywords that make `fa2cupy.backward` this operation."""
+    """Returns the keywords that make `fa2cupy.backward` this operation."""
     if operation in METHODS:
         return {"method": operation}
     return {"deterministic": True} if operation == DETERMINISTIC else {}
@@ -93,32 +93,32 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of q, o and their gradients."""
+        """The shape of q, o and their gradients."""
         return self.batch, self.seqlen, self.num_heads, self.head_dim
 
     @property
     def shape_kv(self) -> tuple[int, int, int, int]:
-        """Of k, v and their gradients."""
+        """The shape of k, v and their gradients."""
         return self.batch, self.seqlen, self.heads_kv, self.head_dim
 
     @property
     def tensor_bytes(self) -> int:
-        """Of q, o or a gradient of theirs."""
+        """Bytes of q, o or one of their gradients."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def input_bytes(self) -> int:
-        """Of q, k and v."""
+        """Bytes of q, k and v."""
         return (math.prod(self.shape) + 2 * math.prod(self.shape_kv)) * itemsize(self.dtype)
 
     def result_bytes(self, operation: str) -> int:
-        """Of o in a forward, of dq, dk and dv in a backward, and of all of them in a training step."""
+        """Returns the bytes of o in a forward, of dq, dk and dv in a backward, and of all four in a training step."""
         if operation == "forward":
             return self.tensor_bytes
         return self.input_bytes + (self.tensor_bytes if operation == TRAINING else 0)
 
     def columns(self) -> dict[str, object]:
-        """The columns of a CSV that name it, but for the heads of k and v."""
+        """Returns the columns of a CSV that identify it, except the heads of k and v."""
         columns = {**vars(self), "causal": int(self.causal)}
         del columns["num_heads_kv"]
         return columns
@@ -129,12 +129,12 @@ class Problem:
         return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
 
     def flops(self, operation: str) -> float:
-        """Floating-point operations: 2 for each multiply-add of the matrix products, half of them when causal."""
+        """Returns the floating-point operations: 2 for each multiply-add of the matrix products, half when causal."""
         pairs = self.batch * self.num_heads * self.seqlen**2
         return flops(operation, pairs / 2 if self.causal else pairs, self.head_dim)
 
     def tflops(self, operation: str, milliseconds: float) -> float:
-        """TFLOP/s."""
+        """Returns the TFLOP/s of a call."""
         return self.flops(operation) / milliseconds / 1e9
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class Tensors:
 
 
 class Gpu:
-    """The device that is measured: everything that only works where there is one."""
+    """The measured device, with everything that needs one."""
 
     def __init__(self):
         import cupy
@@ -166,7 +166,7 @@ class Gpu:
         self._gate = _Gate(cupy)
 
     def tensors(self, problem: Problem, count: int) -> list[Tensors]:
-        """So many sets of standard normal inputs, drawn together: a generator takes longer to start than to draw."""
+        """Draws `count` sets of standard normal inputs together: a generator takes longer to start than to draw."""
         random_state = self.xp.random.RandomState(0)
         drawn = [
             random_state.standard_normal((count, *shape), dtype=self.xp.float32).astype(problem.numpy_dtype)
@@ -175,7 +175,7 @@ class Gpu:
         return [Tensors(*arrays) for arrays in zip(*drawn, strict=True)]
 
     def address(self, array) -> int:
-        """Where an array's first element is."""
+        """Returns the address of an array's first element."""
         return array.data.ptr
 
     def synchronize(self) -> None:
@@ -183,9 +183,9 @@ class Gpu:
         self.xp.cuda.Device().synchronize()
 
     def elapsed_ms(self, call: Callable[[], object], repeats: int) -> float:
-        """Milliseconds of one of `repeats` calls, by CUDA events around all of them.
+        """Returns the mean milliseconds of `repeats` calls, by CUDA events around all of them.
 
-        The calls are queued while the GPU waits, so that short ones are not timed by how fast the host makes them.
+        The calls are queued while the GPU waits, so that the time of short ones is not that of the host.
         """
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
         with self._gate.closed():
@@ -197,7 +197,7 @@ class Gpu:
         return self.xp.cuda.get_elapsed_time(start, stop) / repeats
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Most bytes of CuPy's pool that a call held at once, its results included."""
+        """Returns the peak bytes of CuPy's pool in a call, its results included."""
         pool = self.xp.get_default_memory_pool()
         before = pool.used_bytes()
         with _pool_meter(self.xp, pool) as meter:
@@ -207,7 +207,7 @@ class Gpu:
     def precompile(
         self, problems: Iterable[Problem], operations: Iterable[str], features: Sequence[Sequence[str]] = ((),)
     ) -> None:
-        """Compiles what the calls will need, side by side; `features` as for `fa2cupy.precompile`."""
+        """Compiles the kernels of the calls in parallel; `features` are those of `fa2cupy.precompile`."""
         methods = [name for name in operations if name != "forward"]
         for dtype, group in itertools.groupby(problems, lambda problem: problem.dtype):
             group = list(group)
@@ -215,7 +215,7 @@ class Gpu:
             precompile(dtypes=[dtype], head_dims=head_dims, causal=masks, methods=methods, features=features)
 
     def compile(self, specs: Iterable[KernelSpec]) -> None:
-        """Compiles kernels, side by side. What a compiler refuses is left for the call that needs it to tell."""
+        """Compiles kernels in parallel. A failure is ignored: the call that needs the kernel will report it."""
 
         def attempt(spec: KernelSpec) -> None:
             with contextlib.suppress(KernelCompileError):
@@ -231,7 +231,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """The current device; where there is none, says what is missing and gives None."""
+    """Returns the current device, or says what is missing and returns None."""
     try:
         return Gpu()
     except Exception as error:  # CuPy missing, or without driver or device: each raises its own kind
@@ -240,15 +240,15 @@ def find_gpu() -> Gpu | None:
 
 
 def stamp_of(gpu: Gpu) -> dict[str, str]:
-    """The columns that say where and when a row was measured."""
+    """Returns the columns that say where and when a row was measured."""
     return {"gpu": gpu.name, "driver": gpu.driver, "date": datetime.date.today().isoformat()}
 
 
 class _Gate:
-    """Holds the work that is queued behind it back until it is opened.
+    """A gate on the GPU: work that is queued after it starts when it is opened.
 
-    It is a kernel that waits for a flag in the host's memory, and at most for so many clock cycles: a host that itself
-    waits for the GPU before it opens the gate, because the queue is full or memory is freed, goes on then.
+    It is a kernel that waits for a flag in the host's memory, for a limited number of clock cycles. The limit ends the
+    deadlock of a host that waits for the GPU before it opens the gate, because the queue is full or memory is freed.
     """
 
     _SOURCE = r"""
@@ -260,12 +260,12 @@ class _Gate:
 
     def __init__(self, cupy):
         self._wait = cupy.RawKernel(self._SOURCE, "wait_for_flag")
-        self._memory = cupy.cuda.alloc_pinned_memory(4)  # which the GPU reads at the same address
+        self._memory = cupy.cuda.alloc_pinned_memory(4)  # the GPU reads it at the same address
         self._flag = np.frombuffer(self._memory, np.int32, 1)
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """What is queued within starts after it. All earlier work must have been waited for."""
+        """Delays the work that is queued within it until its end. All earlier work must have finished."""
         self._flag[0] = 0
         self._wait((1,), (1,), (np.uint64(self._memory.ptr), np.int64(self._CYCLES)))
         try:
@@ -311,7 +311,7 @@ class Candidate:
     call : callable
         Computes on the next set of inputs and returns the implementation's own arrays.
     mode : callable, optional
-        Gives a context manager in which the calls are made.
+        Returns a context manager in which the calls are made.
     """
 
     name: str
@@ -320,34 +320,34 @@ class Candidate:
 
 
 def sets_beyond_cache(bytes_per_set: int, l2_bytes: int) -> int:
-    """How many input sets to rotate among, so that none of one is still in the L2 cache when its turn comes again."""
+    """Returns the number of input sets to rotate among, so that none is still in the L2 cache at its next turn."""
     return max(2, 2 * l2_bytes // bytes_per_set + 1)
 
 
 def rotating_inputs(gpu: Gpu, problem: Problem) -> list[Tensors]:
-    """Inputs that are together larger than twice the L2 cache."""
+    """Draws inputs that are together larger than twice the L2 cache."""
     return gpu.tensors(problem, sets_beyond_cache(problem.input_bytes, gpu.info.l2_bytes))
 
 
 def rotating(function: Callable[..., tuple], argument_sets: Sequence[tuple]) -> Callable[[], tuple]:
-    """A call without arguments that takes the next of `argument_sets` each time."""
+    """Returns a call without arguments that takes the next of `argument_sets` each time."""
     return taking_turns([functools.partial(function, *arguments) for arguments in argument_sets])
 
 
 def taking_turns(calls: Sequence[Callable[[], tuple]]) -> Callable[[], tuple]:
-    """A call that makes the next of `calls` each time."""
+    """Returns a call that makes the next of `calls` each time."""
     following = itertools.cycle(calls).__next__
     return lambda: following()()
 
 
-#: Calls that are queued before the first one starts. One of ours is up to four launches, and there is place for 1024.
+#: Most calls that are queued before the first one starts. Ours have up to four launches; the queue holds 1024.
 MOST_QUEUED = 200
 
 
 def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> float:
-    """Mean time of a call over about `budget_ms`; first calls (compilation, handles) must have been made."""
+    """Returns the mean time of a call over about `budget_ms`; first calls (compilation, handles) must be done."""
     repeats = min(MOST_QUEUED, max(1, round(budget_ms / max(gpu.elapsed_ms(call, 1), 1e-3))))
-    # A kernel that follows an idle or a lighter one runs at a higher clock than it can hold.
+    # After an idle GPU or a lighter kernel, a kernel starts at a higher clock than it can sustain.
     gpu.elapsed_ms(call, -(-repeats // 3))
     return gpu.elapsed_ms(call, repeats)
 
@@ -355,7 +355,7 @@ def milliseconds(gpu: Gpu, call: Callable[[], object], budget_ms: float) -> floa
 def time_in_rounds(
     gpu: Gpu, candidates: Sequence[Candidate], rounds: int, budget_ms: float, rng: random.Random
 ) -> dict[str, list[float]]:
-    """Milliseconds of each candidate in each round. Clocks drift, so the candidates take turns, in shuffled order."""
+    """Returns the milliseconds of each candidate by round. Clocks drift, so they take turns, in shuffled order."""
     times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for _ in range(rounds):
         for candidate in rng.sample(candidates, len(candidates)):
@@ -367,9 +367,9 @@ def time_in_rounds(
 def host_microseconds(
     gpu: Gpu, candidates: Sequence[Candidate], rounds: int = 5, calls: int = 30, batches: int = 30
 ) -> dict[str, float]:
-    """Host time of a call that waits for nothing: the least of several rounds, in which the candidates take turns.
+    """Returns the host time of a call that waits for nothing: the least of rounds in which the candidates take turns.
 
-    What else the host does makes calls slower, never faster, and for seconds at a time: the median of one round alone
+    Other work of the host makes calls slower, never faster, and for seconds at a time: the median of one round alone
     varies by half between runs.
     """
     least = dict.fromkeys((candidate.name for candidate in candidates), math.inf)
@@ -380,7 +380,7 @@ def host_microseconds(
 
 
 def _host_median(gpu: Gpu, candidate: Candidate, calls: int, batches: int) -> float:
-    """Microseconds of a call: the median over batches too short to fill the launch queue."""
+    """Returns the microseconds of a call: the median over batches too short to fill the launch queue."""
     samples = []
     with candidate.mode():
         for _ in range(calls):
@@ -405,12 +405,12 @@ def _host_median(gpu: Gpu, candidate: Candidate, calls: int, batches: int) -> fl
 
 
 def slug(device_name: str) -> str:
-    """A device's name as a folder name: ``h100-80gb-hbm3``."""
+    """Returns a device's name as a folder name: ``h100-80gb-hbm3``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower().removeprefix("nvidia ")).strip("-")
 
 
 def results_folder(device_name: str, chosen: str | None = None) -> Path:
-    """The folder for a device's results, created: the user's choice, else ``scripts/results/<device>``."""
+    """Creates the folder for a device's results: the user's choice, else ``scripts/results/<device>``."""
     folder = Path(chosen) if chosen else SCRIPTS / "results" / slug(device_name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -426,13 +426,13 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Rows as `write_csv` wrote them, all values as text."""
+    """Reads rows as `write_csv` wrote them, all values as text."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object], option: str = "--plot-only") -> int:
-    """What such an option does: shows the rows of a CSV that an earlier run has written. Returns the exit status."""
+    """Shows the rows of a CSV that an earlier run has written, for `option`. Returns the exit status."""
     try:
         rows = read_csv(Path(source))
         if not rows:
@@ -446,21 +446,21 @@ def show_earlier(source: str, show: Callable[[list[dict[str, str]]], object], op
 
 
 def positive_int(text: str) -> int:
-    """A number of the command line that must be at least 1."""
+    """Parses a number of the command line that must be at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {text!r}")
     return int(text)
 
 
 def supported_head_dim(text: str) -> int:
-    """A head_dim of the command line."""
+    """Parses a head_dim of the command line."""
     if positive_int(text) > MAX_HEAD_DIM:
         raise argparse.ArgumentTypeError(f"up to {MAX_HEAD_DIM} is supported, got {text}")
     return int(text)
 
 
 def format_bytes(count: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
+    """Formats ``1536`` as ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"

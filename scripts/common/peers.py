@@ -1,4 +1,4 @@
-"""What the benchmark compares: fa2cupy, PyTorch's attention operators, and attention written out in CuPy.
+"""The implementations of the benchmark: fa2cupy, PyTorch's attention operators, and attention written out in CuPy.
 
 All compute on the same memory: PyTorch gets CuPy's arrays through DLPack, and both launch on the default stream.
 """
@@ -30,11 +30,11 @@ from fa2cupy.problem.options import CallOptions
 
 __all__ = ["DEFAULT_OPERATIONS", "OPERATIONS", "PEERS", "Fa2cupy", "TorchPeer", "available_peers", "default_choice"]
 
-#: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` is its deterministic mode, if it
-#: has one, as is its ``deterministic``.
+#: ``single_pass`` and ``two_pass`` are the two backward methods; a peer's ``two_pass`` and ``deterministic`` are its
+#: deterministic mode, if it has one.
 OPERATIONS = ("forward", "single_pass", "two_pass")
 
-#: What a caller gets who names no method.
+#: Operations of a caller who names no method.
 DEFAULT_OPERATIONS = ("forward", DEFAULT, DETERMINISTIC)
 
 _HALF = ("float16", "bfloat16")
@@ -49,9 +49,9 @@ def default_choice(
     queries: int | None = None,
     **features,
 ) -> Choice:
-    """What a call takes whose operation leaves it open; `features` are keywords of the call.
+    """Returns the choice for a call that leaves it open; `features` are keywords of the call.
 
-    It is one of all queries, or of so many alone.
+    The call has all queries, or only the last `queries`.
     """
     scalar = np.zeros((), problem.numpy_dtype)
     q, k = np.broadcast_to(scalar, problem.shape)[:, -(queries or 0) :], np.broadcast_to(scalar, problem.shape_kv)
@@ -65,7 +65,7 @@ def default_choice(
 
 
 class Fa2cupy:
-    """Ours, through the public functions: Delta and the conversion of dQ are part of a backward."""
+    """The package through its public functions: Delta and the conversion of dQ are part of a backward."""
 
     name = "fa2cupy"
 
@@ -73,7 +73,7 @@ class Fa2cupy:
         self.gpu, self.precision = gpu, precision
 
     def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
-        """The operation on rotating inputs. A backward's o and lse are computed here, outside of what is timed."""
+        """Binds the operation to rotating inputs. A backward's o and lse are computed here, outside of the timing."""
         shared = {"causal": problem.causal, "precision": self.precision}
         forward = functools.partial(fa2cupy.forward, **shared)
         if operation == "forward":
@@ -90,15 +90,15 @@ class Fa2cupy:
         return Candidate(self.name, rotating(backward, saved))
 
     def arrays(self, operation: str, results: tuple) -> tuple:
-        """``(o,)`` or ``(dq, dk, dv)`` out of what a call returned."""
+        """Returns ``(o,)`` or ``(dq, dk, dv)`` from the results of a call."""
         return results[:1] if operation == "forward" else results
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """Most bytes that a call allocated at once, its results included."""
+        """Returns the peak bytes that a call allocates, its results included."""
         return self.gpu.peak_bytes(call)
 
     def tile(self, problem: Problem, operation: str) -> str:
-        """The tiles that a call takes, in words; before them the method, where the operation does not name it."""
+        """Returns the tiles of a call as text, after the method if the operation does not name it."""
         if operation == TRAINING:
             return ""
         choice = default_choice(self.gpu.info, problem, operation, self.precision)
@@ -115,11 +115,11 @@ class _Peer:
     dtypes: tuple[str, ...] = _HALF
 
     def supports(self, problem: Problem, operation: str) -> bool:
-        """Whether the comparison makes sense; what an operator refuses by itself need not be told here."""
+        """Returns True if the comparison makes sense; the operator may still refuse it."""
         return operation in (*self.operations, TRAINING) and problem.dtype in self.dtypes
 
     def candidate(self, problem: Problem, sets: Sequence[Tensors], operation: str) -> Candidate:
-        """As `Fa2cupy.candidate`."""
+        """Does the same as `Fa2cupy.candidate`."""
         inputs = [tuple(map(self.own, (t.q, t.k, t.v, t.do))) for t in sets]
         forward = functools.partial(self.forward, problem.causal)
         if operation == "forward":
@@ -136,9 +136,9 @@ class _Peer:
 
 
 class TorchPeer(_Peer):
-    """An operator of PyTorch. They take and give (batch, heads, seqlen, head_dim): a transposed view, no copy.
+    """An operator of PyTorch. It takes and returns (batch, heads, seqlen, head_dim): a transposed view, no copy.
 
-    Those of FlashAttention-2 and cuDNN take fewer heads of k and v as they are.
+    The operators of FlashAttention-2 and cuDNN take fewer heads of k and v as they are.
     """
 
     def __init__(self, gpu: Gpu):
@@ -149,23 +149,23 @@ class TorchPeer(_Peer):
         self.torch, self.xp = torch, gpu.xp
 
     def own(self, array):
-        """CuPy's array as an argument of the operator."""
+        """Returns CuPy's array as an argument of the operator."""
         return self.tensor(array).transpose(1, 2)
 
     def arrays(self, operation: str, results: tuple) -> tuple:
-        """As `Fa2cupy.arrays`."""
+        """Does the same as `Fa2cupy.arrays`."""
         some = results[:1] if operation == "forward" else results[:3]
         return tuple(self.array(tensor.transpose(1, 2)) for tensor in some)
 
     def tensor(self, array):
-        """CuPy's array as a tensor. bfloat16 travels as int16, because DLPack does not know ml_dtypes."""
+        """Returns CuPy's array as a tensor. bfloat16 is passed as int16, because DLPack does not know ml_dtypes."""
         torch = self.torch
         if array.dtype.name == "bfloat16":
             return torch.from_dlpack(array.view(self.xp.int16)).view(torch.bfloat16)
         return torch.from_dlpack(array)
 
     def array(self, tensor):
-        """A tensor as CuPy's array."""
+        """Returns a tensor as CuPy's array."""
         if tensor.dtype == self.torch.bfloat16:
             import ml_dtypes
 
@@ -173,7 +173,7 @@ class TorchPeer(_Peer):
         return self.xp.from_dlpack(tensor)
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """As `Fa2cupy.peak_bytes`, for PyTorch's allocator."""
+        """Does the same as `Fa2cupy.peak_bytes`, for PyTorch's allocator."""
         cuda = self.torch.cuda
         before = cuda.memory_allocated()
         cuda.reset_peak_memory_stats()
@@ -186,7 +186,7 @@ class TorchPeer(_Peer):
 
     @contextlib.contextmanager
     def deterministic(self) -> Iterator[None]:
-        """PyTorch's deterministic mode, without its habit of filling every new array with NaN, which would be timed."""
+        """Sets PyTorch's deterministic mode, without its filling of every new array with NaN, which would be timed."""
         torch = self.torch
         filled = torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -208,7 +208,7 @@ class TorchFlash(TorchPeer):
         return self.torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
 
     def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
-        """Calls the operator with what the forward left."""
+        """Calls the operator with the results of the forward."""
         o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward
         return self.torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset
@@ -216,7 +216,7 @@ class TorchFlash(TorchPeer):
 
 
 class TorchCudnn(TorchPeer):
-    """cuDNN's attention through PyTorch, which has no deterministic mode for it: it is the same beside ``two_pass``."""
+    """cuDNN's attention through PyTorch, which has no deterministic mode for it: ``two_pass`` is the ordinary mode."""
 
     name = "torch cudnn"
 
@@ -225,14 +225,14 @@ class TorchCudnn(TorchPeer):
         return self.torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
 
     def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
-        """Calls the operator with what the forward left."""
+        """Calls the operator with the results of the forward."""
         o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward
         return self.torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
         )
 
     def deterministic(self) -> contextlib.AbstractContextManager:
-        """Its ordinary mode."""
+        """Keeps the ordinary mode."""
         return contextlib.nullcontext()
 
 
@@ -247,7 +247,7 @@ class TorchEfficient(TorchPeer):
         return self.torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
 
     def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
-        """Calls the operator with what the forward left."""
+        """Calls the operator with the results of the forward."""
         o, lse, seed, offset = forward
         return self.torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             do, q, k, v, None, o, lse, seed, offset, 0.0, [True, True, True, False], causal
@@ -266,28 +266,28 @@ class CupyUnfused(_Peer):
         self.gpu, self.xp = gpu, gpu.xp
 
     def supports(self, problem: Problem, operation: str) -> bool:
-        """Up to a size of the score matrices beyond which one call takes longer than all others together."""
+        """Returns True up to a size of the score matrices; beyond, a call takes longer than all others together."""
         score_bytes = 4 * problem.batch * problem.num_heads * problem.seqlen**2
         fits = score_bytes <= self.max_score_bytes and problem.heads_kv == problem.num_heads
         return super().supports(problem, operation) and fits
 
     def own(self, array):
-        """(batch, heads, seqlen, head_dim): a view."""
+        """Returns a view of shape (batch, heads, seqlen, head_dim)."""
         return array.transpose(0, 2, 1, 3)
 
     def arrays(self, operation: str, results: tuple) -> tuple:
-        """As `Fa2cupy.arrays`."""
+        """Does the same as `Fa2cupy.arrays`."""
         return tuple(self.own(a) for a in (results[:1] if operation == "forward" else results))
 
     def peak_bytes(self, call: Callable[[], object]) -> int:
-        """As `Fa2cupy.peak_bytes`."""
+        """Does the same as `Fa2cupy.peak_bytes`."""
         return self.gpu.peak_bytes(call)
 
     def release(self) -> None:
-        """Nothing of its own."""
+        """Does nothing: `Gpu.release` frees CuPy's memory."""
 
     def forward(self, causal: bool, q, k, v) -> tuple:
-        """The output, and P, which a backward needs."""
+        """Returns the output, and P, which a backward needs."""
         xp, seqlen = self.xp, q.shape[2]
         scaled = self._scale(q, q.shape[-1])
         scores = xp.matmul(scaled, k.swapaxes(2, 3)).astype(xp.float32, copy=False)
@@ -300,7 +300,7 @@ class CupyUnfused(_Peer):
         return xp.matmul(probabilities, v), probabilities
 
     def backward(self, causal: bool, q, k, v, do, forward: tuple) -> tuple:
-        """The gradients from P; the mask is in it already."""
+        """Returns the gradients from P, which contains the mask."""
         xp, p = self.xp, forward[1]
         dp = xp.matmul(do, v.swapaxes(2, 3)).astype(xp.float32, copy=False)
         dp -= (dp * p).sum(axis=-1, keepdims=True)
@@ -319,7 +319,7 @@ PEERS = {"flash": TorchFlash, "cudnn": TorchCudnn, "efficient": TorchEfficient, 
 
 
 def available_peers(gpu: Gpu, names: Sequence[str], kinds: Mapping[str, type] = PEERS) -> list:
-    """Those of the named peers that can be imported; says in one line why others drop out."""
+    """Returns the named peers that can be imported; says in one line why others drop out."""
     peers, missing = [], {}
     for name in names:
         try:

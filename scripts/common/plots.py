@@ -1,4 +1,4 @@
-"""The scripts' pictures. matplotlib is needed only here: without it there is none, and a line says so."""
+"""The plots of the benchmark scripts. Without matplotlib there are none, and a line says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["bar_panels", "can_plot", "heat_map", "line_panels"]
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed; says so if it is not."""
+    """Returns True if matplotlib is installed; says so if it is not."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     print("no plots: matplotlib is not installed (pip install matplotlib)")
@@ -20,7 +20,7 @@ def can_plot() -> bool:
 
 
 def _new_figure(width: float, height: float):
-    # Without pyplot: no window system, no global state.
+    # pyplot is avoided, because it looks for a window system and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,7 +36,7 @@ def bar_panels(
     colors: Mapping[str, str],
     panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]],
 ) -> None:
-    """Lines of panels with grouped bars over the sequence length.
+    """Draws lines of panels with grouped bars over the sequence length.
 
     `panels` maps (row label, column label) to series, and each series maps a sequence length to its height. The panels
     of a row stand in the order of the numbers in their column labels, the series in that of `colors`.
@@ -51,7 +51,7 @@ def bar_panels(
 def line_panels(
     path: Path, title: str, unit: str, level: float, panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, float]]]
 ) -> None:
-    """The same panels with a line for each series, and one at `level`, on logarithmic sequence lengths."""
+    """Draws the same panels with a line for each series, and one at `level`, on logarithmic sequence lengths."""
     names = dict.fromkeys(name for series in panels.values() for name in series)
     colours = {name: f"C{number}" for number, name in enumerate(names)}  # not every panel has all series
 
@@ -98,7 +98,7 @@ def _panels(path: Path, title: str, unit: str, panels: Mapping, draw: Callable, 
 
 
 def _lines_of(panels: Mapping[tuple[str, str], object]) -> list[list[tuple[str, str]]]:
-    """The panels line by line: those of a row, or of several that together are not longer than the longest."""
+    """Returns the panels line by line: a row, or several rows that together are not longer than the longest."""
     rows: dict[str, list[tuple[str, str]]] = {}
     for row, column in sorted(panels, key=lambda key: _by_number(key[1])):
         rows.setdefault(row, []).append((row, column))
@@ -113,7 +113,7 @@ def _lines_of(panels: Mapping[tuple[str, str], object]) -> list[list[tuple[str, 
 
 
 def _by_number(label: str) -> list[tuple[int, str]]:
-    """Sorts ``head_dim 64`` before ``head_dim 128``."""
+    """Returns a key that sorts ``head_dim 64`` before ``head_dim 128``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", label)]
 
 
@@ -137,7 +137,7 @@ def _finish(axis) -> None:
 
 
 def heat_map(path: Path, title: str, unit: str, cells: Mapping[tuple[int, int], tuple[float, str]]) -> None:
-    """A grid over (b_r, b_c): `cells` gives each its value, which is its colour, and the text below the value."""
+    """Draws a grid over (b_r, b_c): `cells` gives each its value, which sets the colour, and the text below it."""
     rows, columns = sorted({r for r, _ in cells}), sorted({c for _, c in cells})
     figure = _new_figure(2.0 + 1.5 * len(columns), 1.6 + 0.9 * len(rows))
     axis = figure.subplots()

@@ -12,7 +12,7 @@ __all__ = ["communicator", "device_count", "free_ports"]
 
 
 def device_count() -> int:
-    """GPUs that CuPy can use."""
+    """Returns the number of GPUs that CuPy can use."""
     try:
         import cupy
 
@@ -22,14 +22,14 @@ def device_count() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on."""
+    """Returns unused ports of this host."""
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]
 
 
 def communicator(rank: int, ranks: int, port: int, timeout: float) -> dist.Communicator:
-    """That of the process of one rank, which uses the GPU of that number from now on."""
+    """Selects the GPU with the number of the rank, and returns the communicator of its process."""
     import cupy
 
     cupy.cuda.Device(rank).use()

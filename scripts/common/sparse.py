@@ -42,19 +42,19 @@ class Sparse(NamedTuple):
 
 
 def sparse_problems() -> Iterator[Problem]:
-    """The sizes: one sequence, in bfloat16, whose map alone hides keys."""
+    """Yields the sizes: one sequence in bfloat16, not causal, so that the map alone hides keys."""
     for head_dim, seqlen in itertools.product(HEAD_DIMS, SEQLENS):
         yield Problem("bfloat16", head_dim, seqlen, 1, MODEL_DIM // head_dim, False)
 
 
 def document_ids(xp, seqlen: int) -> object:
-    """The document of each position: lengths differ, and no document begins with a tile."""
+    """Returns the document of each position: lengths differ, and only the first document begins with a tile."""
     starts = np.sort(np.random.default_rng(0).choice(np.arange(1, seqlen), DOCUMENTS - 1, replace=False))
     return xp.asarray(np.searchsorted(starts, np.arange(seqlen), side="right").astype("int32")[None])
 
 
 def pattern_of(name: str, xp, seqlen: int, like: object) -> Sparse:
-    """A pattern, its arrays and its map on the device of `like`."""
+    """Returns a pattern, its arrays and its map on the device of `like`."""
     if name.startswith("random"):
         tiles = np.random.default_rng(0).random((seqlen // TILE, seqlen // TILE)) < float(name.split()[1])
         np.fill_diagonal(tiles, True)
@@ -79,9 +79,9 @@ class SparseBenchmark:
         self._rng = random.Random(0)
 
     def measure(self, problem: Problem, write: Callable[[str], object] = print) -> None:
-        """Every pattern of one size, in turns with the calls without a map.
+        """Measures every pattern of one size, in turns with the calls without a map.
 
-        ``tflops`` counts the pairs of the tiles that are visited; ``ratio`` is it over that without a map.
+        ``tflops`` counts the pairs of the tiles that are visited; ``ratio`` is that number over the one without a map.
         """
         self.gpu.release()
         sets = rotating_inputs(self.gpu, problem)
@@ -107,7 +107,7 @@ class SparseBenchmark:
                       f"of {density:.2f} of the tiles, {row['ratio']:.2f} of the dense kernel's")  # fmt: skip
 
     def measure_maps(self, write: Callable[[str], object] = print) -> None:
-        """The making of the map of documents, and PyTorch's where it can be imported."""
+        """Times the making of the map of documents, and of PyTorch's if it can be imported."""
         seqlen = MAP_SEQLEN
         ids = document_ids(self.gpu.xp, seqlen)
         ours = fa2cupy.block_mask(fa2cupy.mods.document, (ids,), 1, 1, seqlen, seqlen)
@@ -124,7 +124,7 @@ class SparseBenchmark:
             write(f"  a map of {seqlen} x {seqlen} (document): {name} {row['ms_median']:.2f} ms")
 
     def _is_right(self, problem: Problem, name: str, tensors: Tensors, sparse: Sparse) -> bool:
-        """Holds one head's results against float64."""
+        """Compares one head's results with float64."""
         inputs = [array[:, :, :1] for array in (tensors.q, tensors.k, tensors.v, tensors.do)]
         try:
             expected = Expectation(*inputs, **sparse.options)
@@ -142,7 +142,7 @@ class SparseBenchmark:
 
 
 def calls_of(operation: str, sets: Sequence[Tensors], sparse: Sparse) -> Callable[[], tuple]:
-    """An operation on rotating inputs."""
+    """Binds an operation to rotating inputs."""
     if operation == "forward":
         return rotating(lambda q, k, v: fa2cupy.forward(q, k, v, **sparse.options), [(x.q, x.k, x.v) for x in sets])
     inputs = [(x.q, x.k, x.v, *fa2cupy.forward(x.q, x.k, x.v, **sparse.options), x.do) for x in sets]
@@ -150,7 +150,7 @@ def calls_of(operation: str, sets: Sequence[Tensors], sparse: Sparse) -> Callabl
 
 
 def torch_maps(ids: object, seqlen: int, ours: fa2cupy.BlockMask, write: Callable[[str], object]) -> list[Candidate]:
-    """``create_block_mask`` of the same function, compiled and not."""
+    """Binds ``create_block_mask`` of the same function, compiled and not."""
     try:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
@@ -182,7 +182,7 @@ def torch_maps(ids: object, seqlen: int, ours: fa2cupy.BlockMask, write: Callabl
 
 
 def sparse_table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """The share of the dense kernel's TFLOP/s by pattern and size: forward, backward."""
+    """Returns the share of the dense kernel's TFLOP/s by pattern and size: forward, backward."""
     calls = [
         {**row, "size": f"{row['head_dim']}, {row['seqlen']}"}
         for row in rows

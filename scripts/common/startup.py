@@ -1,4 +1,4 @@
-"""First calls: what compilation, the disk cache and loading cost. Run as a module, this is the process measured."""
+"""The cost of first calls: compilation, the disk cache and loading. Run as a module, this is the measured process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALLS = (None, "single_pass", "two_pass")
 
 
 def measure_startup(problem: Problem) -> list[dict[str, object]]:
-    """A row for each call: its first time in a process with an empty disk cache, and in the next process."""
+    """Returns a row for each call: its first time in a process with an empty disk cache, and in the next process."""
     with tempfile.TemporaryDirectory(prefix="fa2cupy-startup-") as cache:
         fresh, cached = (_first_calls(problem, cache) for _ in range(2))
     return [

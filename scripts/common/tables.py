@@ -1,4 +1,4 @@
-"""Tables from the rows of a CSV: numbers in them are those that were measured, and nobody's arithmetic."""
+"""Tables from the rows of a CSV: each number is that of a row, without further arithmetic."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _TITLES = {"forward": "forward", "single_pass": "backward, `single_pass`", "two_
 
 
 def speed_table(rows: Iterable[Mapping[str, str]], dtype: str, peer: str) -> list[str]:
-    """TFLOP/s of ours and, in parentheses, the ratio measured beside it: full / causal, by head_dim and seqlen.
+    """Returns our TFLOP/s and, in parentheses, the ratio of a peer: full / causal, by head_dim and seqlen.
 
     Parameters
     ----------
     rows : iterable of mapping
-        Of the section speed of benchmark.csv.
+        Rows of the section speed of benchmark.csv.
     dtype : str
     peer : str
-        Whose time over ours is in parentheses.
+        The peer of the ratio, which is its time over ours.
     """
     speeds, ratios = {}, {}
     for row in rows:
@@ -47,16 +47,16 @@ def speed_table(rows: Iterable[Mapping[str, str]], dtype: str, peer: str) -> lis
 
 
 def ratio_table(rows: Iterable[Mapping[str, object]], line: str, column: str, operations: Sequence[str]) -> list[str]:
-    """The best peer's time over ours, of each operation: above 1, ours is faster.
+    """Returns the best peer's time over ours, of each operation: above 1, ours is faster.
 
     Parameters
     ----------
     rows : iterable of mapping
-        Those of peers have a ``ratio``; the others are passed over.
+        Rows of peers have a ``ratio``; the others are skipped.
     line, column : str
         Names of the columns of `rows` that become the table's lines and columns, in the order of `rows`.
     operations : sequence of str
-        In the order in which a cell has them; "-" is one without a peer, and a cell without any is empty.
+        Operations in the order of a cell; "-" is one without a peer, and a cell without any is empty.
     """
     best = _best_ratios(rows, line, column)
     lines, columns = (list(dict.fromkeys(key[place] for key in best)) for place in (0, 1))
@@ -69,7 +69,7 @@ def ratio_table(rows: Iterable[Mapping[str, object]], line: str, column: str, op
 
 
 def smallest_ratio(rows: Iterable[Mapping[str, object]], line: str, column: str) -> list[str]:
-    """The smallest number of `ratio_table` and where it is, as a line."""
+    """Returns the smallest number of `ratio_table` and its place, as a line."""
     best = _best_ratios(rows, line, column)
     if not best:
         return ["no peer was measured"]
@@ -80,7 +80,7 @@ def smallest_ratio(rows: Iterable[Mapping[str, object]], line: str, column: str)
 def _best_ratios(
     rows: Iterable[Mapping[str, object]], line: str, column: str
 ) -> dict[tuple[str, str, str], tuple[float, str]]:
-    """The least ratio and its peer, by line, column and operation."""
+    """Returns the least ratio and its peer, by line, column and operation."""
     best: dict[tuple[str, str, str], tuple[float, str]] = {}
     for row in rows:
         if row.get("ratio"):

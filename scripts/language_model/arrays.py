@@ -32,13 +32,13 @@ class Arrays(abc.ABC):
     xp : module
         ``numpy`` or ``cupy``.
     dtype : numpy.dtype
-        Of activations and of the operands of matrix products.
+        Dtype of activations and of the operands of matrix products.
     wide : numpy.dtype
-        Of sums and of everything that is kept from step to step; equal to `dtype` or wider.
+        Dtype of sums and of everything that is kept from step to step; equal to `dtype` or wider.
     device : str
-        What computes, in words.
+        Name of the device, or ``NumPy``.
     memory_meaning : str
-        What `peak_bytes` counts, in words.
+        Description of the number that `peak_bytes` returns.
     """
 
     xp: ModuleType
@@ -49,18 +49,18 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def matmul(self, a, b, dtype: np.dtype | None = None, out=None):
-        """Matrix product of 2-D arrays, or of two stacks of matrices (3-D), in `dtype`, or into `out`.
+        """Multiplies 2-D arrays, or two stacks of matrices (3-D), in `dtype`, or into `out`.
 
-        Both operands may be transposed views. Sums are in the wide dtype whatever that of the result.
+        Both operands may be transposed views. Sums are in the wide dtype, whatever the dtype of the result.
         """
 
     @abc.abstractmethod
     def pointwise(self, function: Callable) -> Callable:
-        """``function(xp, *arrays)``, element by element in the wide dtype, as a function of the arrays alone."""
+        """Returns ``function(xp, *arrays)``, element by element in the wide dtype, as a function of the arrays."""
 
     @abc.abstractmethod
     def to_host(self, array) -> np.ndarray:
-        """The array as NumPy's, once it is computed."""
+        """Returns the array as NumPy's, once it is computed."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -68,11 +68,11 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def start_memory_count(self) -> None:
-        """Begins a count: what was allocated before does not enter `peak_bytes`."""
+        """Begins a count: earlier allocations do not enter `peak_bytes`."""
 
     @abc.abstractmethod
     def peak_bytes(self) -> int:
-        """Peak memory since `start_memory_count`; first to be called after one training step."""
+        """Returns the peak memory since `start_memory_count`; the first call must follow one training step."""
 
 
 class NumpyArrays(Arrays):
@@ -87,28 +87,28 @@ class NumpyArrays(Arrays):
         self._peak: int | None = None
 
     def matmul(self, a, b, dtype=None, out=None):
-        """As `Arrays.matmul`; there is one dtype."""
+        """Implements `Arrays.matmul`; there is one dtype."""
         return np.matmul(a, b, out=out)
 
     def pointwise(self, function):
-        """As `Arrays.pointwise`."""
+        """Implements `Arrays.pointwise`."""
         return functools.partial(function, np)
 
     def to_host(self, array):
-        """As `Arrays.to_host`."""
+        """Implements `Arrays.to_host`."""
         return np.asarray(array)
 
     def synchronize(self):
-        """Nothing runs behind NumPy's back."""
+        """Does nothing: NumPy's calls return when their work is done."""
 
     def start_memory_count(self):
-        """As `Arrays.start_memory_count`."""
+        """Implements `Arrays.start_memory_count`."""
         gc.collect()
         self._peak = None
         tracemalloc.start()
 
     def peak_bytes(self):
-        """The peak up to the first call, which ends the tracing: it would slow every later step down."""
+        """Returns the peak up to the first call, which ends the tracing: it would slow every later step down."""
         if self._peak is None:
             self._peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
@@ -145,7 +145,7 @@ class CupyArrays(Arrays):
         self._product = self._choose_product()
 
     def matmul(self, a, b, dtype=None, out=None):
-        """As `Arrays.matmul`."""
+        """Implements `Arrays.matmul`."""
         if out is None:
             out = self.xp.empty((*a.shape[:-1], b.shape[-1]), dtype or self.dtype)
         self._product(a, b, out)
@@ -206,7 +206,7 @@ class CupyArrays(Arrays):
         out[...] = self.xp.matmul(a.astype(self.wide, copy=False), b.astype(self.wide, copy=False))
 
     def pointwise(self, function):
-        """As `Arrays.pointwise`: one kernel by ``cupy.fuse``, or an operation at a time where that does not work."""
+        """Implements `Arrays.pointwise`: one kernel by ``cupy.fuse``, or one operation at a time if that fails."""
         plain = functools.partial(function, self.xp)
         fused = self.xp.fuse(kernel_name=function.__name__)(lambda *arrays: plain(*arrays))
         # Not zero anywhere, and not the same in all arguments, so that a mix-up shows.
@@ -220,11 +220,11 @@ class CupyArrays(Arrays):
         return fused if right else plain
 
     def to_host(self, array):
-        """As `Arrays.to_host`."""
+        """Implements `Arrays.to_host`."""
         return array.get()
 
     def synchronize(self):
-        """As `Arrays.synchronize`."""
+        """Implements `Arrays.synchronize`."""
         self.xp.cuda.get_current_stream().synchronize()
 
     def start_memory_count(self):
@@ -235,12 +235,12 @@ class CupyArrays(Arrays):
         self.xp.cuda.set_allocator(self._pool.malloc)
 
     def peak_bytes(self):
-        """As `Arrays.peak_bytes`. The pool gives nothing back by itself, so that what it holds is the peak."""
+        """Implements `Arrays.peak_bytes`. The pool gives nothing back by itself, so that its size is the peak."""
         return self._pool.total_bytes()
 
 
 def _blas_form(matrix) -> tuple[int, int]:
-    """(transposed, elements from line to line) of the last two axes, which cuBLAS reads as columns first."""
+    """Returns (transposed, elements from line to line) of the last two axes; cuBLAS reads them columns first."""
     row, column = (stride // matrix.itemsize for stride in matrix.strides[-2:])
     if column == 1:
         return 0, row
@@ -250,7 +250,7 @@ def _blas_form(matrix) -> tuple[int, int]:
 
 
 def select_arrays(device: str, dtype: str = "bfloat16") -> Arrays:
-    """`Arrays` for ``"cpu"``, ``"gpu"`` or ``"auto"``: the GPU if there is one. `dtype` is that of `CupyArrays`.
+    """Returns `Arrays` for ``"cpu"``, ``"gpu"`` or ``"auto"`` (the GPU if there is one); `dtype` is for `CupyArrays`.
 
     Raises
     ------

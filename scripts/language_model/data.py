@@ -43,13 +43,13 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this text from that of another version of Python."""
+        """A digest that distinguishes this text from that of another version of Python."""
         return hashlib.sha256(self.training.tobytes() + self.held_out.tobytes()).hexdigest()
 
     def held_out_windows(self, context: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The held-out bytes as windows.
+        """Returns the held-out bytes as windows.
 
-        The targets of all windows are every held-out byte exactly once but the very first one.
+        The targets of all windows are the held-out bytes except the first one, each exactly once.
 
         Parameters
         ----------
@@ -61,9 +61,9 @@ class Corpus:
         Returns
         -------
         windows : ndarray of uint8, shape (windows, context + 1)
-            Each begins with the last byte of the one before. The last one is padded with zeros.
+            Each begins with the last byte of the previous one. The last one is padded with zeros.
         lengths : ndarray of int, shape (windows,)
-            How many targets of each are real.
+            Number of real targets of each.
         """
         targets = len(self.held_out) - 1
         starts = np.arange(0, targets, context)
@@ -102,10 +102,10 @@ def load_corpus(root: Path | None = None, held_out_share: float = 0.05) -> Corpu
 
 
 def zlib_bits_per_byte(data: np.ndarray) -> float:
-    """What zlib at its highest level needs, on all bytes in one stream: its window reaches into the files before."""
+    """Returns the bits per byte of zlib at its highest level, in one stream: its window reaches into earlier files."""
     return 8 * len(zlib.compress(data.tobytes(), 9)) / len(data)
 
 
 def training_windows(length: int, context: int, batch: int, seed: int, step: int) -> np.ndarray:
-    """Where the windows of a step start. They depend on seed and step alone, so that a resumed run goes on exactly."""
+    """Returns the starts of a step's windows. They depend only on seed and step, so that a resumed run is the same."""
     return np.random.default_rng([seed, step]).integers(0, length - context, batch)

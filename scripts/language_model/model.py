@@ -53,7 +53,7 @@ class ModelConfig:
         return self.width // self.heads
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of all weights, in order."""
+        """Returns the shapes of all weights, in order."""
         shapes = {"embedding": (self.vocabulary, self.width)}
         for layer in range(self.layers):
             shapes[f"{layer}.qkv"] = (self.width, 3 * self.width)
@@ -70,11 +70,11 @@ class Parameters:
     Attributes
     ----------
     flat, flat_gradient : ndarray, wide dtype
-        What the optimizer works on.
+        The arrays of the optimizer.
     weight : dict of ndarray
         The matrices in `flat`.
     operand : dict of ndarray
-        The same in the dtype of matrix products, as of the last `refresh`.
+        The matrices in the dtype of matrix products, as of the last `refresh`.
     gradient : dict of ndarray
         The matrices in `flat_gradient`, where ``backprop`` of each layer writes.
     """
@@ -85,7 +85,7 @@ class Parameters:
             np.concatenate(_initial_weights(config, np.random.default_rng(seed))).astype(arrays.wide)
         )
         self.flat_gradient = xp.zeros_like(self.flat)
-        # Where both dtypes are the same, the weights themselves.
+        # If both dtypes are the same, these are the weights themselves.
         self._flat_operand = self.flat.astype(arrays.dtype, copy=False)
         self.weight = _views(self.flat, shapes)
         self.operand = _views(self._flat_operand, shapes)
@@ -130,7 +130,7 @@ class Transformer:
     Attributes
     ----------
     positions : slice or ndarray of int
-        Of the bytes that the model gets, in each sequence; by default the whole context.
+        Positions of the bytes that the model gets, in each sequence; by default the whole context.
     """
 
     def __init__(self, config: ModelConfig, arrays: Arrays, parameters: Parameters, attention: Callable):
@@ -145,7 +145,7 @@ class Transformer:
         )
 
     def __call__(self, ids) -> tuple[object, Callable]:
-        """Logits for the byte after each.
+        """Computes the logits for the byte after each.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class Transformer:
         Returns
         -------
         logits : ndarray, shape (batch * bytes, vocabulary)
-            In the wide dtype.
+            They have the wide dtype.
         backprop : callable
             ``backprop(dlogits)``, to be called once, writes the gradients of all weights.
         """
@@ -225,7 +225,7 @@ class Transformer:
         return logits, lambda dlogits: norm_backprop(head_backprop(self._operand(dlogits), wide))
 
     def _linear(self, x, name: str, dtype: np.dtype | None = None) -> tuple[object, Callable]:
-        """X W, in `dtype`; its backprop takes a second argument, the dtype of dx."""
+        """Returns x W, in `dtype`; its backprop takes a second argument, the dtype of dx."""
         matmul, weight = self.arrays.matmul, self.parameters.operand[name]
 
         def backprop(dy, dtype=None):
@@ -235,7 +235,7 @@ class Transformer:
         return matmul(x, weight, dtype), backprop
 
     def _norm(self, x) -> tuple[object, Callable]:
-        """Rows of x over their root mean square."""
+        """Divides the rows of x by their root mean square."""
         xp, wide = self.arrays.xp, self.arrays.wide
         factor = 1 / xp.sqrt(xp.mean(xp.square(x), axis=1, keepdims=True) + _NORM_EPSILON)
         y = self._operand(x * factor)
@@ -280,7 +280,7 @@ def _one_hot(xp, ids, size: int):
 
 
 def cross_entropy(xp, logits, targets) -> tuple[object, Callable]:
-    """Negative log-likelihood of each target in nats, and the gradient of their mean.
+    """Returns the negative log-likelihood of each target in nats, and the gradient of their mean.
 
     Parameters
     ----------
@@ -292,7 +292,7 @@ def cross_entropy(xp, logits, targets) -> tuple[object, Callable]:
     -------
     loss : ndarray, shape (rows,)
     backprop : callable
-        ``backprop()`` gives the gradient of ``loss.mean()`` for the logits.
+        ``backprop()`` returns the gradient of ``loss.mean()`` for the logits.
     """
     targets = targets.astype(np.int64)
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -308,9 +308,9 @@ def cross_entropy(xp, logits, targets) -> tuple[object, Callable]:
 
 
 def unfused_attention(arrays: Arrays) -> Callable:
-    """Attention through the written-out score matrix, with the interface of ``fa2cupy.attention``.
+    """Returns attention through the written-out score matrix, with the interface of ``fa2cupy.attention``.
 
-    Keeps P, of size batch * heads * seqlen^2, for the backward pass.
+    It keeps P, of size batch * heads * seqlen^2, for the backward pass.
     """
     xp, matmul, wide = arrays.xp, arrays.matmul, arrays.wide
 

@@ -28,15 +28,15 @@ class OneRank:
     size, is_first = 1, True
 
     def rows(self, context: int) -> slice | np.ndarray:
-        """The positions of this rank's rows in a context."""
+        """Returns the positions of this rank's rows in a context."""
         return slice(0, context)
 
     def attention(self, **options: object) -> Callable:
-        """``fa2cupy.attention`` of the rows of all ranks."""
+        """Returns ``fa2cupy.attention`` over the rows of all ranks."""
         return functools.partial(fa2cupy.attention, **options)
 
     def total(self, share):
-        """The sum over all ranks, which call this together."""
+        """Returns the sum over all ranks, which call this together."""
         return share
 
 
@@ -52,21 +52,21 @@ class SeveralRanks(OneRank):
         self._comm, self.size, self.is_first = comm, comm.size, comm.rank == 0
 
     def rows(self, context):
-        """As `OneRank.rows`, in zigzag order.
+        """Does the same as `OneRank.rows`, in zigzag order.
 
         Raises
         ------
         SetupError
-            The ranks do not divide the context.
+            The ranks do not divide the context into two chunks each.
         """
         if context % (2 * self.size):
             raise SetupError(f"the context must be a multiple of {2 * self.size} for {self.size} ranks, got {context}")
         return dist.positions(self._comm, context)
 
     def attention(self, **options):
-        """As `OneRank.attention`: keys and values, or heads, travel."""
+        """Does the same as `OneRank.attention`: ranks exchange keys and values, or heads."""
         return functools.partial(dist.attention, self._comm, **options)
 
     def total(self, share):
-        """As `OneRank.total`: all ranks get the same bits, so that their weights stay the same."""
+        """Does the same as `OneRank.total`: all ranks get the same bits, so that their weights stay the same."""
         return dist.total(self._comm, share)

@@ -1,4 +1,4 @@
-"""What a run came to: the table, the PNG of the curves, and how far fused and unfused lie apart."""
+"""The report of a run: the table, the PNG of the curves, and the distance of fused and unfused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Result:
     seconds : float
         Wall time, the evaluations of the curve included.
     bits : float or None
-        Held-out bits per byte at the end; None after Ctrl-C, when someone waits.
+        Held-out bits per byte at the end; None after Ctrl-C, to end without a wait.
     evaluated : int
-        Of how many bytes that is.
+        Number of bytes in that figure.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class Result:
 
 
 def report_lines(results: Sequence[Result], line: float, memory_meaning: str) -> list[str]:
-    """The table and what it says, line by line; `line` is zlib's."""
+    """Returns the table and its conclusions, line by line; `line` is zlib's."""
     lines = [
         f"{'attention':10} {'steps':>6} {'held-out bit/byte':>18} {'tokens/s':>10} {'peak memory':>12} {'seconds':>8}"
     ]
@@ -80,7 +80,7 @@ def _verdict(result: Result, line: float) -> str:
 
 
 def curve_difference(a: Curve, b: Curve) -> tuple[float, float]:
-    """Largest distance of the training curves, as means of `LOG_EVERY` steps, and of the held-out curves."""
+    """Returns the largest distance of the training curves (means of `LOG_EVERY` steps), and of the held-out curves."""
     count = min(len(a.losses), len(b.losses)) // LOG_EVERY * LOG_EVERY
     means = [np.reshape(curve.losses[:count], (-1, LOG_EVERY)).mean(axis=1) for curve in (a, b)]
     bits = [{step: value for step, _, value in curve.held_out} for curve in (a, b)]
@@ -89,8 +89,8 @@ def curve_difference(a: Curve, b: Curve) -> tuple[float, float]:
 
 
 def plot_curves(path: Path, title: str, results: Sequence[Result], line: float) -> None:
-    """Training and held-out curves by bytes seen and by time, with zlib's line. Needs matplotlib."""
-    # Without pyplot: no window system, no global state.
+    """Plots training and held-out curves by bytes seen and by time, with zlib's line. Needs matplotlib."""
+    # pyplot is avoided, because it looks for a window system and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -102,7 +102,7 @@ def plot_curves(path: Path, title: str, results: Sequence[Result], line: float) 
         points, color = r.curve.points(), _COLORS[r.attention]
         losses, held_out = [loss for _, _, loss in points], [bits for _, _, bits in r.curve.held_out]
         millions = r.settings.tokens_per_step / 1e6
-        # The run below is drawn wider, so that it shows on both sides of one that lies on it.
+        # The first run is drawn wider, so that it shows on both sides of one that is drawn over it.
         widths = {"linewidth": 1.0 if place else 2.6, "alpha": 1.0 if place else 0.55}
         sizes = {"markersize": 3.5 if place else 7, "alpha": widths["alpha"]}
         for axis, x, x_held_out in (
@@ -120,7 +120,7 @@ def plot_curves(path: Path, title: str, results: Sequence[Result], line: float) 
         axis.grid(linewidth=0.4, alpha=0.6)
         axis.spines[["top", "right"]].set_visible(False)
     by_tokens.set_ylabel("bits per byte")
-    # The first steps are far above all that matters.
+    # The losses of the first steps are far above all others.
     lowest = min([line, *(bits for r in results for bits in r.curve.losses)])
     by_tokens.set_ylim(0.9 * lowest, max(3 * line, 1.5 * lowest))
     by_tokens.legend(frameon=False)

@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The first sequence."""
+        """The first sequence as text."""
         return self.ids[0].tobytes().decode("utf-8", "replace")
 
 
@@ -61,7 +61,7 @@ def _no_gradient(gradient):
 
 @contextlib.contextmanager
 def _attention_of(model: Transformer, attention: Callable) -> Iterator[None]:
-    """Replaces the model's attention, and afterwards its positions, too."""
+    """Replaces the model's attention; at the end, restores it and the model's positions."""
     before = model.attention, model.positions
     model.attention = attention
     try:
@@ -88,7 +88,7 @@ def sample_with_cache(model: Transformer, arrays: Arrays, prompt: np.ndarray, co
 
 
 def sample_without_cache(model: Transformer, arrays: Arrays, prompt: np.ndarray, count: int, seed: int = 0) -> Sample:
-    """The same from the whole context for each byte. Bytes behind the prefix do not change it."""
+    """Samples the same from the whole context for each byte. Bytes after the prefix do not change the result."""
     batch, length = prompt.shape
     ids = np.zeros((batch, model.config.context), np.uint8)
     ids[:, :length] = prompt
@@ -110,6 +110,6 @@ class _Draw:
         self._rng, self._batch = np.random.default_rng(seed), batch
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
-        """Bytes of the shape (batch, 1): the largest of the logits with Gumbel noise."""
+        """Returns bytes of the shape (batch, 1): the largest of the logits with Gumbel noise."""
         noise = self._rng.gumbel(size=logits.shape)
         return (logits / _TEMPERATURE + noise).argmax(axis=1).astype(np.uint8)[:, None]

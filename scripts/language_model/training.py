@@ -21,7 +21,7 @@ from language_model.ranks import OneRank
 
 __all__ = ["LOG_EVERY", "Curve", "Settings", "Training"]
 
-#: Steps between readings of the loss, each of which waits for the device. A point of a curve is their mean.
+#: Steps between readings of the loss, because a reading waits for the device. A point of a curve is their mean.
 LOG_EVERY = 10
 _LAST_LEARNING_RATE = 0.05  # of the highest
 
@@ -52,7 +52,7 @@ class Settings:
         return self.batch * self.context
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then half a cosine; `step` counts from 1."""
+        """Returns the learning rate: linear warm-up, then half a cosine; `step` counts from 1."""
         if step <= self.warmup:
             return self.learning_rate * step / self.warmup
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass
 class Curve:
-    """What a run has measured so far.
+    """The measurements of a run so far.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Curve:
     held_out: list[tuple[int, float, float]] = field(default_factory=list)
 
     def points(self) -> list[tuple[int, float, float]]:
-        """(step, seconds, mean training loss since the point before)."""
+        """Returns (step, seconds, mean training loss since the previous point)."""
         starts = [0, *(step for step, _ in self.times)]
         return [
             (step, seconds, float(np.mean(self.losses[start:step])))
@@ -86,7 +86,7 @@ class Curve:
         ]
 
     def write_csv(self, path: Path, tokens_per_step: int) -> None:
-        """A row for each reading of the training loss and each evaluation."""
+        """Writes a row for each reading of the training loss, with the evaluation after the same step, if any."""
         rows = {step: [step, step * tokens_per_step, f"{s:.3f}", f"{loss:.5f}", ""] for step, s, loss in self.points()}
         for step, _, bits in self.held_out:
             rows[step][4] = f"{bits:.5f}"
@@ -181,7 +181,7 @@ class Training:
             raise FloatingPointError(f"the loss is no longer a number at step {self.step}: try a lower --learning-rate")
 
     def evaluate(self, windows: int) -> tuple[float, int]:
-        """Bits per byte on held-out windows, evenly spaced (0: all), and the number of bytes predicted."""
+        """Returns the bits per byte on held-out windows, evenly spaced (0: all), and the number of bytes predicted."""
         xp, context, batch = self.arrays.xp, self.settings.context, self.settings.batch
         texts, lengths = self.corpus.held_out_windows(context, windows or None)
         sums = []
@@ -195,13 +195,13 @@ class Training:
         return total / math.log(2) / lengths.sum(), int(lengths.sum())
 
     def record_evaluation(self) -> float:
-        """`evaluate` on the fixed windows, as a point of the curve."""
+        """Adds `evaluate` on the fixed windows to the curve, as a point."""
         bits, _ = self.evaluate(self.settings.evaluate_windows)
         self.curve.held_out.append((self.step, self.seconds, bits))
         return bits
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint. An interrupted write leaves the one before in place."""
+        """Writes a checkpoint. An interrupted write leaves the previous one in place."""
         state = {name: self.arrays.to_host(array) for name, array in self._state().items()}
         curve = {name: np.array(values, float) for name, values in dataclasses.asdict(self.curve).items()}
         temporary = path.with_suffix(".tmp")
@@ -219,7 +219,7 @@ class Training:
 
     @classmethod
     def load(cls, path: Path, corpus: Corpus, arrays: Arrays) -> Training:
-        """Goes on from a checkpoint as if it had never stopped.
+        """Returns the training of a checkpoint, which goes on as if it had never stopped.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class Training:
 
     @staticmethod
     def saved_settings(path: Path) -> Settings:
-        """Those of a checkpoint. Raises like `load`."""
+        """Returns the settings of a checkpoint. Raises like `load`."""
         try:
             with np.load(path) as saved:
                 return Settings(**json.loads(str(saved["settings"])))

@@ -1,1 +1,1 @@
-"""What `scaleout.py` runs on each rank, and how it runs ranks."""
+"""The work of `scaleout.py` on each rank, and the processes of the ranks."""

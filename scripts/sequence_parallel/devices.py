@@ -1,4 +1,4 @@
-"""Where a rank computes: NumPy for a simulated one, or its GPU."""
+"""The device of a rank: NumPy for a simulated one, or its GPU."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ class HostDevice:
     xp, dtype, head_dim = np, "float64", 16
     #: The longest sequence that is compared with one call.
     whole_rows = 64
-    #: Work before the clock counts, and timed calls of one scheme at most.
+    #: Seconds of work before the timing, and the most timed calls of one scheme.
     warm_s, most_calls = 0.0, 2
 
     def __init__(self, rank: int):
         self._rng = np.random.default_rng(rank)
 
     def draw(self, problem: Problem) -> list:
-        """Standard normal q, k, v and do."""
+        """Draws standard normal q, k, v and do."""
         shapes = (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape)
         return [self._rng.standard_normal(shape) for shape in shapes]
 
     def mark(self) -> float:
-        """A point in time, between two of which milliseconds are counted."""
+        """Returns a point in time, for `milliseconds`."""
         return time.perf_counter()
 
     def milliseconds(self, start: float, stop: float) -> float:
-        """Between two marks, the second of which is waited for."""
+        """Returns the milliseconds between two marks."""
         return 1e3 * (stop - start)
 
     def to_host(self, array) -> np.ndarray:
-        """As an array of NumPy."""
+        """Returns the array as NumPy's."""
         return array
 
     def extra_bytes(self, call: Callable[[], tuple]) -> int | None:
-        """Not counted."""
+        """Returns None: nothing is counted."""
         return None
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no memory is kept."""
 
 
 class GpuDevice:
-    """The GPU of a rank; the same methods."""
+    """The GPU of a rank, with the methods of `HostDevice`."""
 
     dtype, head_dim, whole_rows = "bfloat16", 128, 32768
     warm_s, most_calls = 1.5, 15
@@ -60,7 +60,7 @@ class GpuDevice:
         self._random = self.xp.random.RandomState(rank)
 
     def draw(self, problem: Problem) -> list:
-        """Standard normal q, k, v and do."""
+        """Draws standard normal q, k, v and do."""
         arrays = []
         for shape in (problem.shape, problem.shape_kv, problem.shape_kv, problem.shape):
             array = self.xp.empty(shape, problem.numpy_dtype)
@@ -72,22 +72,22 @@ class GpuDevice:
         return arrays
 
     def mark(self):
-        """An event on the current stream."""
+        """Records an event on the current stream."""
         event = self.xp.cuda.Event()
         event.record()
         return event
 
     def milliseconds(self, start, stop) -> float:
-        """Between two marks, the second of which is waited for."""
+        """Waits for the second of two marks and returns the milliseconds between them."""
         stop.synchronize()
         return self.xp.cuda.get_elapsed_time(start, stop)
 
     def to_host(self, array) -> np.ndarray:
-        """As an array of NumPy."""
+        """Returns the array as NumPy's."""
         return array.get()
 
     def extra_bytes(self, call: Callable[[], tuple]) -> int | None:
-        """Most bytes of the pool that a call holds beyond its results."""
+        """Returns the peak bytes of the pool in a call, beyond its results."""
         results = []
 
         def counted() -> None:

@@ -1,4 +1,4 @@
-"""What is measured, and what a rank finds."""
+"""The jobs that are measured, and the measurements of a rank."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Job(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What one rank has found.
+    """The measurements of one rank.
 
     Attributes
     ----------
     check : str
-        What results were compared with: ``one call`` or ``samples``; for a peer ``gather``.
+        The standard of the comparison: ``one call`` or ``samples``; for a peer ``gather``.
     error : float
-        The largest of all ranks.
+        The largest error of all ranks.
     equal : bool or None
-        Whether o and lse are those of one call bit for bit, or whether repeated calls are equal, on all ranks.
+        True if o and lse are those of one call bit for bit, or if repeated calls are equal, on all ranks.
     extra_bytes : int or None
     times, alone : dict of list of float
         Milliseconds of each call by operation, of the scheme and of the baseline; none if a result was wrong.
     missing : str
-        Why there is no result of a peer.
+        The reason why there is no result of a peer.
     """
 
     check: str
@@ -54,19 +54,19 @@ class Measurement(NamedTuple):
     missing: str = ""
 
     def wrong(self, dtype: str) -> str:
-        """What is wrong with the result; empty if nothing is."""
+        """Returns the reason why the result is wrong; empty if it is not."""
         if not self.error <= ALLOWED[dtype]:
             return f"error {self.error:.1e} of the largest value, {ALLOWED[dtype]:.0e} is allowed"
         return "repeated calls differ" if self.check == "samples" and not self.equal else ""
 
 
 def part_of(problem: Problem, **sizes: int) -> Problem:
-    """A problem with other sizes."""
+    """Returns a problem with other sizes."""
     return Problem(**{**vars(problem), **sizes})
 
 
 def share_of(problem: Problem, ranks: int) -> Problem | None:
-    """The work of one rank as one call: a share of the heads. None if the ranks do not divide them."""
+    """Returns the work of one rank as one call, a share of the heads, or None if the ranks do not divide them."""
     heads, heads_kv = problem.num_heads // ranks, max(1, problem.heads_kv // ranks)
     if problem.num_heads % ranks or (problem.heads_kv % ranks and problem.heads_kv > ranks) or heads % heads_kv:
         return None

@@ -19,9 +19,9 @@ from .jobs import PEER, Job, Measurement
 from .rank import Rank
 from .torch_ring import TorchRing
 
-#: How long a rank waits for messages, and this process for the next answer of the ranks.
+#: Seconds that a rank waits for messages, and this process for the next answer of the ranks.
 TIMEOUT_S, PATIENCE_S = 600.0, 1800.0
-#: How often it looks whether they are alive, and how long they may take to end.
+#: Seconds between checks that the ranks are alive, and seconds that they may take to end.
 POLL_S, EXIT_S = 1.0, 10.0
 
 
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
     Attributes
     ----------
     is_setup : bool
-        True if there was no first job yet: another start would fail, too.
+        True if the failure came before the first job: another start would fail, too.
     """
 
     def __init__(self, text: str, is_setup: bool = False):
@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 
 
 def on_host(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Measurement] | str]]:
-    """Measures jobs on simulated ranks: what each rank has found, or why a job failed."""
+    """Measures jobs on simulated ranks; yields the measurements of all ranks, or the reason of a failure."""
 
     def one_job(comm: dist.Communicator, job: Job) -> Measurement:
         return Rank(comm, HostDevice(comm.rank)).measure(job)
@@ -58,7 +58,7 @@ def on_gpus(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Measurement] | str]
     Raises
     ------
     RankError
-        The processes do not reach each other.
+        A rank has failed before its first job.
     """
     left = list(jobs)
     while left:
@@ -70,14 +70,14 @@ def on_gpus(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Measurement] | str]
             if error.is_setup:
                 raise
             failed = left.pop(0)
-            if failed.scheme == PEER:  # which may have ended the process
+            if failed.scheme == PEER:  # the peer may have ended the process
                 left = [job for job in left if job.scheme != PEER]
             yield failed, str(error)
 
 
 @contextlib.contextmanager
 def started(jobs: Sequence[Job]) -> Iterator[Iterator[list[Measurement]]]:
-    """The answers of new processes, one for each GPU, which are ended at the end."""
+    """Starts a process for each GPU, yields the answers of all, and ends the processes."""
     ranks, context = jobs[0].ranks, multiprocessing.get_context("spawn")
     answers, ports = context.Queue(), free_ports(2)
     processes = [
@@ -100,7 +100,7 @@ def started(jobs: Sequence[Job]) -> Iterator[Iterator[list[Measurement]]]:
 
 
 def collected(answers, processes: Sequence, count: int) -> Iterator[list[Measurement]]:
-    """What all ranks have found, job by job.
+    """Yields the measurements of all ranks, job by job.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def collected(answers, processes: Sequence, count: int) -> Iterator[list[Measure
 
 
 def gpu_rank(rank: int, ranks: int, ports: Sequence[int], jobs: Sequence[Job], answers) -> None:
-    """The process of one GPU: puts a measurement for each job, or the text of the error that ended it."""
+    """Runs in the process of one GPU: puts a measurement for each job, or the text of the error that ended it."""
     place = -1
     try:
         comm = communicator(rank, ranks, ports[0], TIMEOUT_S)

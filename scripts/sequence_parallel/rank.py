@@ -15,7 +15,7 @@ from .torch_ring import TorchRing, TorchRingWork
 
 #: Rows of a rank that are compared with float64.
 SAMPLES = 64
-#: The time for one scheme.
+#: Approximate seconds for the timed calls of one scheme and its baseline.
 BUDGET_S = 6.0
 
 
@@ -28,15 +28,15 @@ class Work:
         self._saved = self.forward()
 
     def forward(self) -> tuple:
-        """O and lse."""
+        """Returns o and lse."""
         return self._forward(*self.inputs[:3])
 
     def backward(self) -> tuple:
-        """The gradients, from what the first forward left."""
+        """Returns the gradients, from the results of the first forward."""
         return self._backward(*self.inputs[:3], *self._saved, self.inputs[3])
 
     def training(self, **options: object) -> tuple:
-        """A forward and its backward: o, lse, dq, dk and dv."""
+        """Returns o, lse, dq, dk and dv of a forward and its backward."""
         saved = self.forward()
         return (*saved, *self._backward(*self.inputs[:3], *saved, self.inputs[3], **options))
 
@@ -61,7 +61,7 @@ class Rank:
         dist.unshard(self.comm, self.xp.zeros((1,), "float32"), axis=0, order="contiguous")
 
     def everyones(self, *values: float) -> np.ndarray:
-        """The values of all ranks, a row for each."""
+        """Returns the values of all ranks, a row for each."""
         own = self.xp.asarray([values], "float64")
         return self.device.to_host(dist.unshard(self.comm, own, axis=0, order="contiguous"))
 
@@ -90,7 +90,7 @@ class Rank:
         return Work(forward, backward, own)
 
     def _whole_check(self, work: Work) -> tuple[float, bool]:
-        """The largest error beside one call on the whole sequence, and whether o and lse are equal."""
+        """Returns the largest error against one call on the whole sequence, and whether o and lse are equal."""
         whole = [dist.unshard(self.comm, array) for array in work.inputs]
         wanted = Work(fa2cupy.forward, fa2cupy.backward, whole).training()
         wanted = [dist.shard(self.comm, one, axis=axis) for one, axis in zip(wanted, (1, 2, 1, 1, 1), strict=True)]
@@ -99,7 +99,7 @@ class Rank:
         return max(errors), all(is_equal(one, other) for one, other in zip(found[:2], wanted[:2], strict=True))
 
     def _sampled_check(self, work: Work) -> tuple[float, bool]:
-        """The largest error of some rows beside float64, and whether two calls are equal."""
+        """Returns the largest error of some rows against float64, and whether two calls are equal."""
         found = work.training(deterministic=True)
         again = work.training(deterministic=True)
         equal = all(is_equal(one, other) for one, other in zip(found, again, strict=True))
@@ -107,7 +107,7 @@ class Rank:
         return max(self._sampled_errors(work.inputs, found)), equal
 
     def _sampled_errors(self, own: Sequence, found: Sequence) -> Iterator[float]:
-        """Of o, lse, dq, dk and dv, for some rows of this rank in its last K/V head and a query head of that."""
+        """Yields the errors of o, lse and dq in a query head, and of dk and dv in its K/V head, for some rows."""
         xp, (q, k, v, do), (o, lse, dq, dk, dv) = self.xp, own, found
         seqlen, scale = q.shape[1] * self.comm.size, q.shape[-1] ** -0.5
         rows = xp.asarray(np.unique(np.linspace(0, q.shape[1] - 1, SAMPLES).astype(int)))
@@ -149,13 +149,13 @@ class Rank:
         yield relative_error(some(dv, head_kv), wanted_dv)
 
     def _times(self, job: Job, work) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Milliseconds of all calls, by operation, of the work and of the baseline, if there is one."""
+        """Returns the milliseconds of all calls, by operation, of the work and of the baseline, if there is one."""
         works = {"work": work}
         share = share_of(job.problem, job.ranks)
         if share is not None:
             works["alone"] = Work(fa2cupy.forward, fa2cupy.backward, self.device.draw(share))
         calls = self._warm_up(list(works.values()))
-        work.forward()  # while the first turn is queued
+        work.forward()  # keeps the GPU busy while the first turn is queued
         times: dict[tuple[str, str], list[float]] = {(n, op): [] for n in ("work", "alone") for op in OPERATIONS}
         queued: list[list[tuple]] = []
         for _ in range(calls):
@@ -178,7 +178,7 @@ class Rank:
             times[key].append(self.device.milliseconds(start, stop))
 
     def _warm_up(self, works: Sequence) -> int:
-        """Works until clocks are those of a warm card; returns how often each call is to be timed."""
+        """Works until the clocks are those of a warm GPU; returns how often each call is to be timed."""
         spent = 0.0
         while True:
             start = self.device.mark()
@@ -190,7 +190,7 @@ class Rank:
                 return max(1, min(self.device.most_calls, int(BUDGET_S / max(2 * seconds, 1e-3))))
 
     def _measure_peer(self, job: Job, own: Sequence) -> Measurement:
-        """The same for PyTorch, beside the results of ``"gather"``."""
+        """Measures PyTorch's ring, with the results of ``"gather"`` as the standard."""
         work, error, missing = None, 0.0, ""
         wanted = self._scheme("gather", own).training()
         try:
@@ -220,12 +220,12 @@ class Rank:
 
 
 def tensor_bytes(call: Callable[[], tuple]) -> int:
-    """Bytes of the tensors that a call returns."""
+    """Returns the bytes of the tensors that a call returns."""
     return sum(one.nbytes for one in call() if hasattr(one, "nbytes"))
 
 
 def relative_error(found, wanted) -> float:
-    """The largest error over the largest value; inf if there is a NaN, which no maximum may hide."""
+    """Returns the largest error over the largest value, or inf for a NaN, which a maximum could hide."""
     wide = "float64" if wanted.dtype == np.float64 else "float32"
     wanted = wanted.astype(wide)
     largest = float(abs(wanted).max())
@@ -234,5 +234,5 @@ def relative_error(found, wanted) -> float:
 
 
 def is_equal(one, other) -> bool:
-    """Whether all elements are equal; NaN is not."""
+    """Returns True if all elements are equal; NaN is not."""
     return bool((one == other).all())

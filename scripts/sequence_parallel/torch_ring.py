@@ -11,7 +11,7 @@ from common.peers import TorchPeer
 
 __all__ = ["TorchRing", "TorchRingWork"]
 
-#: Where the module is, by the version of PyTorch.
+#: Names of the module, by the version of PyTorch.
 _MODULES = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",
@@ -27,7 +27,7 @@ class TorchRing(TorchPeer):
     gpu : Gpu
     rank, size : int
     port : int
-        Of this host, where rank 0 waits for the others: all ranks make the object together.
+        Port of this host on which rank 0 waits for the others: all ranks make the object together.
     """
 
     name = "torch ring"
@@ -68,22 +68,22 @@ class TorchRingWork:
         self._saved = self.forward()
 
     def forward(self) -> tuple:
-        """All that the backward needs."""
+        """Returns all that the backward needs."""
         more = {"attn_bias": None, "compute_log_sumexp": True, "is_causal": True}
         call = self._ring.calls._scaled_dot_product_ring_cudnn_attention
         return call(self._ring.mesh, self._q, self._k, self._v, **more)
 
     def backward(self) -> tuple:
-        """The gradients, from what the first forward left."""
+        """Returns the gradients, from the results of the first forward."""
         return self._backward(self._saved)
 
     def training(self) -> tuple:
-        """A forward and its backward: o, dq, dk and dv."""
+        """Returns o, dq, dk and dv of a forward and its backward."""
         results = self.forward()
         return (results[0], *self._backward(results))
 
     def arrays(self) -> tuple:
-        """CuPy's o, dq, dk and dv."""
+        """Returns o, dq, dk and dv as CuPy's arrays."""
         return tuple(self._ring.array(tensor.transpose(1, 2)) for tensor in self.training())
 
     def _backward(self, results: tuple) -> tuple:
@@ -94,7 +94,7 @@ class TorchRingWork:
 
 
 def _context_parallel() -> ModuleType:
-    """The module of PyTorch that has the ring.
+    """Returns the module of PyTorch that has the ring.
 
     Raises
     ------

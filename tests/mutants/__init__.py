@@ -1,5 +1,5 @@
-"""Kernels broken on purpose, each in one place: what the simulated tests are worth.
+"""Kernels broken on purpose, each in one place, which the simulated tests must catch.
 
 A mutant is a patch to the rendered source. It names what catches it: the interpreter (a race, an access out of bounds
-or of uninitialised memory, a deadlock), the look at what was written, or the numerical rule.
+or of uninitialised memory, a deadlock), the check of what was written, or the numerical rule.
 """

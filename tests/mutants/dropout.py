@@ -1,4 +1,4 @@
-"""Dropout: which elements are dropped, and what of the gradients with them."""
+"""Dropout: the choice of dropped elements, and their gradients."""
 
 from __future__ import annotations
 

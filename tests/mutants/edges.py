@@ -11,7 +11,7 @@ from .mutant import Mutant
 from .problems import ONE_GROUP, PAIRS, Problem
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
-#: A number, rounded to a bit less than the dtype has.
+#: Expressions that round a number to a bit less than the dtype has.
 A_BIT_LESS = {
     "float16": "__uint_as_float((__float_as_uint({}) + 0x2000u) & 0xffffc000u)",
     "bfloat16": "__uint_as_float((__float_as_uint({}) + 0x10000u) & 0xfffe0000u)",

@@ -1,4 +1,4 @@
-"""Functions of the caller's: their derivatives, sums of gradients, and dropout behind them."""
+"""The caller's functions: their derivatives, sums of gradients, and dropout after them."""
 
 from __future__ import annotations
 

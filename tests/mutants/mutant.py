@@ -1,4 +1,4 @@
-"""A mutant, what can catch one, and the call that runs it."""
+"""A mutant, the errors that can catch one, and the call that runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fa2cupy.testing import Expectation
 
 from .problems import ONE_SEQUENCE, Problem
 
-#: What catches a mutant: the exception, and what its text says.
+#: The errors that catch a mutant: the exception and a pattern of its text.
 CATCHES = {
     "race": (ptxsim.PtxError, "shared memory race"),
     "blocks": (ptxsim.PtxError, "global memory race"),
@@ -55,7 +55,7 @@ CATCHES = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A kernel, what is changed in it, and what must catch the change."""
+    """A kernel, a change of its source, and the error that must catch the change."""
 
     name: str
     operation: str
@@ -65,16 +65,16 @@ class Mutant:
     problem: Problem = ONE_SEQUENCE
 
     def __call__(self, spec: KernelSpec, text: str) -> str:
-        """The source, patched if it is this kernel's."""
+        """Returns the source, patched if it is this kernel's."""
         if spec.operation != self.operation or spec.is_fallback:
             return text
-        if text.count(self.old) != 1:  # no AssertionError, which could pass for a mutant that is caught
+        if text.count(self.old) != 1:  # an AssertionError could count as a caught mutant
             raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
         return text.replace(self.old, self.new)
 
 
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
-    """Calls what launches the kernel, on inputs that no other kernel has touched, and checks its results."""
+    """Launches the kernel by a call, on inputs that no other kernel has touched, and checks its results."""
     inputs = draw(problem.dtype, problem.lengths, problem.head_dim, problem.heads, batch=problem.batch)
     if problem.growing:
         growing(inputs, slice(0, 1))
@@ -96,7 +96,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
     of_forward = operation in ("forward", "merge_forward", "split_inputs")
     if problem.precision:
         options |= {"config": None, "family": None, "precision": problem.precision}
-    if problem.hopper_tile:  # the family need not have the other kernel of a method
+    if problem.hopper_tile:  # the family may lack the other kernel of a method
         reads = {"convert_dq": "backward", "sum_dkdv": "backward_dkdv", "merge_forward": "forward"}
         tiled = reads.get(operation, operation)
         options["config"] = {tiled: problem.hopper_tile}
@@ -123,7 +123,7 @@ def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
             leave_out(monkeypatch, "backward_dq")
         switches = extras(asked)
         if not two_pass:
-            switches.pop("return_dscore_args", None)  # with it, all kernels but those of simt would be of two passes
+            switches.pop("return_dscore_args", None)  # with it, all families but simt would use two passes
         gradients = backward(q, k, v, o, lse, do, method=method, **switches, **options)
         results = dict(zip(gradient_names(asked, switches), gradients, strict=True))
         expected.check(**{name: result for name, result in results.items() if name not in of_others})

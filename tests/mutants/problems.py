@@ -1,4 +1,4 @@
-"""What broken kernels are run on, and the problems that several of the tables share."""
+"""The class of problems that broken kernels are run on, and problems that several tables share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fa2cupy import TileConfig
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is run on; the tiles are those of `small_tiles`, unless there is one here, for the sm90 family."""
+    """A problem for a kernel, with the tiles of `small_tiles` or, for the sm90 family, with `hopper_tile`."""
 
     dtype: str = "float16"
     head_dim: int = 64
@@ -25,21 +25,21 @@ class Problem:
     batch: int = 1
     causal: bool = True
     few_multiprocessors: bool = False  # so that heads are scheduled in sections
-    packed: str = ""  # names of arrays that lie between others
-    growing: bool = False  # scores that leave the softmax's row shift behind
+    packed: str = ""  # name of an array that lies between others
+    growing: bool = False  # scores that outgrow the softmax's row shift
     hopper_tile: TileConfig | None = None
-    feature: str = ""  # as `feature_cases.options_of` calls it
-    view: Callable = place  # how the feature's arrays lie
-    function: str = ""  # as `traced_cases.ready_made` calls it
-    scores: Callable = tuple  # from inputs to those with other scores
-    rows_ahead: int = 0  # of no sequence, ahead of the one that the others are of
-    device: str = ""  # instead of the one of the tests of Hopper's kernels
+    feature: str = ""  # its name in `feature_cases.options_of`
+    view: Callable = place  # from the feature's arrays to those in memory
+    function: str = ""  # its name in `traced_cases.ready_made`
+    scores: Callable = tuple  # from inputs to inputs with other scores
+    rows_ahead: int = 0  # unused rows before the only sequence
+    device: str = ""  # instead of the device of the Hopper tests
     num_splits: int | None = 1  # blocks that share a tile
     precision: str | None = None
 
     @property
     def features(self) -> dict:
-        """The keywords of the feature and of the function, their arrays on the device."""
+        """The keywords of the feature and of the function, with arrays on the device."""
         function = {}
         if self.function:
             cases = ready_made(self.batch, self.heads[0], *self.lengths, wide=accumulator(self.dtype))
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def offsets(self) -> dict:
-        """Those of packed sequences, if they are."""
+        """The offsets of packed sequences; empty if they are not packed."""
         names = ("cu_seqlens_q", "cu_seqlens_k")
         own = (place(np.array([self.rows_ahead, length], "int32")) for length in self.lengths)
         return dict(zip(names, own, strict=True)) if self.rows_ahead else {}
@@ -62,16 +62,16 @@ class Problem:
 ONE_SEQUENCE = Problem()
 PAIRS = (69, 98)  # lengths with which all rows of scores begin on even elements
 
-# Hopper, by the layout of dQ in its workspace where a backward runs: columns, transposed.
+# Problems of Hopper; the names of the last two are layouts of dQ in the workspace of a backward.
 ONE_GROUP = TileConfig(64, 48, 8, 2, 2)
-HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several for a block
+HOPPER_TILES = Problem(lengths=(200, 150), hopper_tile=ONE_GROUP)  # several tiles for a block
 HOPPER_PANELS = Problem(head_dim=128, hopper_tile=TileConfig(128, 64, 12, 2))
 HOPPER_COLUMNS = Problem(head_dim=96, lengths=(310, 150), hopper_tile=TileConfig(64, 128, 12, 2))
 HOPPER_TRANSPOSED = Problem(head_dim=128, lengths=(390, 150), hopper_tile=TileConfig(80, 128, 12, 2))
 
 
 def with_units(inputs: tuple) -> tuple:
-    """V grows with the key, so that its blocks have different units."""
+    """Makes V larger from key 64 on, so that its blocks have different units."""
     inputs[2][:, 64:] *= 16
     return inputs
 

@@ -1,4 +1,4 @@
-"""What features do to scores: windows, caps, biases, masks and sinks, and their gradients."""
+"""Features that change scores: windows, caps, biases, masks and sinks, and their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fa2cupy import TileConfig
 from .mutant import Mutant
 from .problems import HOPPER_COLUMNS, ONE_GROUP, PAIRS, Problem
 
-VECTORS = Problem(feature="bias", lengths=(69, 104))  # whose scores have rows that all begin on 16 bytes
+VECTORS = Problem(feature="bias", lengths=(69, 104))  # all rows of scores begin on 16 bytes
 OF_ANOTHER_ROW = (
     "params_.mask_strides.offset(batch_, head_, row, column)",
     "params_.mask_strides.offset(batch_, head_, 0, column)",

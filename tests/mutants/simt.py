@@ -11,10 +11,10 @@ from .mutant import Mutant
 from .problems import Problem
 
 SIMT = Problem("float32", 59, (21, 27))
-SIMT_ALIGNED = Problem("float32", 60, (21, 27))  # whose rows are copied 16 bytes at a time
+SIMT_ALIGNED = Problem("float32", 60, (21, 27))  # rows are copied 16 bytes at a time
 SIMT_LEVEL = Problem("float32", 40, (11, 29), heads=(1, 1), scores=functools.partial(at_level, score=90.0))
 SIMT_GROUPS = Problem("float32", 59, (21, 27), heads=(4, 2))
-#: The barriers behind copies to shared memory, as comments name them.
+#: The barriers after copies to shared memory, by their comments in the kernels.
 SIMT_COPIES = (
     ("forward", "Q and K are there"),
     ("forward", "V is there"),

@@ -12,7 +12,7 @@ MASKED_ROWS = Problem(lengths=(94, 37))
 GROWING = Problem(lengths=(35, 128), causal=False, growing=True)
 WIDE = Problem(head_dim=160)
 SECTIONS = Problem(lengths=(65, 65), batch=5, few_multiprocessors=True)
-#: Between the bound of a loop over 8-column tiles and its body.
+#: The source between the bound of a loop over 8-column tiles and its body.
 EACH = "; ++n)\n#pragma unroll\n                    for (int e = 0; e < 4; ++e)"
 
 MUTANTS = (

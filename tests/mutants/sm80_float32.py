@@ -9,7 +9,7 @@ from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_SMALL_GRADIENTS, PARTS_OF
 
 AMPERE_PARTS = dataclasses.replace(PARTS, device="sm_80")
 AMPERE_PARTS_OF_GROUPS = dataclasses.replace(PARTS_OF_GROUPS, device="sm_80")
-#: Whose tiles have K and V, or Q and dO, in one stage each.
+#: A problem whose tiles have K and V, or Q and dO, in one stage each.
 AMPERE_WIDE_PARTS = dataclasses.replace(PARTS_OF_GROUPS, head_dim=128, device="sm_80")
 
 MUTANTS = (

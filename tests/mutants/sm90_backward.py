@@ -7,8 +7,8 @@ from fa2cupy import TileConfig
 from .mutant import Mutant
 from .problems import HOPPER_COLUMNS, HOPPER_TRANSPOSED, Problem
 
-# Like those by columns and transposed, ragged and long enough that every buffer is used again: keys of a group of their
-# own and dQ by rows; divided between dK and dV.
+# Like HOPPER_COLUMNS and HOPPER_TRANSPOSED, these are ragged and long enough that every buffer is used again. In ROWS
+# each group has its own keys, and dQ is by rows. In DIVIDED the groups are divided between dK and dV.
 HOPPER_ROWS = Problem(lengths=(600, 150), causal=False, hopper_tile=TileConfig(128, 128, 12, 2))
 HOPPER_DIVIDED = Problem(head_dim=256, lengths=(310, 100), hopper_tile=TileConfig(64, 64, 12, 2))
 
@@ -108,7 +108,7 @@ MUTANTS = (
         "mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);",
         "",
         "deadlock",
-        # Only with more stages than buffers: a stage is not filled again before its P is read.
+        # Caught only with more stages than buffers: a stage is not filled again before its P is read.
         Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),
     ),
     Mutant(

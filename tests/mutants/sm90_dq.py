@@ -9,7 +9,7 @@ from .problems import HOPPER_PANELS, HOPPER_TILES, ONE_GROUP, Problem
 
 HOPPER_MASKED_ROWS = Problem(lengths=(200, 70), hopper_tile=ONE_GROUP)
 HOPPER_SKIPPING = Problem(lengths=(300, 330), hopper_tile=TileConfig(192, 64, 16, 3))
-HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # through dO
+HOPPER_ONE_WAY_OUT = Problem(head_dim=256, lengths=(200, 90), hopper_tile=TileConfig(128, 48, 12, 2))  # dQ through dO
 
 MUTANTS = (
     # sm90: dQ

@@ -11,7 +11,10 @@ from .problems import PARTS, PARTS_OF_GROUPS, PARTS_OF_SMALL_GRADIENTS, PARTS_OF
 
 
 def with_small_rows(inputs: tuple) -> tuple:
-    """The rows of two blocks of V are small beside one that has next to no weight. No term of a score is above 32."""
+    """Makes V large at the first and the last key, whose weight is almost zero, so that other rows of V are small.
+
+    No term of a score is above 32.
+    """
     q, k, v, _ = inputs
     large = [0, -1]
     q[..., 0], k[:, large] = 1, 0

@@ -1,4 +1,4 @@
-"""The forward on Hopper: barriers between producer and consumers, the way out of O, numbers."""
+"""The forward on Hopper: barriers between producer and consumers, the stores of O, numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ MUTANTS = (
         "deadlock",
         Problem(lengths=(1000, 40), hopper_tile=ONE_GROUP),
     ),
-    # sm90: the way out
+    # sm90: the stores of O
     Mutant(
         "no proxy fence before the store of O",
         "forward",
@@ -168,7 +168,7 @@ MUTANTS = (
         "numbers",
         Problem(lengths=(200, 260), hopper_tile=TileConfig(192, 64, 16, 3)),
     ),
-    # What lanes have to do each for itself, and what must be over in the end
+    # Steps that each lane must take for itself, and work that must be finished at the end
     Mutant(
         "one lane's proxy fence before the store of O",
         "forward",

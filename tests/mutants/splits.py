@@ -1,4 +1,4 @@
-"""Several blocks for a tile (num_splits): shares of the backward and of the forward, and the sums of them."""
+"""Several blocks for a tile (num_splits): shares of the backward and of the forward, and their sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ptxsim: executes the PTX that NVRTC makes of a kernel, in Python and NumPy, without a GPU.
+"""An interpreter of the PTX that NVRTC makes of a kernel, in Python and NumPy, without a GPU.
 
-It computes what the kernel computes and reports what a GPU hides: accesses outside of a buffer, reads of memory that
-nobody wrote, races between warps and between blocks, missing waits and fences, barriers that never complete.
+It computes the results of the kernel and reports errors that a GPU hides: accesses outside of a buffer, reads of
+unwritten memory, races between warps and between blocks, missing waits and fences, barriers that never complete.
 tests/README.md says what is modelled.
 
     module = ptxsim.Module(ptx)

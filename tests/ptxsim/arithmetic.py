@@ -23,7 +23,7 @@ _WIDER = {"u16": np.uint32, "s16": np.int32, "u32": np.uint64, "s32": np.int64}
 
 
 def directed_rounding(inst: Inst) -> str:
-    """rz, rm or rp, which only float32 results have here; empty for the nearest."""
+    """Returns rz, rm or rp, which are implemented for float32 results only; empty for the nearest."""
     mode = next((part for part in inst.parts if part in ("rz", "rm", "rp")), "")
     if mode and inst.type != "f32":
         raise PtxError(f"directed rounding of .{inst.type} is not implemented")
@@ -54,7 +54,7 @@ def _operands(machine: Machine, inst: Inst) -> tuple[Any, Any, Any]:
 
 
 def _sum_or_product(machine: Machine, inst: Inst, compute: Binary) -> Plain:
-    """The operations that round and saturate."""
+    """Makes an operation that may round in a direction or saturate."""
     ty = inst.type
     target, a, b = _operands(machine, inst)
     mode = directed_rounding(inst) if is_float(ty) else ""
@@ -123,7 +123,7 @@ def _high_of_64(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def _product(inst: Inst) -> tuple[Binary, str]:
-    """What mul and mad .lo, .hi or .wide compute, and the type of it."""
+    """Returns the product of mul and mad with .lo, .hi or .wide, and the type of its result."""
     ty = inst.type
     if "lo" in inst.parts:
         return np.multiply, ty
@@ -169,7 +169,7 @@ def _multiply_add(machine: Machine, inst: Inst) -> Plain:
 
 @plain("fma", allow=_ROUNDING + " sat relu")
 def _fused_multiply_add(machine: Machine, inst: Inst) -> Plain:
-    """In float64, rounded once more: the product of narrower numbers is exact there."""
+    """Computes in float64 and rounds once more; the product of narrower numbers is exact there."""
     ty = inst.type
     target = machine.destination(inst.args[0], ty)
     a, b, c = (machine.source(arg, ty) for arg in inst.args[1:4])
@@ -198,7 +198,7 @@ def _fused_multiply_add(machine: Machine, inst: Inst) -> Plain:
 
 
 def _divide_integers(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quotient, towards zero, and remainder; a quotient by zero is all ones, as on the hardware."""
+    """Returns the quotient, towards zero, and remainder; a quotient by zero is all ones, as on the hardware."""
     by_zero = b == 0
     divisor = np.where(by_zero, b.dtype.type(1), b)
     quotient = np.floor_divide(a, divisor)

@@ -27,7 +27,7 @@ def commit_group(machine: Machine, kind: str) -> Plain:
 
 
 def wait_group(machine: Machine, inst: Inst, kind: str) -> Plain:
-    """Waits until no more than so many groups are pending."""
+    """Waits until at most as many groups are pending as the instruction allows."""
     pending = int(inst.args[0].value) if inst.args else 0
     if machine.race is None:
         return lambda ix: None
@@ -88,7 +88,7 @@ def _copy(machine: Machine, inst: Inst) -> Plain:
 def _source_words(
     machine: Machine, threads: np.ndarray, addresses: np.ndarray, sizes: np.ndarray, nbytes: int
 ) -> np.ndarray:
-    """What the copies write: bytes from `sizes` on are zeros, and are not read."""
+    """Returns the words that the copies write; bytes from `sizes` on are zeros, and are not read."""
     whole = sizes == nbytes
     if whole.all():
         return load_words(machine, threads, "global", addresses, nbytes)
@@ -113,7 +113,7 @@ def _source_words(
 
 @control("cp.async.mbarrier.arrive", allow="noinc shared shared::cta")
 def _arrive(machine: Machine, inst: Inst) -> Control:
-    """The earlier copies are complete already, so the arrival takes effect at once."""
+    """Arrives at once, because the earlier copies are complete already."""
     addresses, counted = address(machine, inst.args[0]), "noinc" in inst.parts
 
     def run(threads: np.ndarray) -> None:

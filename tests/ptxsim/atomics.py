@@ -58,7 +58,7 @@ def _bits(numbers: np.ndarray, ty: str) -> np.ndarray:
     allow=f"global shared shared::cta shared::cluster {CACHE_MODIFIERS} noftz v2 v4 cas {' '.join(_OPERATIONS)}",
 )
 def _atomic(machine: Machine, inst: Inst) -> Plain:
-    """Threads that meet at one address take turns, lowest thread first."""
+    """Lets threads with the same address take turns, lowest thread first."""
     ty, space = inst.type, space_of(inst)
     size, order = WIDTH[ty] // 8, order_of(inst)
     args = list(inst.args)
@@ -100,7 +100,7 @@ def _atomic(machine: Machine, inst: Inst) -> Plain:
 
 
 def _places(machine: Machine, threads: np.ndarray, addresses: np.ndarray, space: str) -> np.ndarray:
-    """Addresses, told apart where the same shared address means another place in another block."""
+    """Returns addresses with the block added to shared ones, which mean another place in another block."""
     if space == "global":
         return addresses
     shared = (addresses >= GENERIC_SHARED) & (addresses < GENERIC_SHARED + WINDOW) if space == "generic" else True
@@ -108,7 +108,7 @@ def _places(machine: Machine, threads: np.ndarray, addresses: np.ndarray, space:
 
 
 def _turns(places: np.ndarray) -> list[np.ndarray]:
-    """Accesses by turns, none of which has a place twice; one turn of all, in their order, if there is no conflict."""
+    """Returns accesses in turns that have no place twice; without a conflict, all of them in order in one turn."""
     order = np.argsort(places, kind="stable")
     ordered = places[order]
     same = ordered[1:] == ordered[:-1]

@@ -41,7 +41,7 @@ class _ClusterBarrier:
 
 
 class Barriers:
-    """All barriers of the batch that somebody has arrived at."""
+    """All barriers of the batch at which threads have arrived."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -50,7 +50,7 @@ class Barriers:
     def reset(self) -> None:
         self.of_block: dict[tuple[int, int], _BlockBarrier] = {}
         self.of_cluster: dict[int, _ClusterBarrier] = {}
-        self._cluster_phase = np.zeros(len(self.machine.threads), np.int64)  # in which each thread arrived
+        self._cluster_phase = np.zeros(len(self.machine.threads), np.int64)  # phase in which each thread arrived
 
     def arrive(
         self,
@@ -62,7 +62,7 @@ class Barriers:
         predicate: np.ndarray | None = None,
         done: Done | None = None,
     ) -> None:
-        """Whole warps arrive; `done` gets the waiting threads and the predicates of all."""
+        """Lets whole warps arrive; `done` gets the waiting threads and the predicates of all."""
         if wait and done is None and not self.of_block and self._all_at_once(threads, numbers, counts):
             self.machine.push(pc + 1, threads)
             return
@@ -84,7 +84,7 @@ class Barriers:
             self._complete(place)
 
     def _all_at_once(self, threads: np.ndarray, numbers: np.ndarray, counts: np.ndarray | None) -> bool:
-        """The usual case of __syncthreads: all threads of these blocks are here together, and nobody has to wait."""
+        """Returns True in the usual case of __syncthreads: all threads of these blocks are here, and none waits."""
         machine = self.machine
         if len(threads) % machine.padded_threads or (numbers != numbers[0]).any():
             return False
@@ -172,14 +172,14 @@ class Barriers:
     # Ends
 
     def threads_retired(self) -> None:
-        """Barriers that wait for all running threads may be complete now."""
+        """Completes barriers that wait for all running threads, after some threads have ended."""
         for place in list(self.of_block):
             self._complete(place)
         for number in list(self.of_cluster):
             self._complete_cluster(number)
 
     def waiting(self) -> list[tuple[str, int, np.ndarray]]:
-        """What threads wait for, for the report of a deadlock: (description, pc, threads)."""
+        """Returns what threads wait for, for the report of a deadlock: (description, pc, threads)."""
         alive = self.machine.alive_in_block
         found = [
             (f"at barrier {number}: {b.arrived} of {b.expected or int(alive[block])} arrived", pc, threads)

@@ -39,7 +39,7 @@ def _is_zero(machine: Machine, inst: Inst) -> Plain:
 
 @plain("shl", "shr")
 def _shift(machine: Machine, inst: Inst) -> Plain:
-    """Amounts of the width or more shift everything out; arithmetic shifts leave the sign."""
+    """Makes a shift; amounts of the width or more shift everything out, and arithmetic shifts leave the sign."""
     ty, left = inst.type, inst.op == "shl"
     width, dtype = WIDTH[ty], NUMPY[ty]
     keeps_sign = ty[0] == "s" and not left
@@ -119,7 +119,7 @@ def _permute_bytes(machine: Machine, inst: Inst) -> Plain:
 
 
 def _elementwise(machine: Machine, inst: Inst, result: str, compute: Callable[..., int], fields: int = 0) -> Plain:
-    """Instructions that are rare enough for Python's own integers."""
+    """Makes an instruction that is rare enough for Python's own integers."""
     ty = inst.type
     target, bits = machine.destination(inst.args[0], result), f"u{WIDTH[ty]}"
     sources = [machine.source(arg, bits) for arg in inst.args[1 : len(inst.args) - fields]]

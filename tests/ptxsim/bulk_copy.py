@@ -47,7 +47,7 @@ def _prefetch(machine: Machine, inst: Inst) -> Plain:
 
 
 def _loads(inst: Inst) -> bool:
-    """Whether the copy goes from global to shared memory; the first space named is where it goes."""
+    """Returns True if the copy goes from global to shared memory; the first space named is the target."""
     to, of = (part for part in inst.parts if part in _SPACES)
     if "global" not in (to, of):
         raise PtxError("bulk copies from shared to shared memory are not implemented")
@@ -64,7 +64,7 @@ def _reduction(inst: Inst) -> Callable | None:
 
 
 def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, what: str) -> None:
-    """Checks of a bulk read of 16-byte chunks of a block."""
+    """Checks a bulk read of 16-byte chunks of a block."""
     chunks = chunks + block * machine.shared.stride
     bad = machine.shared.unwritten(chunks, _CHUNK) if machine.check_uninit else None
     if bad is not None:
@@ -77,7 +77,7 @@ def _read_shared(machine: Machine, thread: int, block: int, chunks: np.ndarray, 
 def _write_shared(
     machine: Machine, thread: int, block: int, chunks: np.ndarray, data: np.ndarray, mbarrier: tuple[int, int]
 ) -> None:
-    """A bulk write of 16-byte chunks, of which an mbarrier is told."""
+    """Writes 16-byte chunks in bulk and signals an mbarrier."""
     chunks = chunks + block * machine.shared.stride
     if not machine.alive_in_block[block]:
         raise PtxError("a bulk copy into the shared memory of a block that has ended", thread)
@@ -99,7 +99,7 @@ def _check_race(
     loads: bool,
     reduce: Callable | None,
 ) -> None:
-    """A copy of elements from or to global memory, against what other blocks do there."""
+    """Checks a copy of elements from or to global memory for races with other blocks."""
     if machine.global_race is not None and len(offset):
         kind = "read" if loads else "write" if reduce is None else "atomic"
         machine.global_race.copy(kind, what, thread, buffer, offset, size)
@@ -173,11 +173,11 @@ def _map_at(machine: Machine, pointer: int, rank: int, thread: int) -> TensorMap
 
 
 def _inside(machine: Machine, tensor: TensorMap, coordinates: list[int]) -> tuple[Buffer, np.ndarray, np.ndarray]:
-    """The tensor's buffer, offsets in it of those elements of a tile that the tensor has, and which these are."""
+    """Returns the tensor's buffer, offsets in it of a tile's elements inside of the tensor, and which these are."""
     offset, inside = tensor.tile(coordinates)
     try:
         buffer = machine.memory.find(tensor.address)
-    except AccessError as error:  # a load faults there even if it takes nothing from there
+    except AccessError as error:  # a load faults there even if it reads no element
         raise PtxError(f"a tensor map begins at an unmapped address: {error.problem}") from None
     offset = offset[inside] + (tensor.address - buffer.address)
     if len(offset) and not 0 <= int(offset.min()) <= int(offset.max()) <= buffer.nbytes - tensor.size:
@@ -227,7 +227,7 @@ def _load_tile(
     mbarrier: tuple[int, int],
     multicast: int | None,
 ) -> None:
-    """Elements outside of the tensor become zeros; all bytes of the tile count as arrived."""
+    """Loads a tile; elements outside of the tensor become zeros, and all bytes of the tile count as arrived."""
     buffer, offset, inside = tile
     bad = buffer.unwritten(offset, tensor.size) if machine.check_uninit else None
     if bad is not None:
@@ -242,7 +242,7 @@ def _load_tile(
     size = machine.cluster_size
     first = start[0] // size * size
     for rank in range(size):
-        if multicast >> rank & 1:  # to the same offsets, and the mbarrier there
+        if multicast >> rank & 1:  # to the same offsets and mbarrier of each block
             _write_shared(machine, thread, first + rank, chunks, values, (first + rank, mbarrier[1]))
 
 
@@ -254,7 +254,7 @@ def _store_tile(
     start: tuple[int, int],
     reduce: Callable | None,
 ) -> None:
-    """Elements outside of the tensor are not written."""
+    """Stores those elements of a tile that are inside of the tensor."""
     buffer, offset, inside = tile
     chunks = tensor.chunks(start[1])
     needed = inside.reshape(len(chunks), -1).any(1)

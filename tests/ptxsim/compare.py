@@ -40,7 +40,7 @@ def _either_nan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _comparison(name: str, ty: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Ordered comparisons are false for NaN, those with a u behind them true."""
+    """Returns a comparison; ordered ones are false for NaN, unordered ones, whose name ends with u, are true."""
     if name in ("nan", "num"):
         return _either_nan if name == "nan" else lambda a, b: ~_either_nan(a, b)
     if name == "ne" and is_float(ty):
@@ -84,7 +84,7 @@ def _set_predicate(machine: Machine, inst: Inst) -> Plain:
 
 @plain("set", allow=_MODIFIERS)
 def _set(machine: Machine, inst: Inst) -> Plain:
-    """A comparison as 1.0 or all ones."""
+    """Sets a register to 1.0 or all ones if a comparison is true."""
     result_type, ty = inst.types[-2:]
     compare = _comparison(inst.parts[0], ty)
     connect = next((_CONNECTIVES[part] for part in inst.parts[1:] if part in _CONNECTIVES), None)

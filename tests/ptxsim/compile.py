@@ -16,11 +16,10 @@ OPTIONS = ("-std=c++17", "-lineinfo")
 
 
 def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = OPTIONS) -> str:
-    """PTX text of a CUDA C++ source for a virtual architecture, which keeps NVRTC from assembling it.
+    """Compiles CUDA C++ to PTX text for a virtual architecture, which keeps NVRTC from assembling it.
 
-    Where FA2CUPY_CACHE_DIR names a folder, as it does in the tests, it is kept there: compiling takes longer than a
-    small launch, and the processes of a test run ask for the same kernels. Sources that include headers are compiled
-    anew.
+    The text is kept in the folder FA2CUPY_CACHE_DIR, if there is one, as in the tests: compiling takes longer than a
+    small launch, and the processes of a test run need the same kernels. Sources that include headers are compiled anew.
 
     Raises
     ------
@@ -57,7 +56,7 @@ def _compile(source: str, arch: str, options: Sequence[str]) -> str:
 
 
 def cuda_include() -> str:
-    """The option that lets NVRTC find cuda_fp16.h and its like, which the project's own kernels do without."""
+    """Returns the option that lets NVRTC find cuda_fp16.h and its like, which the project's own kernels do without."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     directory = find_nvidia_header_directory("cudart")

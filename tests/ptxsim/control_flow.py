@@ -1,4 +1,4 @@
-"""Branches, ends, calls into the void, fences, and instructions that do nothing here."""
+"""Branches, exits, calls of functions without a body, fences, and instructions that do nothing here."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _no_effect(machine: Machine, inst: Inst) -> Plain:
 @plain("membar", allow="cta gl sys gpu")
 @plain("fence", allow="sc acq_rel acquire release mbarrier_init cta cluster gpu sys sync_restrict::")
 def _fence(machine: Machine, inst: Inst) -> Plain:
-    """Every store is visible at once, so that only the race check has something to order."""
+    """Orders accesses for the race check only, as every store is visible at once."""
     if machine.race is None:
         return lambda ix: None
     fence = machine.race.init_fence if "mbarrier_init" in inst.parts else machine.race.fence

@@ -42,7 +42,7 @@ def _convert(machine: Machine, inst: Inst) -> Plain:
 
 
 def _to_bf16(x: np.ndarray, mode: str) -> np.ndarray:
-    """Bits of bfloat16 numbers."""
+    """Returns the bits of bfloat16 numbers."""
     if mode == "rz":
         return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     if mode not in ("", "rn"):
@@ -56,7 +56,7 @@ def _to_f16(x: np.ndarray, mode: str) -> np.ndarray:
 
 
 def _pack_two(machine: Machine, inst: Inst, mode: str) -> Plain:
-    """Two float32 into one register, the first operand into its upper half."""
+    """Packs two float32 into one register, the first operand into its upper half."""
     to, of = inst.types
     if of != "f32" or "sat" in inst.parts or mode not in ("rn", "rz"):
         raise PtxError("this packing conversion is not implemented")
@@ -114,7 +114,7 @@ def _integer_to_integer(machine: Machine, inst: Inst) -> Plain:
 
 
 def _float_to_integer(machine: Machine, inst: Inst, mode: str) -> Plain:
-    """Out of range becomes the nearest limit, NaN becomes 0."""
+    """Converts floats to integers; a number out of range becomes the nearest limit, NaN becomes 0."""
     target, source = _rows(machine, inst)
     if mode not in _TO_INTEGER:
         raise PtxError("a conversion to an integer needs .rni, .rzi, .rmi or .rpi")
@@ -140,7 +140,7 @@ def _integer_to_float(machine: Machine, inst: Inst, mode: str) -> Plain:
 
     def run(ix: Any) -> None:
         x = source[ix]
-        if to == "f16":  # 64 bits do not fit into float32 without rounding, and NumPy goes through it
+        if to == "f16":  # NumPy goes through float32, which would round 64-bit integers
             x = x.astype(np.float64)
         target[ix] = x.astype(dtype) if mode in ("", "rn") else round_to(x.astype(np.float64), dtype, mode)
 

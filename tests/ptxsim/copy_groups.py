@@ -1,4 +1,4 @@
-"""Groups of cp.async and of bulk copies, which belong to single threads: what each of them has waited for."""
+"""Groups of cp.async and of bulk copies, which belong to single threads, and the waits of these threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["CopyGroups", "groups_kept", "kinds_of_copies"]
 
 
 def kinds_of_copies(insts: Iterable[Inst]) -> set[str]:
-    """What a kernel has groups of: "cp.async", "bulk"."""
+    """Returns the kinds of copies in a kernel: "cp.async", "bulk"."""
     copies = {inst.parts[:2] for inst in insts if inst.op == "cp"}
     return {"bulk" if "bulk" in parts or parts[0] == "reduce" else "cp.async" for parts in copies}
 
 
 def groups_kept(insts: Iterable[Inst]) -> int:
-    """How many of a thread's last groups a wait_group may tell apart."""
+    """Returns how many of a thread's last groups a wait_group may tell apart."""
     waits = (inst.args[0].value for inst in insts if "wait_group" in inst.parts and isinstance(inst.args[0], Imm))
     return 1 + max((int(pending) for pending in waits), default=0)
 
@@ -31,16 +31,16 @@ class CopyGroups:
     issued : numpy.ndarray
         The clock of a thread's last copy.
     done : numpy.ndarray
-        Up to which clock a thread's own copies are complete, by its own waits.
+        The clock up to which a thread's own copies are complete, by its own waits.
     told : numpy.ndarray
-        The same, where an mbarrier that others wait for has been told to expect them.
+        The same, but copies that an mbarrier was told to expect count as complete.
     """
 
     def __init__(self, num_threads: int, kept: int) -> None:
         self.issued, self.done, self.told = np.zeros((3, num_threads), np.int32)
         self._kept = kept
         self._count = np.zeros(num_threads, np.int64)
-        self._clock = np.zeros((kept, num_threads), np.int32)  # at which a thread's last groups were closed
+        self._clock = np.zeros((kept, num_threads), np.int32)  # when a thread's last groups were closed
         self.issuer: dict[tuple[int, int], int] = {}  # by warp and clock, the thread of a bulk copy
 
     def commit(self, threads: np.ndarray, clock: np.ndarray) -> None:
@@ -54,10 +54,10 @@ class CopyGroups:
         self.told[threads] = np.maximum(self.told[threads], reached)
 
     def complete(self, warps: np.ndarray, clock: np.ndarray, told: bool = False) -> np.ndarray:
-        """Up to which clock all copies of these warps are complete; `clock` if none is under way."""
+        """Returns the clock up to which all copies of these warps are complete; `clock` if none is in flight."""
         issued, reached = (x.reshape(-1, 32)[warps] for x in (self.issued, self.told if told else self.done))
         return np.where(issued > reached, reached, clock[:, None]).min(1)
 
     def unfinished(self, threads: np.ndarray) -> np.ndarray:
-        """The threads with copies that nobody has waited for or will."""
+        """Returns the threads with copies that nothing waits for."""
         return threads[self.issued[threads] > self.told[threads]]

@@ -1,8 +1,8 @@
-"""The table of instructions, and what their makers share.
+"""The table of instructions, and helpers that their makers share.
 
 A maker turns one instruction into a closure over rows of registers. A plain closure gets a selection of threads (a
 slice or an array of numbers); a control closure gets the sorted array of thread numbers and sends them to their next
-instruction. What no maker claims, modifier by modifier, is refused before the kernel starts.
+instruction. A modifier that no maker claims is refused before the kernel starts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def control(*names: str, allow: str = "") -> Callable[[Maker], Maker]:
 
 @lru_cache(maxsize=None)
 def _entry(op: str, parts: tuple[str, ...]) -> _Entry:
-    """What makes an instruction, the one with the longest name that fits, if it claims all other modifiers."""
+    """Returns the entry with the longest name that fits an instruction, if it claims all other modifiers."""
     opcode = ".".join((op, *parts))
     for length in range(min(len(parts), _LONGEST_KEY), -1, -1):
         entry = _TABLE.get(".".join((op, *parts[:length])))
@@ -87,7 +87,7 @@ def _entry(op: str, parts: tuple[str, ...]) -> _Entry:
 
 
 def build(machine: Machine, inst: Inst) -> tuple[Plain | Control, bool]:
-    """The closure of an instruction, and whether it is a control closure."""
+    """Returns the closure of an instruction, and whether it is a control closure."""
     entry = _entry(inst.op, inst.parts)
     step = entry.make(machine, inst)
     if inst.predicate is not None and inst.op != "bra":  # branches look at their predicate themselves
@@ -125,7 +125,7 @@ def _predicated_control(machine: Machine, inst: Inst, step: Control) -> Control:
 
 
 def space_of(inst: Inst) -> str:
-    """The state space that an instruction names, "generic" if none."""
+    """Returns the state space that an instruction names, "generic" if none."""
     for part in inst.parts:
         if part in _SPACE_NAMES:
             return part if part == "shared::cluster" else part.partition("::")[0]
@@ -133,7 +133,7 @@ def space_of(inst: Inst) -> str:
 
 
 def address(machine: Machine, operand: Operand) -> Callable[[Any], np.ndarray]:
-    """Closure from threads to their addresses, as int64."""
+    """Returns a closure from threads to their addresses, as int64."""
     base, offset = (operand.base, operand.offset) if isinstance(operand, Addr) else (operand, 0)
     match base:
         case None:

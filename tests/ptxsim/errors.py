@@ -1,4 +1,4 @@
-"""The one exception of the interpreter, which gathers on its way up where in the kernel it happened."""
+"""The exceptions of the interpreter; the machine adds where in the kernel they happened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PtxError(Exception):
     Attributes
     ----------
     problem : str
-        What is wrong, without the place.
+        The problem, without the place.
     thread : int or None
         The thread it happened to, as a number within the batch; the machine turns it into coordinates.
     """

@@ -1,16 +1,16 @@
 """Races between the blocks of a launch, through global memory.
 
-Of every buffer, the last plain write of each place is remembered, and for every block its last accesses of the other
-kinds there. Places are as wide as the accesses that were made, so that bytes are told apart. An access conflicts with
-what other blocks did at its bytes, reads with writes alone, strong accesses (atomics, volatile, relaxed, acquire,
-release) not with each other; those of scope .cta are no stronger than plain ones here.
+The detector remembers the last plain write to each place of a buffer, and for every block its last accesses of the
+other kinds there. Places are as wide as the accesses that were made, so that bytes are told apart. An access conflicts
+with earlier accesses of other blocks to its bytes. Reads conflict with writes alone. Strong accesses (atomics,
+volatile, relaxed, acquire, release) do not conflict with each other; those of scope .cta count as plain ones.
 
 Conflicting accesses must be ordered by the barriers of a cluster or by synchronisation through memory: a release (or a
-fence and a strong write behind it) observed by an acquire (or a strong read and a fence behind it), atomics in between
-included. Clocks are those of the warps in race.py. A view says up to which clock something comes after each warp of the
-launch. Releases leave the view of their warp at their place; an acquire adds it to what its warp knows, and so do
-barriers and waits to the warps of its cluster that they order behind it. A strong write itself also comes before what
-its observer does next, without any fence.
+strong write after a fence) is observed by an acquire (or a strong read before a fence), possibly through atomics in
+between. Clocks are those of the warps in race.py. A view gives a clock for each warp of the launch: the work of that
+warp up to this clock comes before the owner of the view. A release leaves the view of its warp at its place. An acquire
+adds this view to the knowledge of its warp; barriers and waits pass it on to the warps of the cluster that they order
+after it. A strong write also comes before the next accesses of its observer, without any fence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GlobalRaceDetector"]
 
-View = np.ndarray  # clocks by warp of the launch; never changed once it is somebody else's
+View = np.ndarray  # clocks by warp of the launch; never changed once it is shared
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # rows of places, places, blocks, stamps
 
 _CONFLICTS = {
@@ -42,13 +42,13 @@ _CONFLICTS = {
 
 
 class _LastWrites:
-    """The last plain write of every place of one width: by which block (its number + 1, 0: none), and its stamp."""
+    """The last plain write to every place of one width: its block (number + 1; 0: none) and its stamp."""
 
     def __init__(self, num_blocks: int, nbytes: int, width: int) -> None:
         self.writer, self.stamp = np.zeros((2, nbytes // width), np.int32)
 
     def of_others(self, places: np.ndarray, blocks: np.ndarray) -> _Found | None:
-        """What stands at these places, one row of them for each of the blocks, and is of another block."""
+        """Returns the entries of other blocks at these places, which have a row for each of the blocks."""
         writer = self.writer.take(places)
         foreign = (writer != blocks[:, None] + 1) & (writer != 0)
         if not np.count_nonzero(foreign):
@@ -62,13 +62,13 @@ class _LastWrites:
 
 
 class _LastOfBlocks:
-    """For every block, the stamp of its last access of one kind to every place of one width, 0: none.
+    """The stamp of every block's last access of one kind to every place of one width; 0: none.
 
     Strong accesses also have times, in the order in which they were executed.
     """
 
     def __init__(self, num_blocks: int, nbytes: int, width: int) -> None:
-        # Of zeros, only what is touched takes memory.
+        # Zeros take no memory until they are touched.
         self.stamps, self.times = np.zeros((2, num_blocks, nbytes // width), np.int32)
 
     def of_others(self, places: np.ndarray, blocks: np.ndarray) -> _Found | None:
@@ -94,13 +94,13 @@ class _Shadow:
         self.views: dict[int, View] = {}
 
     def times(self, kind: str, width: int, place: int) -> np.ndarray:
-        """By block, when it last made a strong access."""
+        """Returns for each block the time of its last strong access."""
         accesses = self.accesses.get((kind, width))
         return np.zeros(0, np.int32) if accesses is None else accesses.times[:, place]
 
 
 class GlobalRaceDetector:
-    """Of one launch. Blocks are numbered over the launch, and so are the warps of a view."""
+    """The races of one launch; blocks and the warps of a view are numbered over the launch."""
 
     def __init__(self, machine: Machine, race: RaceDetector, num_blocks: int) -> None:
         self.machine, self.race, self.num_blocks = machine, race, num_blocks
@@ -109,10 +109,10 @@ class GlobalRaceDetector:
         self._time = 0  # of the last strong access
 
     def begin(self, first_block: int) -> None:
-        """A batch of blocks, whose warps begin with new clocks."""
+        """Begins a batch of blocks, whose warps have new clocks."""
         self._block_of = self.machine.block_of + first_block
         self._first_warp = first_block * self.block_warps
-        # By cluster of the batch, the acquires of its warps: the warp and its clock then, as in race.py, and the view.
+        # Acquires by cluster of the batch: the warp and its clock at that time, as in race.py, and the view.
         self._acquired: dict[int, list[tuple[int, int, View]]] = {}
         self._before_fence: dict[int, View] = {}
         self._behind_fence: dict[int, View] = {}
@@ -150,9 +150,9 @@ class GlobalRaceDetector:
                 self._leave(mine[fenced], offset[fenced], shadow, order)
 
     def copy(self, kind: str, what: str, thread: int, buffer: Buffer, offset: np.ndarray, size: int) -> None:
-        """A thread's copy of elements. Those of a bulk reduction are relaxed atomics, each of them."""
+        """Records a thread's copy of elements; each element of a bulk reduction is a relaxed atomic."""
         per_chunk = max(16 // size, 1)
-        if kind != "atomic" and size < 16 and len(offset) % per_chunk == 0:  # whole chunks, if it takes nothing else
+        if kind != "atomic" and size < 16 and len(offset) % per_chunk == 0:  # whole chunks, if there is nothing else
             chunks = offset[::per_chunk]
             whole = chunks[:, None] + np.arange(0, 16, size) == offset.reshape(-1, per_chunk)
             if whole.all() and not np.count_nonzero(chunks & 15):
@@ -162,7 +162,7 @@ class GlobalRaceDetector:
     def _access(
         self, kind: str, what: str, threads: np.ndarray, buffer: Buffer, offset: np.ndarray, nbytes: int
     ) -> _Shadow:
-        """Each thread's access to an offset, or one thread's to all of them."""
+        """Checks and records each thread's access to an offset, or one thread's accesses to all offsets."""
         shadow = self._shadows.get(buffer)
         if shadow is None:
             shadow = self._shadows[buffer] = _Shadow()
@@ -195,7 +195,7 @@ class GlobalRaceDetector:
     # Synchronisation
 
     def fence(self, threads: np.ndarray) -> None:
-        """Makes a release of strong writes behind it, and an acquire of strong reads ahead of it; ticks no clock."""
+        """Turns later strong writes into releases and earlier strong reads into acquires; ticks no clock."""
         for warp in warps_of(threads).tolist():
             behind = self._behind_fence.pop(warp, None)
             if behind is not None:
@@ -204,7 +204,7 @@ class GlobalRaceDetector:
             self._has_fenced[warp] = True
 
     def _leave(self, threads: np.ndarray, offset: np.ndarray, shadow: _Shadow, order: Order) -> None:
-        """Strong writes: atomics go on with the release that they find, stores begin anew."""
+        """Leaves views at strong writes: atomics continue the release that they find, stores begin anew."""
         for k, place in enumerate(offset.tolist()):
             thread, warp = threads[k : k + 1], int(threads[k]) >> 5
             found = shadow.views.pop(place, None)
@@ -222,7 +222,7 @@ class GlobalRaceDetector:
                 shadow.views[place] = found
 
     def _observe(self, thread: np.ndarray, view: View, acquires: bool) -> None:
-        """A strong read has found what a release left."""
+        """Handles a strong read that has found the view of a release."""
         if acquires:
             self._acquire(thread, view)
             return
@@ -231,7 +231,7 @@ class GlobalRaceDetector:
         self._behind_fence[warp] = view if pending is None else np.maximum(pending, view)
 
     def _acquire(self, threads: np.ndarray, view: View) -> None:
-        """These threads, of one warp, come after what the view holds: of other clusters, and of their own."""
+        """Orders threads of one warp after what the view holds, of other clusters and of their own."""
         race, warp = self.race, int(threads[0]) >> 5
         published = np.zeros_like(race.seen[0])
         published[: race.warps] = view[self._own_cluster(warp)]
@@ -242,7 +242,7 @@ class GlobalRaceDetector:
             acquired.append((local, int(race.seen[warp, local]), view))
 
     def _view(self, warp: int) -> View:
-        """What a warp of the batch comes after."""
+        """Returns the view that a warp of the batch comes after."""
         race = self.race
         view = np.zeros(self.num_blocks * self.block_warps, np.int32)
         for by, clock, acquired in self._acquired.get(int(race.cluster[warp]), ()):
@@ -253,7 +253,7 @@ class GlobalRaceDetector:
         return view
 
     def _own_cluster(self, warp: int) -> slice:
-        """A cluster's warps among those of the launch."""
+        """Returns the range of a warp's cluster among the warps of the launch."""
         start = self._first_warp + int(self.race.cluster[warp]) * self.race.warps
         return slice(start, start + self.race.warps)
 
@@ -262,7 +262,7 @@ class GlobalRaceDetector:
     def _check_order(
         self, what: str, threads: np.ndarray, buffer: Buffer, shadow: _Shadow, other: str, width: int, found: _Found
     ) -> None:
-        """Every access that was found comes before that of the thread which found it."""
+        """Checks that every access that was found comes before that of the thread that found it."""
         row, place, block, stamp = found
         clock, warp = stamp // self.block_warps, block * self.block_warps + stamp % self.block_warps
         finder = threads[row] >> 5
@@ -273,12 +273,12 @@ class GlobalRaceDetector:
                     self._raise(what, int(threads[row[k]]), buffer, int(place[k]), width, other, int(block[k]))
 
     def _has_observed(self, view: View, shadow: _Shadow, kind: str, width: int, place: int, block: int) -> bool:
-        """Whether an atomic or a strong read in the view has found a block's strong write, or atomics behind it."""
+        """Returns True if an atomic or strong read in the view has found a block's strong write or atomics after it."""
         if kind not in ("strong write", "atomic"):
             return False
         start = shadow.times(kind, width, place)[block]
         stores = shadow.times("strong write", width, place)
-        end = min(stores[stores > start], default=self._time + 1)  # atomics behind another store go on with that
+        end = min(stores[stores > start], default=self._time + 1)  # atomics after another store continue that one
         for other in ("atomic", "strong read"):
             times = shadow.times(other, width, place)
             observers = np.flatnonzero((times > start) & (times < end))
@@ -303,7 +303,7 @@ class GlobalRaceDetector:
 
 
 def _places(offset: np.ndarray, nbytes: int, width: int) -> np.ndarray:
-    """Places of a width under accesses: (accesses, places of each), or one row of a single thread's."""
+    """Returns the places of a width under accesses: (accesses, places of each), or one row for a single thread."""
     first = offset // width
     if nbytes <= width:
         return first if first.ndim == 2 else first[:, None]

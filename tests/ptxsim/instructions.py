@@ -1,4 +1,4 @@
-"""Every file that puts instructions into the table of decode; importing this fills it."""
+"""Imports every file that adds instructions to the table of decode, which fills it."""
 
 from . import (  # noqa: F401
     arithmetic,

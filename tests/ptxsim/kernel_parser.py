@@ -1,4 +1,4 @@
-"""A kernel's body to a flat list of instructions.
+"""The parser that makes a flat list of instructions from a kernel's body.
 
 Scopes ({ ... } with registers, labels and variables of their own) are resolved to rows of the register file and to
 places in the list; device functions are inlined where they are called, so that the machine needs no call stack.
@@ -19,7 +19,7 @@ from .text import closing, parse_constant, parse_variable, split_list
 
 __all__ = ["KernelParser"]
 
-# What a statement begins with: a brace, a place in the source, a label, or none of them.
+# The beginning of a statement: a brace, a place in the source, a label, or none of them.
 _BEGINNING = re.compile(r"[\s;]*(?:(?P<brace>\{)|(?P<loc>\.loc[\t ])|(?P<label>[$%A-Za-z_][\w$]*)\s*:(?!:))?")
 _COLON = re.compile(r":(?<!::)(?!:)")
 _NAME = re.compile(r"[$%A-Za-z_][\w$]*")
@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = (".pragma", ".callprototype", ".alias")
 
 
 def _end(text: str, mark: str, start: int) -> int:
-    """Where the mark is next, or the end of the text."""
+    """Returns the next place of the mark, or the end of the text."""
     end = text.find(mark, start)
     return end if end >= 0 else len(text)
 
@@ -72,7 +72,7 @@ class KernelParser:
         self.variables: dict[str, Var] = {}
         self.local_bytes = 0
         self.source = ""
-        self._sources: dict[str, str] = {}  # of .loc directives, which come back many times
+        self._sources: dict[str, str] = {}  # by .loc directives, which recur many times
         self._unique = 0
         self._last_label = ""
         self._jump_tables: dict[str, list[str]] = {}
@@ -121,7 +121,7 @@ class KernelParser:
     # Statements
 
     def _body(self, text: str, scope: _Scope, return_label: str | None) -> None:
-        """Everything between a pair of braces; `ret` of an inlined function is a jump to `return_label`."""
+        """Parses everything between a pair of braces; `ret` of an inlined function is a jump to `return_label`."""
         self._declare_labels(text, scope)
         position = 0
         while True:
@@ -147,7 +147,7 @@ class KernelParser:
                     position = end + 1
 
     def _statement(self, text: str, body: str, scope: _Scope, return_label: str | None) -> None:
-        """One of those of the body."""
+        """Parses a statement of the body."""
         if text.startswith(".reg"):
             self._declare_registers(text, body, scope)
         elif text.startswith(_DECLARED):
@@ -158,7 +158,7 @@ class KernelParser:
             self._instruction(" ".join(text.split()), scope, return_label)
 
     def _source(self, loc: str) -> str:
-        """file:line of a .loc directive, and where the function that contains the line was inlined."""
+        """Returns file:line of a .loc directive, and the place where the function of that line was inlined."""
         if loc in self._sources:
             return self._sources[loc]
         fields = loc.replace(",", " ").split()
@@ -170,7 +170,7 @@ class KernelParser:
         return where
 
     def _declare_labels(self, text: str, scope: _Scope) -> None:
-        """Labels of this scope, not those of inner ones, before they are reached: branches go forward too."""
+        """Declares the labels of this scope, without inner ones, in advance because branches go forward, too."""
         depth = counted = 0
         for colon in _COLON.finditer(text):
             end = colon.start()
@@ -185,7 +185,7 @@ class KernelParser:
                     scope.declared.append(name)
 
     def _declare_registers(self, text: str, body: str, scope: _Scope) -> None:
-        """Those of a range that the body names get rows, one in ten of what NVRTC declares; they stay in order."""
+        """Gives rows to registers that the body names, one in ten of those that NVRTC declares; they stay in order."""
         match = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
         if not match or match[1] not in WIDTH:
             raise PtxError(f"cannot parse {text}")
@@ -264,7 +264,7 @@ class KernelParser:
         return None if name[0] in "-0123456789" else scope.find("registers", name)
 
     def _operand(self, text: str, scope: _Scope) -> Operand:
-        # Long lists of registers are the same in many instructions, each of them in braces of its own.
+        # Many instructions, each in its own braces, have the same long list of registers: it is kept in an outer scope.
         while scope.outer is not None and not any(name in text for name in scope.declared):
             scope = scope.outer
         operand = scope.operands.get(text)

@@ -30,7 +30,7 @@ _STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
 
 
 def order_of(inst: Inst) -> Order | None:
-    """What an access that is strong orders, and whether its scope is only its block; None of a weak one."""
+    """Returns what a strong access orders, with cta if its scope is only its block; None for a weak access."""
     parts = set(inst.parts)
     if inst.op not in ("atom", "red") and not parts & _STRONG:
         return None
@@ -40,7 +40,7 @@ def order_of(inst: Inst) -> Order | None:
 
 
 def _by_space(addresses: np.ndarray) -> list[tuple[str, np.ndarray | None, np.ndarray]]:
-    """Generic addresses as [(space, which of them or None for all, addresses in that space)]."""
+    """Returns generic addresses as [(space, which of them or None for all, addresses in that space)]."""
     windows = addresses >> _WINDOW_BITS
     first = int(windows[0])
     if (windows == first).all():
@@ -57,7 +57,7 @@ def _by_space(addresses: np.ndarray) -> list[tuple[str, np.ndarray | None, np.nd
 def load_words(
     machine: Machine, ix: Any, space: str, addresses: np.ndarray, nbytes: int, order: Order | None = None
 ) -> np.ndarray:
-    """One aligned word of every thread."""
+    """Loads one aligned word for every thread."""
     if space == "generic":
         parts = _by_space(addresses)
         if parts[0][1] is None:
@@ -156,7 +156,7 @@ def _local_index(machine: Machine, ix: Any, addresses: np.ndarray, nbytes: int) 
 
 
 def _access(machine: Machine, inst: Inst, pointer: Operand, values: Operand) -> tuple[str, tuple[Operand, ...], int]:
-    """The state space, the registers and the bytes of each of a load or store."""
+    """Returns the state space of a load or store, its registers, and the bytes of each register."""
     space, size = space_of(inst), WIDTH[inst.type] // 8
     base = pointer.base if isinstance(pointer, Addr) else pointer
     if space == "param" and isinstance(base, Sym):
@@ -224,7 +224,7 @@ def _store(machine: Machine, inst: Inst) -> Plain:
 
 
 def bits_of(machine: Machine, operand: Operand, ty: str) -> Any:
-    """The row of an operand as unsigned bits; a constant is rounded to the type first."""
+    """Returns the row of an operand as unsigned bits; a constant is rounded to the type first."""
     bits = f"b{WIDTH[ty]}"
     if not isinstance(operand, Imm):
         return machine.source(operand, bits)

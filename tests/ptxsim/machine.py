@@ -55,7 +55,7 @@ class Machine:
     Attributes
     ----------
     threads : numpy.ndarray
-        Numbers of all threads of the batch: blocks behind one another, each padded to whole warps.
+        Numbers of all threads of the batch, block after block, each padded to whole warps.
     block_of, warp_of : numpy.ndarray
         For each thread, its block and its warp within the batch.
     block_index, grid_size : numpy.ndarray
@@ -77,8 +77,8 @@ class Machine:
         self.params = np.zeros(-(-max(self.params_nbytes, 16) // 16) * 16, np.uint8)
         self.dynamic_bytes = dynamic_bytes
         self.num_blocks = num_blocks
-        self._used = 0  # threads of the launch before
-        self.uses_memory_of_module = False  # whose addresses are in the instructions as they are decoded
+        self._used = 0  # threads of the previous launch
+        self.uses_memory_of_module = False  # decoded instructions contain its addresses
         self.num_threads = block[0] * block[1] * block[2]
         self.padded_threads = -(-self.num_threads // 32) * 32
         self.cluster_size = kernel.cluster[0] * kernel.cluster[1] * kernel.cluster[2]
@@ -102,7 +102,7 @@ class Machine:
         self._decode()
 
     def begin(self, memory: Memory, grid: tuple[int, int, int], params: bytes, options: Options) -> None:
-        """A launch; nothing is left of the one before."""
+        """Begins a launch, with nothing left of the previous one."""
         self.memory, self.grid, self._options = memory, grid, options
         self.params[: len(params)] = np.frombuffer(params, np.uint8)
         self.grid_size[:] = np.array(grid, np.uint32)[:, None]
@@ -118,7 +118,7 @@ class Machine:
             self.local[:used] = 0
 
     def take_apart(self) -> None:
-        """Frees the arrays of a machine that runs no more: its parts refer to it and wait for the garbage collector."""
+        """Frees the arrays of an unused machine, whose parts refer to it and wait for the garbage collector."""
         vars(self).clear()
 
     def _decode(self) -> None:
@@ -141,7 +141,7 @@ class Machine:
             self._stop[pc] = following
 
     def symbol_address(self, name: str) -> int:
-        """Address of a symbol in its own state space."""
+        """Returns the address of a symbol in its own state space."""
         if name in self.shared.offsets:
             return self.shared.offsets[name]
         variable = self.kernel.variables.get(name) or self.module.program.variables.get(name)
@@ -217,7 +217,7 @@ class Machine:
                 self.push(pc, group)
 
     def split_converged(self, threads: np.ndarray, mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The threads of warps whose running lanes (those of the mask) are all here, and the others."""
+        """Returns the threads of warps with all running lanes (those of the mask) here, and the others."""
         if len(threads) % 32 == 0:
             first = threads[::32]
             if not np.count_nonzero(first & 31) and not np.count_nonzero(threads[31::32] - first != 31):
@@ -231,12 +231,12 @@ class Machine:
         return threads[ready], threads[~ready]
 
     def selection(self, threads: np.ndarray) -> Any:
-        """A slice where the numbers are consecutive, which NumPy handles faster."""
+        """Returns a slice if the numbers are consecutive, which NumPy handles faster."""
         first = int(threads[0])
         return slice(first, first + len(threads)) if int(threads[-1]) - first + 1 == len(threads) else threads
 
     def retire(self, threads: np.ndarray) -> None:
-        """These threads have ended."""
+        """Ends these threads."""
         self._alive[threads] = False
         np.subtract.at(self.alive_lanes, self.warp_of[threads], np.left_shift(1, threads & 31))
         self.alive_in_block -= np.bincount(self.block_of[threads], minlength=self.num_blocks)
@@ -248,7 +248,7 @@ class Machine:
                 self.push(pc, group)
 
     def _check_ends(self, threads: np.ndarray) -> None:
-        """Nothing that these threads have begun, or that their blocks wait for, is still on its way."""
+        """Checks that nothing that these threads have begun, or that their blocks wait for, is in flight."""
         self.race.check_end(threads)
         if self.wgmma_registers is not None:
             self.wgmma_registers.check_end(threads)
@@ -274,7 +274,7 @@ class Machine:
                 if len(groups) > 1:
                     threads = np.concatenate(groups)
                     threads.sort()
-                # Up to the next control instruction, or to where another group waits to be joined.
+                # The group runs up to the next control instruction, or to another group that waits to be joined.
                 end = stop[pc]
                 limit = min((other for other in pending if other > pc), default=_FAR) if pending else _FAR
                 self._run_group(pc, min(end, limit), end if end < limit else -1, threads, insts)
@@ -282,7 +282,7 @@ class Machine:
                 self._deadlock()
 
     def _run_group(self, pc: int, end: int, control_pc: int, threads: np.ndarray, insts: list[Inst]) -> None:
-        """Plain instructions from pc to end, then the control instruction there unless the group stops before it."""
+        """Runs plain instructions from pc to end, then the control instruction at control_pc unless it is negative."""
         steps, trace, ix, at = self._steps, self._options.trace, self.selection(threads), pc
         try:
             registers = self.wgmma_registers
@@ -355,7 +355,7 @@ class Machine:
         self.push(0, running)
 
     def block_coordinates(self, number: int) -> tuple[int, int, int]:
-        """%ctaid of a block of the grid; the blocks of a cluster follow one another."""
+        """Returns %ctaid of a block of the grid; the blocks of a cluster follow one another."""
         (gx, gy, _), (cx, cy, cz) = self.grid, self.kernel.cluster
         cluster, rank = divmod(number, self.cluster_size)
         gx, gy = gx // cx, gy // cy

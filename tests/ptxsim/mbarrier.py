@@ -31,7 +31,7 @@ class Mbarrier:
         self.count = self.pending = count
         self.init = init  # the race detector's (thread, clock)
         self.known_to: set[int] = set()  # threads that come after the initialisation
-        self.signalled_by: set[int] = set()  # threads whose copies do, through the async proxy
+        self.signalled_by: set[int] = set()  # threads whose copies come after it, through the async proxy
         self.missing_bytes = 0
         self.phase = 0
         self.waiting: list[tuple[int, np.ndarray]] = []
@@ -62,7 +62,7 @@ class Mbarriers:
         return self._barriers[place]
 
     def use(self, place: Place, threads: np.ndarray) -> Mbarrier:
-        """The mbarrier for threads that must come after its initialisation."""
+        """Returns the mbarrier for threads, which must come after its initialisation."""
         barrier = self.at(place, int(threads[0]))
         if self.machine.race is not None:
             numbers = threads.tolist()
@@ -72,7 +72,7 @@ class Mbarriers:
         return barrier
 
     def use_for_copy(self, place: Place, thread: int) -> Mbarrier:
-        """The mbarrier that a thread's bulk copy signals."""
+        """Returns the mbarrier that a thread's bulk copy signals."""
         barrier = self.use(place, np.array([thread]))
         if self.machine.race is not None and thread not in barrier.signalled_by:
             self.machine.race.check_init_fenced(thread, barrier.init, self.machine.shared.describe(place[1]))
@@ -96,7 +96,7 @@ class Mbarriers:
         self.advance(barrier)
 
     def complete_bytes(self, place: Place, nbytes: int, tag: tuple[int, int] | None) -> None:
-        """A copy is done; its tag is the race detector's (entity, clock)."""
+        """Counts the bytes of a finished copy; its tag is the race detector's (entity, clock)."""
         barrier = self.at(place)
         barrier.missing_bytes -= nbytes
         if tag is not None:
@@ -117,7 +117,7 @@ class Mbarriers:
             self.machine.push(pc, threads)
 
     def waiting(self) -> list[tuple[str, int, np.ndarray]]:
-        """What threads wait for, for the report of a deadlock."""
+        """Returns what threads wait for, for the report of a deadlock."""
         return [
             (
                 f"for the mbarrier at {self.machine.shared.describe(offset)}: phase {b.phase}, "
@@ -131,7 +131,7 @@ class Mbarriers:
 
 
 def by_place(machine: Machine, threads: np.ndarray, addresses: np.ndarray) -> Iterator[tuple[np.ndarray, Place]]:
-    """Threads grouped by the mbarrier that they mean."""
+    """Yields threads grouped by the mbarrier that they mean."""
     first = int(addresses[0])
     if (addresses == first).all() and machine.block_of[threads[0]] == machine.block_of[threads[-1]]:
         yield threads, machine.mbarriers.place(int(threads[0]), first)
@@ -163,7 +163,7 @@ def _initialise(machine: Machine, inst: Inst) -> Control:
 
 @control("mbarrier.try_wait", "mbarrier.test_wait", allow=f"{_STATE_SPACES} {_ORDERS} parity")
 def _wait(machine: Machine, inst: Inst) -> Control:
-    """A try_wait suspends until the phase ends instead of failing now and then; a test_wait answers at once."""
+    """Tests a phase: a try_wait suspends until it ends instead of failing now and then, a test_wait answers at once."""
     done, addresses = machine.destination(inst.args[0], "pred"), address(machine, inst.args[1])
     parity, suspends = "parity" in inst.parts, inst.parts[0] == "try_wait"
     states = machine.source(inst.args[2], "u32" if parity else "u64")

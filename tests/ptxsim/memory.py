@@ -1,4 +1,4 @@
-"""Bytes that know which of them were written, and global memory: named buffers with gaps between them."""
+"""Bytes with flags for those that were written, and global memory: named buffers with gaps between them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ONES[16] = _ONES[8]
 
 
 def columns(words: np.ndarray, size: int, count: int) -> np.ndarray:
-    """Words as rows of `count` elements of `size` bytes."""
+    """Returns words as rows of `count` elements of `size` bytes."""
     return words.view(unsigned(size)).reshape(-1, count)
 
 
 def joined(values: Sequence[np.ndarray]) -> np.ndarray:
-    """The opposite: one wide word of each thread's elements."""
+    """Returns one wide word of each thread's elements, the opposite of `columns`."""
     count, size = len(values), values[0].itemsize
     if count == 1:
         return values[0]
@@ -72,11 +72,11 @@ class ByteStore:
             self._flags[nbytes][index] = _ONES[nbytes]
 
     def unwritten(self, offset: np.ndarray, nbytes: int) -> int | None:
-        """The first of these words that was not written entirely."""
+        """Returns the index of the first of these words that was not written entirely; None if all were."""
         return self.unwritten_words(offset // nbytes, nbytes) if self._flags else None
 
     def unwritten_words(self, number: np.ndarray, nbytes: int) -> int | None:
-        """The same of words by their numbers."""
+        """Returns the same for words that are given by their numbers."""
         if not self._flags:
             return None
         missing = self._flags[nbytes].take(number, axis=0) != _ONES[nbytes]
@@ -115,13 +115,13 @@ class Memory:
         return self.map(np.asarray(data), name, tracked=False)
 
     def empty(self, shape: int | tuple[int, ...], dtype: type = np.uint8, name: str = "") -> int:
-        """A buffer whose bytes a kernel must write before one may read them."""
+        """Returns the address of a new buffer, whose bytes a kernel must write before they are read."""
         count = prod(shape) if isinstance(shape, tuple) else int(shape)
         rubbish = np.full(count * np.dtype(dtype).itemsize, 0xCB, np.uint8)
         return self.map(rubbish.view(dtype).reshape(shape), name, tracked=True)
 
     def map(self, data: np.ndarray, name: str, *, tracked: bool, align: int = _ALIGNMENT, at: int | None = None) -> int:
-        """`at` is an address of the caller's, for parts of an array that is larger than the host's memory."""
+        """Maps a copy of an array; `at` is a fixed address, for parts of an array larger than the host's memory."""
         address = -(-self._next // align) * align if at is None else at
         buffer = Buffer(address, data, name or f"buffer{len(self._buffers)}", tracked)
         place = bisect.bisect(self._starts, address)
@@ -136,19 +136,19 @@ class Memory:
         return address
 
     def read(self, address: int) -> np.ndarray:
-        """The buffer that begins at this address: a live view, in the shape and type it was made with."""
+        """Returns a live view of the buffer that begins at this address, with its original shape and type."""
         buffer = self.find(int(address))
         if buffer.address != int(address):
             raise PtxError(f"0x{int(address):x} is inside of {buffer.name}, not its start")
         return buffer.array()
 
     def written(self, address: int) -> np.ndarray:
-        """Which bytes of an `empty` buffer have been written."""
+        """Returns which bytes of an `empty` buffer have been written."""
         buffer = self.find(int(address))
         return np.ones(buffer.nbytes, bool) if buffer.written is None else buffer.written[: buffer.nbytes].view(bool)
 
     def find(self, address: int, nbytes: int = 1, access: str = "access") -> Buffer:
-        """The buffer that holds all these bytes."""
+        """Returns the buffer that holds all these bytes."""
         number = bisect.bisect_right(self._starts, address) - 1
         if number < 0:
             raise AccessError(f"global {access} of {nbytes} bytes at 0x{address:x}: out of bounds, below every buffer")
@@ -162,7 +162,7 @@ class Memory:
         return buffer
 
     def load(self, parts: Sequence[Part], nbytes: int, check_written: bool) -> np.ndarray:
-        """A word of every address that was located."""
+        """Loads a word from every address that was located."""
         for buffer, chosen, offset in parts:
             bad = buffer.unwritten(offset, nbytes) if check_written else None
             if bad is not None:
@@ -184,7 +184,7 @@ class Memory:
             buffer.scatter(offset, nbytes, words if chosen is None else words[chosen])
 
     def read_bytes(self, address: int, nbytes: int, check_written: bool = True) -> np.ndarray:
-        """A run of bytes, as bulk copies read it."""
+        """Returns a run of bytes, as bulk copies read it."""
         buffer = self.find(address, nbytes, "read")
         start = address - buffer.address
         if check_written and buffer.written is not None and not buffer.written[start : start + nbytes].all():
@@ -199,7 +199,7 @@ class Memory:
             buffer.written[start : start + len(data)] = 1
 
     def locate(self, addresses: np.ndarray, nbytes: int, access: str) -> list[Part]:
-        """The buffers of the addresses, all of them in bounds."""
+        """Returns the buffers of the addresses, all of which must be in bounds."""
         number = bisect.bisect_right(self._starts, int(addresses.min())) - 1
         buffer = self._buffers[max(number, 0)]
         if number >= 0 and int(addresses.max()) + nbytes <= buffer.address + buffer.nbytes:

@@ -24,8 +24,8 @@ _MACHINES_KEPT = 6
 _BATCH_THREADS = 4096
 _BATCH_BYTES = 1 << 28
 
-#: Of the last launches that went well, for the next one of the same kernel, block and shared memory: to decode a kernel
-#: takes as long as to run a small grid. A machine holds its kernel, so that no other has its id.
+#: Machines of the last successful launches, for the next one of the same kernel, block and shared memory: decoding a
+#: kernel takes as long as running a small grid. A machine holds its kernel, so that no other kernel has its id.
 _machines: dict[tuple, Machine] = {}
 
 
@@ -35,7 +35,7 @@ class Module:
     Parameters
     ----------
     ptx : str or bytes
-        As NVRTC returns it.
+        PTX text as NVRTC returns it.
     """
 
     def __init__(self, ptx: str | bytes) -> None:
@@ -49,7 +49,7 @@ class Module:
         return self._kernels[name]
 
     def global_address(self, name: str, memory: Memory) -> int:
-        """Address of a module variable in that memory, where it is put at its first use."""
+        """Returns the address of a module variable in that memory, where it is mapped at its first use."""
         key = (self, name)
         if key not in memory.symbols:
             variable = self.program.variables[name]
@@ -93,12 +93,12 @@ class Module:
         dynamic_smem : int
             Bytes of dynamic shared memory.
         memory : Memory, optional
-            Where the pointers among the arguments point to.
+            Memory that the pointers among the arguments point to.
         race_check : bool
             Report races through shared memory and, between blocks, through global memory; missing fences of proxies and
-            of wgmma, early use of wgmma's registers, and what ends while copies are under way.
+            of wgmma, early use of wgmma's registers, and threads or blocks that end with copies in flight.
         check_uninit : bool
-            Report reads of shared memory, and of `empty` buffers, that nobody has written.
+            Report reads of unwritten shared memory, and of unwritten bytes of `empty` buffers.
         batch : int, optional
             Blocks that run together; by default about 4096 threads. Only blocks of one batch can wait for each other.
         trace : callable, optional
@@ -110,10 +110,9 @@ class Module:
         cluster : sequence of int, optional
             Shape of a cluster, if the kernel does not fix it.
         block_races : bool
-            Whether `race_check` looks at global memory: not where the arguments themselves make blocks collide.
+            Let `race_check` include global memory; off if the arguments themselves make blocks collide.
         cuts_sums : bool
-            Whether wgmma and mma.sync add bit by bit as the hardware does, which takes several times as long, or in
-            float32.
+            Let wgmma and mma.sync add bit by bit as the hardware does, which takes several times as long as float32.
         """
         grid3, block3 = _three(grid), _three(block)
         kernel = self.kernel(name)
@@ -135,7 +134,7 @@ class Module:
         memory = Memory() if memory is None else memory
         key = (id(kernel), block3, dynamic_smem, batch, race_check)
         machine = _machines.pop(key, None)
-        if machine is None or machine.num_blocks < min(batch, num_blocks):  # with room to spare from the second on
+        if machine is None or machine.num_blocks < min(batch, num_blocks):  # the second one has room for a whole batch
             room = batch if machine else max(1, min(batch, num_blocks))
             if machine is not None:
                 machine.take_apart()
@@ -183,7 +182,7 @@ def _default_batch(kernel: Kernel, num_threads: int, dynamic_smem: int, race_che
 
 
 def _packed(params: Sequence[Var], args: Sequence[Any]) -> bytes:
-    """The bytes of the parameter space; every argument must have its parameter's size."""
+    """Returns the bytes of the parameter space; every argument must have its parameter's size."""
     if len(params) != len(args):
         raise PtxError(f"the kernel takes {len(params)} arguments, got {len(args)}")
     record = bytearray()

@@ -27,12 +27,12 @@ def _move(machine: Machine, inst: Inst) -> Plain:
         return _unpack(machine, inst)
     if isinstance(value, Vec):
         return _pack(machine, inst)
-    # As bits: what goes through a float type would be converted.
+    # Values move as bits, because a float type would convert them.
     ty = "pred" if inst.type == "pred" else f"b{WIDTH[inst.type]}"
     if isinstance(value, (Sym, Addr)):
         ty = f"u{WIDTH[inst.type]}"
     destination = machine.destination(target, ty)
-    is_number = isinstance(value, Imm) and isinstance(value.value, tuple)  # which has the precision it is written in
+    is_number = isinstance(value, Imm) and isinstance(value.value, tuple)  # a float, with its written precision
     source = bits_of(machine, value, inst.type) if is_number else machine.source(value, ty)
 
     def run(ix: Any) -> None:
@@ -74,7 +74,7 @@ def _unpack(machine: Machine, inst: Inst) -> Plain:
 
 @plain("cvta", allow=f"to {_SPACES}")
 def _convert_address(machine: Machine, inst: Inst) -> Plain:
-    """32-bit addresses have no window: they stay as they are."""
+    """Converts addresses; 32-bit ones have no window and stay as they are."""
     ty, space = inst.type, space_of(inst)
     if space == "shared::cluster":
         space = "shared"

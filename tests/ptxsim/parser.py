@@ -42,7 +42,7 @@ class Program:
             position = self._declaration(text, position)
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel's instructions, with the device functions it calls inlined."""
+        """Returns the kernel's instructions, with the device functions it calls inlined."""
         from .kernel_parser import KernelParser
 
         function = self.functions.get(name)
@@ -52,7 +52,7 @@ class Program:
         return KernelParser(self, function).parse()
 
     def _declaration(self, text: str, start: int) -> int:
-        """Reads what begins at `start`; returns where it ends."""
+        """Reads the declaration that begins at `start`; returns where it ends."""
         if match := _LINE.match(text, start):
             return match.end()
         if text.startswith(".section", start):

@@ -1,18 +1,19 @@
 """Races through shared memory, found with vector clocks.
 
-Entities are the warps of a cluster and what works for them in the background: the reads of a warp's wgmmas, the reads
-of its bulk copies, the writes of its cp.async copies, and for each mbarrier the TMA writes that signal it. Every entity
-has a clock. A release (arrival at a barrier) publishes what a warp has seen, an acquire (a wait that succeeds) merges
-it. Every granule of shared memory remembers its last writer and the last read by every reader; an access that does not
-come after the conflicting one is an error.
+Entities are the warps of a cluster and their background work: the reads of a warp's wgmmas, the reads of its bulk
+copies, the writes of its cp.async copies, and for each mbarrier the TMA writes that signal it. Every entity has a
+clock. A release (arrival at a barrier) publishes what a warp has seen, and an acquire (a wait that succeeds) merges it.
+Every granule of shared memory remembers its last writer and the last read by every reader. An access that does not come
+after a conflicting one is an error.
 
-Threads of one warp share a clock, and are not checked against each other's ordinary accesses. Where copies and proxies
-are concerned they are told apart: a group of copies belongs to the thread that issued it, a proxy fence covers what its
-thread has written or has seen by synchronisation (anywhere on the way from a write to the copy that reads it, as PTX's
-proxy-preserved causality has it). A lane has seen what others of its warp did before they last met at a barrier.
+Threads of one warp share a clock, and are not checked against each other's ordinary accesses. For copies and proxies
+they are told apart: a group of copies belongs to the thread that issued it, and a proxy fence covers what its thread
+has written or has seen by synchronisation. The fence may be anywhere between a write and the copy that reads it, as in
+PTX's proxy-preserved causality. A lane has seen what others of its warp did before they last met at a barrier.
 
 Strong accesses (atomics, volatile, relaxed, acquire, release) do not conflict with each other. A granule that one of
-them has written has the writer `self.strong`, whose clock nobody sees: a plain access there is looked at more closely.
+them has written has the writer `self.strong`, whose clock is never seen, so that plain accesses there are checked
+further.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RaceDetector", "granule_bytes", "warps_of"]
 
-_MAX_MBARRIERS = 96  # with TMA writes, of one cluster
+_MAX_MBARRIERS = 96  # mbarriers of one cluster with TMA writes
 _AGENTS = {"wgmma": 1, "bulk": 2, "cp.async": 3}
 _AGENT_NAMES = ("warp {}", "the wgmma reads of warp {}", "the bulk copy of warp {}", "the cp.async of warp {}")
 _COPY_NAMES = {"bulk": "a bulk copy from shared memory", "cp.async": "a cp.async"}
@@ -41,7 +42,7 @@ Order = frozenset[str]  # of a strong access: acquire, release, rmw; cta if that
 
 
 def granule_bytes(insts: Iterable[Inst]) -> int:
-    """The narrowest access of a kernel to shared memory: nothing finer has to be remembered."""
+    """Returns the bytes of a kernel's narrowest access to shared memory: the race check needs nothing finer."""
     narrowest = 16
     for inst in insts:
         if inst.op == "cp" and inst.parts[0] == "async" and len(inst.args) > 2 and isinstance(inst.args[2], Imm):
@@ -53,7 +54,7 @@ def granule_bytes(insts: Iterable[Inst]) -> int:
 
 
 def warps_of(threads: np.ndarray) -> np.ndarray:
-    """The warps of ascending threads, each once."""
+    """Returns the warps of ascending threads, each once."""
     warps = threads >> 5
     first = np.empty(len(warps), bool)
     first[0] = True
@@ -78,36 +79,36 @@ class RaceDetector:
         self.cluster = np.arange(self.num_warps) // self.warps
         self._kinds, self._kept = sorted(kinds_of_copies(insts)), groups_kept(insts)
         proxies = any(inst.op in ("wgmma", "mbarrier") or "proxy" in inst.parts for inst in insts)
-        self.by_lane = bool(self._kinds) or proxies  # whether threads of a warp have to be told apart
+        self.by_lane = bool(self._kinds) or proxies  # True if threads of a warp have to be told apart
         self._generic = np.arange(self.entities) < 4 * self.warps  # entities that write through the generic proxy
         self._generic[self.strong] = True
         self.reset()
 
     @staticmethod
     def bytes_per_block(machine_warps: int, cluster_size: int, shared_bytes: int) -> int:
-        """An upper estimate of the memory it takes, but for strong accesses."""
+        """Returns an upper estimate of the detector's memory, without strong accesses."""
         return shared_bytes // 2 * (3 * machine_warps * cluster_size + 2) * 4
 
     def reset(self) -> None:
-        # What a warp has seen of everyone's clock, and beside it, what of that it knows to be behind a proxy fence.
+        # The clocks of all entities that a warp has seen, then those that it knows to be behind a proxy fence.
         self.seen = np.zeros((self.num_warps, 2 * self.entities), np.int32)
         self.seen[np.arange(self.num_warps), self.local] = 1
         self.agent_clock = np.zeros((self.num_warps // self.warps, self.entities), np.int32)
         self.writer = np.zeros(self.granules, np.int32)
         self.write_clock = np.zeros(self.granules, np.int32)
         self.read_clock = np.zeros((self.granules, self.readers), np.int32)
-        # Four readers side by side as one item, which NumPy scatters several times as fast: the warps of a warp group.
+        # Four neighbouring readers, the warps of a warp group, as one item: NumPy scatters these several times as fast.
         self._reads_by_four = self.read_clock.view("V16") if self.readers % 4 == 0 else None
         self._mbarriers: dict[tuple[int, int], int] = {}
-        # Of single lanes: who wrote a granule; up to which clock a lane has seen all writes of its warp; copies.
+        # By lane: the writer of a granule, the clock up to which a lane has seen all writes of its warp, and copies.
         self.write_lane = np.zeros(self.granules if self.by_lane else 0, np.int8)
         self.met = np.zeros(32 * self.num_warps, np.int32)
         self.copies = {kind: CopyGroups(32 * self.num_warps, self._kept) for kind in self._kinds}
-        self._waited = np.zeros(self.num_warps, bool)  # since the warp's copies were last looked at
-        # Fences that lanes have executed without the rest of their warp: its clock then, and the lanes.
+        self._waited = np.zeros(self.num_warps, bool)  # since the warp's copies were last taken in
+        # Fences that lanes have executed without the rest of their warp: the warp's clock at that time, and the lanes.
         self._proxy_fences: dict[int, list[tuple[int, int]]] = {}
         self._init_fences: dict[int, list[tuple[int, int]]] = {}
-        # Strong accesses, by granule and warp; the plain write before them; what releases have left at a place.
+        # Strong accesses by granule and warp, the plain write before them, and the clocks that releases left there.
         self._strong_writes: np.ndarray | None = None
         self._strong_reads: np.ndarray | None = None
         self._flags: dict[int, np.ndarray] = {}
@@ -123,7 +124,7 @@ class RaceDetector:
         self.seen[warps, self.local[warps]] += 1
 
     def release(self, threads: np.ndarray, published: np.ndarray | None) -> np.ndarray:
-        """What the warps of these threads have seen, merged into what others published at the same barrier."""
+        """Returns what the warps of these threads have seen, merged into what others published at the same barrier."""
         warps = warps_of(threads)
         self._take_in_copies(warps)
         seen = self.seen[warps].max(0)
@@ -139,7 +140,7 @@ class RaceDetector:
             self.met[threads] = np.maximum(self.met[threads], published[self.local[threads >> 5]])
 
     def block_barrier(self, warps: np.ndarray) -> None:
-        """Release and acquire of all warps, given as (blocks, warps of a block), each block by itself."""
+        """Lets all warps release and acquire, given as (blocks, warps of a block), each block by itself."""
         self._take_in_copies(warps.ravel())
         if self.by_lane:
             self.met.reshape(-1, 32)[warps] = self.clock(warps)[..., None]
@@ -147,14 +148,14 @@ class RaceDetector:
         self._tick(warps)
 
     def warp_barrier(self, threads: np.ndarray) -> None:
-        """bar.warp.sync. What takes part counts as the whole warp."""
+        """Handles bar.warp.sync; the threads that take part count as the whole warp."""
         warps = warps_of(threads)
         self._take_in_copies(warps)
         self.met[threads] = self.clock(threads >> 5)
         self._tick(warps)
 
     def fence(self, threads: np.ndarray) -> None:
-        """Makes a release of strong writes behind it, and an acquire of strong reads ahead of it."""
+        """Turns later strong writes into releases and earlier strong reads into acquires."""
         warps = warps_of(threads)
         self._take_in_copies(warps)
         for warp in warps.tolist():
@@ -183,7 +184,7 @@ class RaceDetector:
         self._tick(warps)
 
     def init_fence(self, threads: np.ndarray) -> None:
-        """fence.mbarrier_init, or what does at least the same."""
+        """Records fence.mbarrier_init."""
         warps = warps_of(threads)
         for warp, mask in zip(warps.tolist(), self._lanes(threads).tolist(), strict=True):
             self._init_fences.setdefault(warp, []).append((int(self.seen[warp, self.local[warp]]), mask))
@@ -191,7 +192,7 @@ class RaceDetector:
 
     @staticmethod
     def _lanes(threads: np.ndarray) -> np.ndarray:
-        """For each warp of these threads, the bits of their lanes."""
+        """Returns for each warp of these threads the bits of their lanes."""
         starts = np.flatnonzero(np.diff(threads >> 5, prepend=-1))
         return np.bitwise_or.reduceat(np.left_shift(1, threads & 31), starts)
 
@@ -201,7 +202,7 @@ class RaceDetector:
         return _AGENTS[kind] * self.warps + self.local[warps]
 
     def commit(self, kind: str, threads: np.ndarray) -> None:
-        """Closes a group of background work; of copies, every thread has groups of its own."""
+        """Closes a group of background work; every thread has its own groups of copies."""
         warps = warps_of(threads)
         self.agent_clock[self.cluster[warps], self.agent(kind, warps)] += 1
         if kind in self.copies:
@@ -209,9 +210,9 @@ class RaceDetector:
             self.copies[kind].commit(threads, self.agent_clock[self.cluster[every], self.agent(kind, every)])
 
     def wait(self, kind: str, threads: np.ndarray, pending: int) -> None:
-        """All groups but the last `pending` are done."""
+        """Waits for all groups but the last `pending`."""
         warps = warps_of(threads)
-        if kind in self.copies:  # what a lane has waited for is its own until the lanes meet
+        if kind in self.copies:  # a lane's wait counts for itself alone until the lanes meet
             self.copies[kind].wait(threads, pending)
             self._waited[warps] = True
             return
@@ -220,7 +221,7 @@ class RaceDetector:
         self.seen[warps, agents] = np.maximum(self.seen[warps, agents], done)
 
     def _take_in_copies(self, warps: np.ndarray) -> None:
-        """A warp has seen the end of those copies whose threads have waited for them."""
+        """Lets warps see the end of copies that their threads have waited for."""
         if not np.count_nonzero(self._waited[warps]):
             return
         for kind, copies in self.copies.items():
@@ -230,7 +231,7 @@ class RaceDetector:
         self._waited[warps] = False
 
     def publish_copies(self, threads: np.ndarray, published: np.ndarray | None) -> np.ndarray:
-        """A barrier is to be told when the cp.async copies of these threads so far are done."""
+        """Returns `published` with the end of these threads' cp.async copies so far."""
         warps, copies = warps_of(threads), self.copies.get("cp.async")
         published = np.zeros_like(self.seen[0]) if published is None else published
         if copies is not None:
@@ -242,7 +243,7 @@ class RaceDetector:
         return published
 
     def check_end(self, threads: np.ndarray) -> None:
-        """Threads end, and nobody can wait for their copies any more."""
+        """Checks that ending threads have no copies in flight, which can no longer be waited for."""
         for kind, copies in self.copies.items():
             late = copies.unfinished(threads)
             if len(late):
@@ -251,7 +252,7 @@ class RaceDetector:
                 )
 
     def check_block_end(self, block: int, thread: int) -> None:
-        """A block ends, and its shared memory with it."""
+        """Checks that no TMA load to an mbarrier of a block is in flight when the block ends."""
         size, per_block = self.machine.cluster_size, self.warps // self.machine.cluster_size
         warps = slice(block * per_block, (block + 1) * per_block)
         for (owner, offset), agent in self._mbarriers.items():
@@ -316,7 +317,7 @@ class RaceDetector:
                 self._leave(threads[k : k + 1], place, order)
 
     def _observe(self, thread: np.ndarray, published: np.ndarray, acquires: bool) -> None:
-        """A strong read has found what a release left."""
+        """Handles a strong read that has found what a release left."""
         if acquires:
             self.acquire(thread, published)
             return
@@ -325,7 +326,7 @@ class RaceDetector:
         self._behind_fence[warp] = published if pending is None else np.maximum(pending, published)
 
     def _leave(self, thread: np.ndarray, place: int, order: Order) -> None:
-        """A strong write: atomics go on with the release that they find, stores begin anew."""
+        """Handles a strong write: atomics continue the release that they find, stores begin anew."""
         found = self._flags.pop(place, None)
         if "rmw" not in order:
             found = None
@@ -340,7 +341,7 @@ class RaceDetector:
             self._flags[place] = found
 
     def copy_write(self, threads: np.ndarray, offset: np.ndarray, nbytes: int) -> None:
-        """cp.async: a thread's copies do not conflict with each other."""
+        """Records a cp.async; a thread's copies do not conflict with each other."""
         warps = threads >> 5
         agents = self.agent("cp.async", warps)
         places = self._places(offset, nbytes)
@@ -353,7 +354,7 @@ class RaceDetector:
         self.copies["cp.async"].issued[threads] = clock
 
     def tma_write(self, thread: int, offset: np.ndarray, nbytes: int, block: int, mbarrier: int) -> tuple[int, int]:
-        """A bulk write issued by a thread; returns what its mbarrier publishes: an entity and its clock."""
+        """Records a bulk write issued by a thread; returns what its mbarrier publishes: an entity and its clock."""
         warp = thread >> 5
         cluster = int(self.cluster[warp])
         if (block, mbarrier) not in self._mbarriers:
@@ -373,9 +374,9 @@ class RaceDetector:
         return agent, int(self.agent_clock[cluster, agent])
 
     def wgmma_read(self, warps: np.ndarray, places: np.ndarray) -> None:
-        """The granules of an operand in shared memory, for each of the warps of a warp group."""
-        # What all of them have seen, of the generic proxy's writes behind a proxy fence. Where that does not settle it,
-        # each warp is looked at by itself.
+        """Records that each warp of a warp group reads the granules of an operand in shared memory."""
+        # The clocks that all of them have seen; the generic proxy's writes must be behind a proxy fence. If this does
+        # not settle it, each warp is checked by itself.
         known = self.seen[warps[0] : warps[-1] + 1].min(0)
         seen, fenced = known[: self.entities], known[self.entities :]
         np.minimum(seen, fenced, out=seen, where=self._generic)
@@ -391,7 +392,7 @@ class RaceDetector:
             self.read_clock[places, agents[0] : agents[-1] + 1] = clocks
 
     def bulk_read(self, thread: int, offset: np.ndarray, nbytes: int) -> None:
-        """The source of a thread's bulk copy."""
+        """Records the reads of a thread's bulk copy."""
         places, warps = self._places(offset, nbytes).ravel()[None, :], np.array([thread >> 5])
         self._after_writes("asynchronous read", np.array([thread]), warps, places)
         self._behind_fences("read", warps, places, thread)
@@ -404,11 +405,11 @@ class RaceDetector:
     # mbarriers
 
     def init_mbarrier(self, thread: int) -> tuple[int, int]:
-        """What `check_published` asks for: who initialised an mbarrier, and when."""
+        """Returns the thread that initialises an mbarrier and its clock, as `check_published` takes them."""
         return thread, int(self.seen[thread >> 5, self.local[thread >> 5]])
 
     def check_published(self, threads: np.ndarray, init: tuple[int, int], where: str) -> None:
-        """The initialisation of an mbarrier comes before its use by these threads."""
+        """Checks that the initialisation of an mbarrier comes before its use by these threads."""
         warp, clock = init[0] >> 5, init[1]
         seen = np.where(threads >> 5 == warp, self.met[threads], self.seen[threads >> 5, self.local[warp]])
         bad = threads[(seen < clock) & (threads != init[0])]
@@ -420,7 +421,7 @@ class RaceDetector:
             )
 
     def check_init_fenced(self, thread: int, init: tuple[int, int], where: str) -> None:
-        """The initialisation of an mbarrier is known to the asynchronous proxy, which signals it."""
+        """Checks that the asynchronous proxy, which signals an mbarrier, knows its initialisation."""
         warp, clock = init[0] >> 5, init[1]
         if not self._is_fenced(thread >> 5, warp, init[0] & 31, clock, self._init_fences):
             raise PtxError(
@@ -432,7 +433,7 @@ class RaceDetector:
     # Checks
 
     def _places(self, offset: np.ndarray, nbytes: int) -> np.ndarray:
-        """(accesses, granules of each)"""
+        """Returns the granules of accesses: (accesses, granules of each)."""
         first = (offset // self.granule)[:, None]
         return first if nbytes <= self.granule else first + np.arange(nbytes // self.granule)
 
@@ -445,7 +446,7 @@ class RaceDetector:
         strong: bool = False,
         copies: bool = False,
     ) -> None:
-        """Each row of places belongs to a thread, or all of them to each of the threads."""
+        """Checks accesses against writes; each row of places belongs to a thread, or a single row to all threads."""
         writer = self.writer.take(places)
         bad = self.write_clock.take(places) > self.seen.take(warps[:, None] * (2 * self.entities) + writer)
         if np.count_nonzero(bad):
@@ -454,7 +455,7 @@ class RaceDetector:
     def _look_at_writes(
         self, what: str, threads: np.ndarray, bad: np.ndarray, places: np.ndarray, strong: bool, copies: bool
     ) -> None:
-        """Of writes that these threads' warps have not seen, some are in order all the same."""
+        """Checks writes that these threads' warps have not seen; some of them are in order all the same."""
         row, place = np.nonzero(bad)[0], places[bad]
         thread, warp = threads[row], threads[row] >> 5
         writer, clock = self.writer[place], self.write_clock[place]
@@ -493,14 +494,14 @@ class RaceDetector:
                 self._raise(what, int(reader), int(warps[row]), int(places[row, k]), "strong read")
 
     def _is_own_copy(self, thread: int, reader: int, clock: int) -> bool:
-        """Whether the read is that of a thread's own bulk copy, which it has waited for."""
+        """Returns True if the read is that of a thread's own bulk copy that it has waited for."""
         warp, copies = thread >> 5, self.copies.get("bulk")
         if copies is None or reader != 2 * self.warps + self.local[warp]:
             return False
         return copies.issuer.get((warp, clock)) == thread and bool(copies.done[thread] >= clock)
 
     def _behind_fences(self, done: str, warps: np.ndarray, places: np.ndarray, thread: int | None = None) -> None:
-        """A proxy fence is between the generic proxy's writes at these places and the use by the async proxy.
+        """Checks that a proxy fence is between the generic proxy's writes at these places and the async proxy's use.
 
         A thread that issues a copy must also have met the lanes of its warp that wrote there.
         """
@@ -545,7 +546,7 @@ class RaceDetector:
     def _is_fenced(
         self, warp: int, writer: int, lane: int, clock: int, fences: dict[int, list[tuple[int, int]]]
     ) -> bool:
-        """Whether a fence that a warp has seen covers what a lane of the writing warp did at that clock."""
+        """Returns True if a fence that a warp has seen covers what a lane of the writing warp did at that clock."""
         seen = int(self.seen[warp, self.local[writer]])
         if self.seen[warp, self.entities + self.local[writer]] >= clock:
             return True

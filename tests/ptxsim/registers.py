@@ -1,7 +1,7 @@
 """The register file, and operands as rows over all threads of the batch.
 
-A row is indexed with a slice or an array of threads. Where the type is not what the register stores (a negated
-predicate, a bfloat16 number, a clock) the row is a small object that converts on its way.
+A row is indexed with a slice or an array of threads. If the register does not store the type itself (a negated
+predicate, a bfloat16 number, a clock), the row is a small object that converts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RegisterFile:
         self._sources: dict[tuple[Operand, str], Any] = {}
 
     def full(self, value: Any, dtype: type) -> np.ndarray:
-        """A read-only row of one value."""
+        """Returns a read-only row of one value."""
         key = (value.tobytes() if isinstance(value, np.generic) else value, np.dtype(dtype).char)
         if key not in self._constants:
             row = self._constants[key] = np.full(self.threads, value, dtype)
@@ -68,7 +68,7 @@ class RegisterFile:
     @staticmethod
     @lru_cache(maxsize=None)
     def constant(operand: Imm, ty: str) -> np.generic:
-        """The value of an immediate as a scalar of that type; integers in float instructions are values, not bits."""
+        """Returns an immediate as a scalar of that type; integers in float instructions are values, not bits."""
         dtype = np.dtype(NUMPY[ty])
         value = operand.value
         if isinstance(value, tuple):
@@ -86,7 +86,7 @@ class RegisterFile:
         return np.array(value & ((1 << (8 * dtype.itemsize)) - 1), f"u{dtype.itemsize}").view(dtype)[()]
 
     def source(self, operand: Operand, ty: str) -> Any:
-        """The row of an operand that an instruction reads as that type."""
+        """Returns the row of an operand that an instruction reads as that type."""
         key = operand, ty
         row = self._sources.get(key)
         if row is None:
@@ -119,7 +119,7 @@ class RegisterFile:
         raise PtxError(f"{operand} cannot be read as .{ty}")
 
     def destination(self, operand: Operand, ty: str) -> Any:
-        """The row that an instruction writes as that type."""
+        """Returns the row that an instruction writes as that type."""
         if isinstance(operand, Sink):
             return _as_type(np.zeros(self.threads, NUMPY[ty]), ty)
         if isinstance(operand, Pair):
@@ -135,7 +135,7 @@ class RegisterFile:
         if is_float(ty):
             raise PtxError(f"register {operand.name} is wider than .{ty}")
         row = self.rows[operand.width][operand.index]
-        # Widened by the assignment: with the sign if the type has one.
+        # The assignment widens, with the sign if the type has one.
         return row.view(f"i{operand.width // 8}") if ty[0] == "s" else row
 
 

@@ -1,4 +1,4 @@
-"""PTX's scalar types: their widths, their NumPy types, bfloat16, rounding, and what they are reduced by."""
+"""PTX's scalar types: their widths, NumPy types, bfloat16, rounding, and reductions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUMPY |= {f"{kind}{w}": np.dtype(f"u{w // 8}").type for kind in "bu" for w in (8
 
 INT64 = np.int64
 
-#: By their names in red, redux and cp.reduce.
+#: Reductions by their names in red, redux and cp.reduce.
 REDUCTIONS: dict[str, np.ufunc] = {
     "add": np.add,
     "min": np.minimum,
@@ -47,12 +47,12 @@ def is_float(ty: str) -> bool:
 
 
 def unsigned(nbytes: int) -> type:
-    """The unsigned NumPy type of that many bytes."""
+    """Returns the unsigned NumPy type of that many bytes."""
     return np.dtype(f"u{nbytes}").type
 
 
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bfloat16, ties to even; NaN becomes 0x7fff."""
+    """Returns the bits of the nearest bfloat16, ties to even; NaN becomes 0x7fff."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     nan = np.isnan(x)
@@ -66,7 +66,7 @@ def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
 
 
 def halves_to_f32(bits: np.ndarray, ty: str) -> np.ndarray:
-    """float32 values of the bits of float16 or bfloat16 numbers."""
+    """Returns the float32 values of the bits of float16 or bfloat16 numbers."""
     return bf16_to_f32(bits) if ty == "bf16" else bits.view(np.float16).astype(np.float32)
 
 

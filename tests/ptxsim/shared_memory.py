@@ -26,18 +26,18 @@ WINDOW = 1 << 40
 RANK_SHIFT = 24  # shared::cluster address = (rank + 1) << 24 | offset; rank field 0 means the thread's own block
 MAX_SHARED = 227 << 10
 
-_STRIDE_ALIGNMENT = 1024  # what the 128-byte swizzle asks for
+_STRIDE_ALIGNMENT = 1024  # bytes; required by the 128-byte swizzle
 
 
 def _readable(symbol: str) -> str:
-    """A variable's own name, without the function that it was mangled with and the number that made it unique."""
+    """Returns a variable's own name, without its mangled function and the number that makes it unique."""
     name = symbol.partition("#")[0]
     mangled = re.match(r"_ZZ.*E(\d+)(\w+)$", name)
     return mangled[2] if mangled and len(mangled[2]) == int(mangled[1]) else name
 
 
 class SharedMemory(ByteStore):
-    """Blocks lie behind one another, `stride` bytes apart; offsets count from the first block."""
+    """The shared memory of all blocks, `stride` bytes apart; offsets count from the first block."""
 
     def __init__(self, machine: Machine, variables: dict[str, Var], dynamic_bytes: int) -> None:
         self.machine = machine
@@ -50,7 +50,7 @@ class SharedMemory(ByteStore):
         self.base = machine.block_of * self.stride
 
     def _lay_out(self, variables: dict[str, Var], dynamic_bytes: int) -> int:
-        """Static variables in their order, then the dynamic part, which several names may share."""
+        """Places static variables in their order, then the dynamic part, which several names may share."""
         end = 0
         self._extents: list[tuple[int, int, str]] = []
         shared = {name: v for name, v in variables.items() if v.space == "shared"}
@@ -72,14 +72,14 @@ class SharedMemory(ByteStore):
         self.written[: num_blocks * self.stride] = 0
 
     def describe(self, offset: int) -> str:
-        """An offset of a block with the variable it is in."""
+        """Describes an offset of a block with the variable it is in."""
         for start, nbytes, name in self._extents:
             if start <= offset < start + nbytes:
                 return f"shared 0x{offset:x} (offset {offset - start} of {name}, which has {nbytes} bytes)"
         return f"shared 0x{offset:x}"
 
     def locate(self, thread: int, address: int) -> tuple[int, int]:
-        """(block of the batch, offset in it) of an address, which may be generic or of another block of the cluster."""
+        """Returns (block of the batch, offset in it) of an address, generic or of another block of the cluster."""
         if address >= GENERIC_SHARED:
             address -= GENERIC_SHARED
         block, cluster = int(self.machine.block_of[thread]), self.machine.cluster_size
@@ -98,7 +98,7 @@ class SharedMemory(ByteStore):
             )
 
     def resolve(self, ix: Any, address: np.ndarray, nbytes: int, cluster: bool = False) -> np.ndarray:
-        """Offsets of the shared addresses of threads, all of them in bounds and aligned to their size."""
+        """Returns offsets of the shared addresses of threads, which must be in bounds and aligned to their size."""
         machine, base = self.machine, self.base[ix]
         if cluster or machine.cluster_size > 1:
             rank = address >> RANK_SHIFT

@@ -1,4 +1,4 @@
-"""Special registers: who a thread is, and how large everything around it."""
+"""Special registers: the position of a thread, the sizes around it, clocks and lane masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MULTIPROCESSORS = 132
 
 
 class _ClockRow:
-    """%clock and its like count instructions executed."""
+    """The row of %clock and its like, which count executed instructions."""
 
     def __init__(self, machine: Machine, dtype: type, shift: int) -> None:
         self.machine, self.dtype, self.shift = machine, dtype, shift
@@ -29,11 +29,11 @@ class _ClockRow:
 
 
 def special_register(machine: Machine, name: str, dtype: type) -> Any:
-    """The row of %name."""
+    """Returns the row of %name."""
     base, _, axis = name[1:].partition(".")
     if base in _CLOCKS:
         return _ClockRow(machine, dtype, 32 if base.endswith("_hi") else 0)
-    if base == "ctaid":  # filled anew for every batch, so it must stay a view; as is the next for every launch
+    if base == "ctaid":  # a view, because it is filled anew for every batch; the next, for every launch
         return machine.block_index["xyz".index(axis)].view(dtype)
     if base == "nctaid":
         return machine.grid_size["xyz".index(axis)].view(dtype)

@@ -1,4 +1,4 @@
-"""What the parser makes of PTX text: operands, instructions, variables, kernels."""
+"""The parts of parsed PTX text: operands, instructions, variables, kernels."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Sink:
-    """The operand _, which takes a result that nobody wants."""
+    """The operand _, which takes an unused result."""
 
 
 Operand = Reg | Imm | Special | Sym | Addr | Vec | Pair | Sink
@@ -92,7 +92,7 @@ def _types_among(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass
 class Inst:
-    """One instruction; `parts` are the modifiers and types behind the dots, `types` the scalar types among them."""
+    """One instruction; `parts` are the modifiers and types after the dots, `types` the scalar types among them."""
 
     op: str
     parts: tuple[str, ...]
@@ -113,13 +113,13 @@ class Inst:
 
     @property
     def type(self) -> str:
-        """The last of them, which most instructions compute in."""
+        """The last of the types, in which most instructions compute."""
         if not self.types:
             raise PtxError("an instruction without a type")
         return self.types[-1]
 
     def shown(self, limit: int = 160) -> str:
-        """The text, shortened in the middle where it is a long list of registers."""
+        """Returns the text, shortened in the middle if it is longer than the limit."""
         half = limit // 2
         return self.text if len(self.text) <= limit else f"{self.text[:half]} ... {self.text[-half:]}"
 

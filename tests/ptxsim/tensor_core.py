@@ -1,6 +1,6 @@
 """Matrix instructions of a warp: ldmatrix, stmatrix and mma.sync.
 
-Within a warp, lane 4 g + t holds of an 8 x 8 matrix the elements 2 t and 2 t + 1 of row g.
+Lane 4 g + t of a warp holds the elements 2 t and 2 t + 1 of row g of an 8 x 8 matrix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _items(operand: Operand) -> tuple[Operand, ...]:
 
 
 def register_rows(machine: Machine, operands: tuple[Operand, ...]) -> Callable[[Any], np.ndarray]:
-    """Closure from threads to the bits of 32-bit registers: (registers, threads)."""
+    """Returns a closure from threads to the bits of 32-bit registers: (registers, threads)."""
     if all(isinstance(operand, Reg) and operand.width == 32 for operand in operands):
         file, index = machine.registers.rows[32], np.array([operand.index for operand in operands])
         if (np.diff(index) == 1).all():
@@ -63,7 +63,7 @@ def _matrix_count(inst: Inst, operand: Operand) -> int:
 
 
 def _row_offsets(machine: Machine, inst: Inst, operand: Operand, count: int) -> Callable:
-    """Closure from threads to (the lanes that hold addresses, offsets of their rows of 16 bytes)."""
+    """Returns a closure from threads to (the lanes that hold addresses, offsets of their rows of 16 bytes)."""
     addresses, window = address(machine, operand), GENERIC_SHARED if space_of(inst) == "generic" else 0
 
     def offsets(threads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,7 @@ def _multiply(machine: Machine, inst: Inst) -> Control:
 
 
 def _run_of(machine: Machine, first: Inst) -> list[Inst]:
-    """Instructions from this one on that multiply the same A and do not depend on each other: executed as one."""
+    """Returns instructions from this one on that multiply the same A, are independent, and are executed as one."""
     run = [first]
     written = set(first.args[0].items)
     for inst in machine.kernel.insts[first.pc + 1 : first.pc + _LONGEST_RUN]:
@@ -151,14 +151,14 @@ def _run_of(machine: Machine, first: Inst) -> list[Inst]:
 
 
 def _values(bits: np.ndarray, ty: str, num_warps: int) -> np.ndarray:
-    """float32 elements of fragments: (registers, warps, 8 rows, elements of a row)."""
+    """Returns float32 elements of fragments: (registers, warps, 8 rows, elements of a row)."""
     if ty == "tf32":
         return (bits & _TF32_MASK).view(np.float32).reshape(len(bits), num_warps, 8, 4)
     return halves_to_f32(np.ascontiguousarray(bits).view(np.uint16), ty).reshape(len(bits), num_warps, 8, 8)
 
 
 def _product(machine: Machine, run: list[Inst], depth: int) -> Callable[[Any, int], None]:
-    """Closure from threads of whole warps: one product of A with the B of all instructions, side by side."""
+    """Returns a closure that multiplies A by the B of all instructions, side by side, for threads of whole warps."""
     result, ty, _, addend = run[0].types
     count = len(run)
     read_a = register_rows(machine, run[0].args[1].items)
@@ -175,7 +175,7 @@ def _product(machine: Machine, run: list[Inst], depth: int) -> Callable[[Any, in
             c = bits.view(np.float32).reshape(count, 2, 2, num_warps, 8, 4).transpose(0, 1, 3, 4, 5, 2)
         else:
             c = np.ascontiguousarray(bits).view(np.float16).reshape(shape)
-        # Between (warp, row half, g, instruction, t, element) and (instruction, row half, warp, g, t, element).
+        # Transposed from (instruction, row half, warp, g, t, element) to (warp, row half, g, instruction, t, element).
         c = c.transpose(2, 1, 3, 0, 4, 5).reshape(num_warps, 16, 8 * count)
         total = add_products(AMPERE, c.astype(np.float32), a, b) if machine.cuts_sums else a @ b.swapaxes(1, 2) + c
         total = total.reshape(num_warps, 2, 8, count, 4, 2).transpose(3, 1, 0, 2, 4, 5)

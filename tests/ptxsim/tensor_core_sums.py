@@ -1,9 +1,10 @@
-"""How tensor cores add, bit by bit.
+"""The sums of tensor cores, bit by bit.
 
 The products of a block of 16 (Hopper's wgmma) or 8 (mma.sync on Ampere) are exact. They and the accumulator are aligned
-to the largest exponent, which of a product is the sum of its factors' exponents, cut to 23 + 2 (23 + 1) fraction bits,
-and added; the sum is cut to float32. All cuts are towards zero. An H100 gave the same bits for 8 x 32768 random sums of
-wgmma. The parameters are those of Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores" (arXiv 2512.07004).
+to the largest exponent, cut to 23 + 2 (23 + 1) fraction bits, and added; the sum is cut to float32. The exponent of a
+product is the sum of its factors' exponents. All cuts are towards zero. An H100 gave the same bits for 8 x 32768 random
+sums of wgmma. The parameters are those of Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores" (arXiv
+2512.07004).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AMPERE, HOPPER = TensorCore(8, 24), TensorCore(16, 25)
 
 
 def add_products(core: TensorCore, accumulator: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """``accumulator + left @ right.T``: float32 arrays of M x N, M x K and N x K, in stacks of any shape."""
+    """Returns ``accumulator + left @ right.T`` of float32 arrays M x N, M x K and N x K, in stacks of any shape."""
     for first in range(0, left.shape[-1], core.products):
         block = (..., slice(first, first + core.products))
         accumulator = _add_block(core, accumulator, left[block], right[block])
@@ -49,6 +50,6 @@ def _exponent(x: np.ndarray) -> np.ndarray:
 
 
 def _cut(x: np.ndarray) -> np.ndarray:
-    """float64 to float32, towards zero."""
+    """Rounds float64 to float32, towards zero."""
     nearest = x.astype(np.float32)
     return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)

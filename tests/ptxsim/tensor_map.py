@@ -1,4 +1,4 @@
-"""Tensor maps of the interpreter: what cuTensorMapEncodeTiled would make, in an encoding of its own."""
+"""Tensor maps of the interpreter, like those of cuTensorMapEncodeTiled but with their own encoding."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TYPES = {
 }
 _NAMES = list(_TYPES)
 
-# Swizzle span in bytes: which bits of the 128-byte line's number are added to that of the 16-byte chunk.
+# By swizzle span in bytes: the bits of the 128-byte line's number that are XORed with the 16-byte chunk's number.
 _SWIZZLE_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 
 
 def swizzled(address: np.ndarray, span: int) -> np.ndarray:
-    """Where the byte at a linear shared address lies under the swizzle: 16-byte chunks change places."""
+    """Returns the place of the byte at a linear shared address under the swizzle, which moves 16-byte chunks."""
     return address ^ ((address >> 7 & _SWIZZLE_BITS[span]) << 4)
 
 
@@ -48,12 +48,12 @@ def tensor_map(
     box: Sequence[int],
     swizzle: int = 0,
 ) -> np.void:
-    """A tensor map as a kernel argument of 128 bytes, if the driver would make it.
+    """Makes a tensor map as a kernel argument of 128 bytes, if the driver would make it.
 
     Parameters
     ----------
     address : int
-        Of the tensor's first element, as Memory returns it. Copies by a map whose address is in no buffer are refused.
+        Address of the first element, as Memory returns it. Copies by a map with an address in no buffer are refused.
     dtype : str
         "f16", "bf16", "f32", ...
     dims : sequence of int
@@ -89,7 +89,7 @@ def tensor_map(
 
 
 def driver_tensor_map(dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> np.void:
-    """`tensor_map` from the arguments of ``cuTensorMapEncodeTiled``, as cuda.bindings takes them."""
+    """Makes a `tensor_map` from the arguments of ``cuTensorMapEncodeTiled``, as cuda.bindings takes them."""
     kind = {"FLOAT16": "f16", "BFLOAT16": "bf16", "FLOAT32": "f32"}.get(_suffix(dtype, "DATA_TYPE"))
     span = {"NONE": 0, "32B": 32, "64B": 64, "128B": 128}.get(_suffix(swizzle, "SWIZZLE"))
     modes = (_suffix(interleave, "INTERLEAVE"), _suffix(fill, "FLOAT_OOB_FILL"))
@@ -97,7 +97,7 @@ def driver_tensor_map(dtype, rank, address, dims, strides, box, steps, interleav
         raise PtxError(
             f"tensor_map: {dtype}, {swizzle}, {interleave}, {fill} or element strides {steps} are not implemented"
         )
-    _suffix(promotion, "L2_PROMOTION")  # changes nothing that arrives
+    _suffix(promotion, "L2_PROMOTION")  # does not change the data
     lists = [[int(x) for x in numbers] for numbers in (dims, strides, box)]
     if rank != len(dims):
         raise PtxError(f"tensor_map: a rank of {rank} with {len(dims)} dims")
@@ -105,7 +105,7 @@ def driver_tensor_map(dtype, rank, address, dims, strides, box, steps, interleav
 
 
 def _suffix(value, kind: str) -> str:
-    """Behind the kind in the name of a member of an enumeration, which must be of that kind."""
+    """Returns the name of a member of an enumeration without its prefix, which must be that of `kind`."""
     prefix = f"CU_TENSOR_MAP_{kind}_"
     if not value.name.startswith(prefix):
         raise PtxError(f"tensor_map: {value} where a {prefix}... belongs")
@@ -128,7 +128,7 @@ class TensorMap:
         self.nbytes = prod(self.box) * self.size
 
     def tile(self, coordinates: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Byte offsets from the tensor's start of a tile's elements, and which of them are inside of the tensor.
+        """Returns byte offsets of a tile's elements from the tensor's start, and which are inside of the tensor.
 
         Addresses have 64 bits: offsets are modulo 2**64.
         """
@@ -142,7 +142,7 @@ class TensorMap:
         return offset.ravel(), inside.ravel()
 
     def chunks(self, start: int) -> np.ndarray:
-        """Shared offsets of the 16-byte chunks of a tile that begins at `start`, in the order of its elements."""
+        """Returns shared offsets of the 16-byte chunks of a tile at `start`, in the order of its elements."""
         if start % 128:
             raise PtxError(f"TMA: the shared address 0x{start:x} is misaligned, no multiple of 128")
         if self.swizzle and self.box[0] * self.size != self.swizzle:

@@ -31,7 +31,7 @@ def without_comments(text: str) -> str:
 
 
 def closing(text: str, start: int, pair: str) -> int:
-    """Index just behind the bracket that closes the one at `start`; `pair` is "{}" or "()"."""
+    """Returns the index just after the bracket that closes the one at `start`; `pair` is "{}" or "()"."""
     depth = 0
     for match in re.compile("[" + re.escape(pair) + "]").finditer(text, start):
         depth += 1 if match[0] == pair[0] else -1
@@ -60,7 +60,7 @@ def split_list(text: str) -> list[str]:
 
 
 def parse_constant(text: str) -> Imm | None:
-    """An integer or floating-point constant; None for anything else."""
+    """Returns an integer or floating-point constant; None for anything else."""
     if match := _FLOAT.fullmatch(text):
         return Imm(("f32", int(match[2], 16) ^ (1 << 31 if match[1] else 0)))
     if match := _DOUBLE.fullmatch(text):
@@ -76,7 +76,7 @@ def parse_constant(text: str) -> Imm | None:
 
 
 def parse_variable(text: str) -> Var:
-    """A declaration of a variable or a parameter."""
+    """Parses a declaration of a variable or a parameter."""
     match = _VARIABLE.search(text.strip())
     if not match:
         raise PtxError(f"cannot parse the declaration: {' '.join(text.split())[:200]}")

@@ -1,4 +1,4 @@
-"""Roots, exponentials and their like: in float64, rounded once, which is better than the hardware's approximations."""
+"""Roots, exponentials and their like, in float64 and rounded once: better than the hardware's approximations."""
 
 from __future__ import annotations
 

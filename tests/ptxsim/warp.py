@@ -19,7 +19,7 @@ __all__ = ["when_converged"]
 
 
 def when_converged(machine: Machine, inst: Inst, mask: Any, work: Control, moves_on: bool = True) -> Control:
-    """Control closure of an instruction that waits for the lanes of the mask (all running ones without a mask)."""
+    """Returns the closure of an instruction that waits for the lanes of the mask (without a mask, all running ones)."""
 
     def run(threads: np.ndarray) -> None:
         ready, waiting = machine.split_converged(threads, None if mask is None else mask[threads])
@@ -63,7 +63,7 @@ def _shuffle(machine: Machine, inst: Inst) -> Control:
 
 
 def _lanes(machine: Machine, threads: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
-    """For each thread, the bits of the lanes of its warp that are here (and chosen)."""
+    """Returns for each thread the bits of the lanes of its warp that are here (and chosen)."""
     warps, bits = threads >> 5, np.left_shift(1, threads & 31)
     return np.bincount(warps, bits if chosen is None else bits * chosen, machine.num_warps).astype(INT64)[warps]
 

@@ -54,11 +54,11 @@ def _synchronise(machine: Machine, inst: Inst) -> Control:
 
 
 def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
-    """Offsets in a block's shared memory of a rows x 16 operand of 16-bit elements.
+    """Returns offsets in a block's shared memory of a rows x 16 operand of 16-bit elements.
 
-    The leading and the stride byte offsets are those of PTX's tables: without swizzle, between core matrices of 8 x 8
-    along K and along the rows; K-major with swizzle, between groups of 8 rows (stride); MN-major, between spans along
-    the rows (leading) and between groups of 8 along K (stride).
+    The leading and the stride byte offsets are those of PTX's tables. Without swizzle they are between core matrices of
+    8 x 8, along K (leading) and along the rows (stride). K-major with swizzle, the stride is between groups of 8 rows.
+    MN-major, the leading offset is between spans along the rows, and the stride between groups of 8 along K.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     span = _SPANS[descriptor >> 62]
@@ -79,18 +79,18 @@ def _operand_offsets(descriptor: int, rows: int, mn_major: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Operand:
-    """Where the 16 bytes of 8 elements each that lie together are, along the rows or along K.
+    """The places of an operand's chunks: 16 bytes, or 8 elements, that lie together along the rows or along K.
 
     Attributes
     ----------
     last : int
-        The highest offset of them in their block.
+        The highest offset of a chunk in its block.
     chunks : numpy.ndarray
-        Their offsets in the shared memory of the batch.
+        Offsets of the chunks in the shared memory of the batch.
     words : numpy.ndarray
         The same as numbers of 16-byte words.
     granules : numpy.ndarray
-        All granules of the race check in them.
+        All granules of the race check in the chunks.
     """
 
     last: int
@@ -111,7 +111,7 @@ def _operand(descriptor: int, rows: int, mn_major: bool, base: int, granule: int
 def _read_operand(
     machine: Machine, block: int, descriptor: int, rows: int, mn_major: bool, warps: np.ndarray, ty: str
 ) -> np.ndarray:
-    """float32 values of an operand in shared memory, with the checks of an asynchronous read."""
+    """Returns float32 values of an operand in shared memory, with the checks of an asynchronous read."""
     shared, race = machine.shared, machine.race
     operand = _operand(descriptor, rows, mn_major, block * shared.stride, _CHUNK if race is None else race.granule)
     if operand.last + _CHUNK > shared.nbytes:
@@ -133,7 +133,7 @@ def _read_operand(
 
 @control("wgmma.mma_async", allow="sync aligned " + " ".join(_SHAPES))
 def _multiply(machine: Machine, inst: Inst) -> Control:
-    """D += A B for a warp group: 64 x 16 by 16 x N."""
+    """Computes D += A B for a warp group: 64 x 16 by 16 x N."""
     columns = int(inst.parts[3][4:-3])
     if len(inst.types) != 3 or inst.types[0] != "f32" or inst.types[1] not in ("f16", "bf16"):
         raise PtxError(f"wgmma of these types is not implemented: {' '.join(inst.types)}")

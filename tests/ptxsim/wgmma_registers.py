@@ -1,12 +1,12 @@
-"""Registers of wgmmas: who may touch them while a wgmma runs, and what must be fenced before the next one.
+"""Checks of registers of wgmmas: early accesses while a wgmma runs, and missing fences before the next one.
 
-A wgmma reads and writes registers on its own. Until wgmma.wait_group nobody may touch its accumulators or write its A.
-Before it, wgmma.fence must come after every other access to them, and be there at all; only accumulators go from one
-wgmma to the next of the same shape without it. The copies of registers that a compiler leaves in PTX for the assembler
-to remove pass on what holds for their source.
+A wgmma reads and writes registers asynchronously. Until wgmma.wait_group, no instruction may touch its accumulators or
+write its A. At least one wgmma.fence must come before a wgmma, after every other access to these registers. Only
+accumulators may pass without a fence from one wgmma to the next of the same shape. A compiler leaves copies of
+registers in PTX that the assembler removes; such a copy has the state of its source.
 
-Instructions up to the next control instruction, and that, are looked at together: which registers they touch is known
-before they run. As for the assembler, an instruction touches its registers whatever its predicate is.
+Instructions up to and including the next control instruction are checked together, because the registers that they
+touch are known before they run. An instruction touches its registers whatever its predicate is, as for the assembler.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["WgmmaRegisters", "rows_of", "selection_of"]
 
 Rows = slice | np.ndarray
 
-_TOUCHED = -1  # since the last wgmma.fence, by anything but a wgmma; 0 is by nothing, else the columns of the wgmma
+_TOUCHED = -1  # by other instructions since the last wgmma.fence; 0: untouched, else the columns of the last wgmma
 
 
 def rows_of(operand: Operand | None) -> list[int]:
-    """Rows of the 32-bit registers in an operand."""
+    """Returns the rows of the 32-bit registers in an operand."""
     kind = type(operand)
     if kind is Reg:
         return [operand.index] if operand.width == 32 else []
@@ -44,7 +44,7 @@ def rows_of(operand: Operand | None) -> list[int]:
 
 
 def selection_of(rows: list[int]) -> Rows:
-    """A slice where the rows are consecutive, which NumPy handles faster."""
+    """Returns a slice if the rows are consecutive, which NumPy handles faster."""
     start = rows[0] if rows else 0
     consecutive = rows == list(range(start, start + len(rows)))
     return slice(start, start + len(rows)) if consecutive else np.array(rows)
@@ -60,7 +60,7 @@ def _written(inst: Inst) -> list[int]:
 
 
 def _copy(inst: Inst) -> tuple[int, int] | None:
-    """(to, from) of a copy of a 32-bit register."""
+    """Returns (to, from) of a copy of a 32-bit register; None for other instructions."""
     if inst.op != "mov" or inst.predicate is not None:
         return None
     match inst.args:
@@ -71,11 +71,11 @@ def _copy(inst: Inst) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class _Effect:
-    """What instructions that run one after another do to registers, all of them together."""
+    """The joint effect on registers of instructions that run one after another."""
 
     used: np.ndarray
     written: np.ndarray
-    touched: np.ndarray  # of those that wgmmas use
+    touched: np.ndarray  # only registers that wgmmas use
     copied_to: np.ndarray
     copied_from: np.ndarray
 
@@ -110,7 +110,7 @@ class WgmmaRegisters:
     # wgmmas
 
     def issue(self, threads: np.ndarray, accumulators: Rows, operands: Rows, columns: int) -> None:
-        """By a warp group."""
+        """Records and checks a wgmma of a warp group."""
         first, last = int(threads[0]) >> 5, int(threads[-1]) >> 5
         warps = slice(first, last + 1)
         self._check_fenced(threads, warps, accumulators, operands, columns)
@@ -139,7 +139,7 @@ class WgmmaRegisters:
             self._groups.setdefault(warp, []).append(self._open.pop(warp, []))
 
     def wait(self, warps: np.ndarray, pending: int) -> None:
-        done: dict[int, tuple[tuple[Rows, Rows], list[int]]] = {}  # by wgmma, and for which of its warps
+        done: dict[int, tuple[tuple[Rows, Rows], list[int]]] = {}  # by wgmma, its registers and its warps
         for warp in warps.tolist():
             groups = self._groups.get(warp, [])
             while len(groups) > pending:
@@ -160,7 +160,7 @@ class WgmmaRegisters:
     # Other instructions
 
     def effect(self, first: int, end: int) -> _Effect | None:
-        """That of the instructions from first to end, which run one after another; None if there is none."""
+        """Returns the effect of instructions from first to end, which run one after another; None if there is none."""
         key = first, end
         if key not in self._effects:
             self._effects[key] = self._effect_of(self.machine.kernel.insts[first:end])
@@ -168,7 +168,7 @@ class WgmmaRegisters:
 
     def _effect_of(self, insts: Iterable[Inst]) -> _Effect | None:
         used, written = set(), set()
-        now: dict[int, int] = {}  # of those that wgmmas use, the row it has the state of
+        now: dict[int, int] = {}  # by register that wgmmas use, the row whose state it has
         for inst in insts:
             if inst.op == "wgmma":
                 continue
@@ -189,11 +189,11 @@ class WgmmaRegisters:
         )
 
     def conflicts(self, effect: _Effect) -> bool:
-        """Whether an unfinished wgmma, of whatever warp, uses the same registers."""
+        """Returns True if an unfinished wgmma of any warp uses the same registers."""
         return bool(self._busy) and bool(self._accumulator[effect.used].any() or self._operand[effect.written].any())
 
     def check(self, pc: int, ix: Any) -> None:
-        """One of the instructions, for the warps that execute it."""
+        """Checks one of the instructions, for the warps that execute it."""
         inst, warps = self.machine.kernel.insts[pc], warps_of(self.machine.threads[ix])
         if inst.op == "wgmma":
             return
@@ -203,7 +203,7 @@ class WgmmaRegisters:
             self.machine.fault("A register of an unfinished wgmma is overwritten before wgmma.wait_group", ix)
 
     def touch(self, effect: _Effect, threads: np.ndarray) -> None:
-        """They have run."""
+        """Records that the instructions of an effect have run."""
         if not len(effect.touched) and not len(effect.copied_to):
             return
         warps = warps_of(threads)

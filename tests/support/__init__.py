@@ -1,4 +1,4 @@
-"""What several test modules share. No test module is imported here."""
+"""Helpers that several test modules share. They import no test module."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fa2cupy.testing import Expectation
 
 
 def paged(rows: np.ndarray, page_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The rows (batch, row, head, column) in pages of any order, with some that are of no sequence, and their table."""
+    """Returns rows (batch, row, head, column) in pages in random order, some of them unused, and the block table."""
     batch, capacity = rows.shape[:2]
     count = batch * (capacity // page_size)
     table = rng.permutation(count + 3)[:count].astype("int32").reshape(batch, -1)
@@ -29,7 +29,7 @@ class Case:
     ----------
     dtype : str
     lengths : tuple of int
-        Rows of each sequence in the cache; behind them it holds NaN.
+        Rows of each sequence in the cache; the rows after them are NaN.
     seqlen_q, heads, head_dim : int, (int, int), int
         Queries, heads of q and of the cache, columns.
     num_new : int
@@ -37,7 +37,7 @@ class Case:
     page_size : int or None
         None is a cache without a block table.
     capacity : int or None
-        Rows that a sequence has in the cache; None are as many as the longest needs, in whole pages.
+        Rows that a sequence has in the cache; None means as many as the longest needs, in whole pages.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ class Case:
         return self.capacity or -(-(max(self.lengths, default=0) + self.num_new) // step) * step
 
     def dense(self) -> tuple[np.ndarray, ...]:
-        """q, keys and values of whole sequences, and the new rows of both, with the axes (batch, row, head, column)."""
+        """Returns q, keys and values of whole sequences, and new rows of both: (batch, row, head, column)."""
         rng = np.random.default_rng(self.seed)
         batch, (num_heads, num_heads_kv) = len(self.lengths), self.heads
         dtype = ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype
@@ -74,7 +74,7 @@ class Case:
         return q, k, v, *new
 
     def arguments(self) -> tuple:
-        """q, k_cache, v_cache, cache_seqlens and the keywords, in the layout of the case."""
+        """Returns q, k_cache, v_cache, cache_seqlens and the keywords, in the layout of the case."""
         q, k, v, new_k, new_v = self.dense()
         options: dict = {"layout": self.layout} if self.layout != "bshd" else {}
         if self.num_new:
@@ -90,7 +90,7 @@ class Case:
         return rows if self.layout == "bshd" else np.ascontiguousarray(rows.swapaxes(1, 2))
 
     def features(self, **options) -> dict:
-        """Options with arrays in the place of "head", "batch" and True."""
+        """Returns the options with arrays in place of "head", "batch" and True."""
         wide = "float64" if self.dtype == "float64" else "float32"
         rng, heads = np.random.default_rng(self.seed + 2), self.heads[0]
         slopes = {"head": (heads,), "batch": (len(self.lengths), heads)}

@@ -1,4 +1,4 @@
-"""CuPy on host memory, as much of it as fa2cupy.gpu calls."""
+"""A fake CuPy on host memory, with the functions that fa2cupy.gpu calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-#: Whose memory new arrays get: the pool's, or in a context the graph's.
+#: Allocators of new arrays, "pool" or "graph"; the last one is current.
 _allocators = ["pool"]
-#: The current device.
+#: Devices; the last one is current.
 _devices = [0]
 
 
 def current_ordinal() -> int:
-    """Of the device that calls go to."""
+    """Returns the number of the device that calls go to."""
     return _devices[-1]
 
 
 class FakeMemory:
-    """What ``cupy.cuda.MemoryPointer`` is to the package."""
+    """The part of ``cupy.cuda.MemoryPointer`` that the package uses."""
 
     def __init__(self, address: int, owner: object, device_id: int = 0):
         self.ptr, self.device_id, self._owner = address, device_id, owner
@@ -34,7 +34,7 @@ class FakeMemory:
 
 
 class FakeArray(np.ndarray):
-    """What ``cupy.ndarray`` is to the package."""
+    """The part of ``cupy.ndarray`` that the package uses."""
 
     device_id = 0
     allocator = "view"
@@ -44,11 +44,11 @@ class FakeArray(np.ndarray):
             self.device_id = source.device_id
 
     def __new__(cls, shape, dtype):
-        """As CuPy allocates."""
+        """Allocates like CuPy."""
         return _aligned(shape, dtype)
 
     def copy(self, order: str = "C"):
-        """As CuPy copies: into memory of the current allocator."""
+        """Copies like CuPy, into memory of the current allocator."""
         assert order == "C"
         return place(self)
 
@@ -69,7 +69,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> FakeArray:
 
 @contextlib.contextmanager
 def current_device(ordinal: int) -> Iterator[None]:
-    """What ``cupy.cuda.Device`` is to the package, as a context."""
+    """Stands in for ``cupy.cuda.Device`` as a context."""
     _devices.append(ordinal)
     try:
         yield
@@ -92,13 +92,13 @@ class FakeCupy(types.SimpleNamespace):
     Attributes
     ----------
     stream : int
-        Address of the current stream of device 0; one more for each device behind it.
+        Address of the current stream of device 0; that of device n is greater by n.
     capturing : set of int
         Streams whose work goes into a graph.
     workspaces : list of (allocator, bytes, device)
-        What has been allocated besides arrays.
+        Allocations other than arrays.
     launches : list of (device, stream)
-        Where kernels were launched.
+        Device and stream of each launched kernel.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class FakeCupy(types.SimpleNamespace):
 
 
 def place(array: np.ndarray) -> FakeArray:
-    """A copy where CuPy's allocator would put it."""
+    """Returns a copy in memory that is aligned like CuPy's."""
     placed = _aligned(array.shape, array.dtype)
     placed[...] = array
     return placed

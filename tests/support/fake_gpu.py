@@ -1,7 +1,7 @@
 """A GPU made of NumPy: calls of fa2cupy.gpu run on host memory, and their stages from their records.
 
-Here they do by the formulas what the kernel would, in simulator.py they execute the kernel. Strides, records,
-workspaces and the choice of copies are then tested where there is no GPU.
+This tests strides, records, workspaces and the choice of copies without a GPU. By default a stage computes the formulas
+of its kernel; in simulator.py it executes the kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forward(
     precision=None,
     **features,
 ):
-    """`fa2cupy.gpu.calls.forward` by keyword."""
+    """Calls `fa2cupy.gpu.calls.forward` by keyword."""
     options = call_options(
         causal, scale, layout, hashable_config(config), family, num_splits=num_splits, precision=precision
     )
@@ -46,7 +46,7 @@ def forward(
 
 
 def delta(o, do, *, layout="bshd", out=None):
-    """`fa2cupy.gpu.calls.delta` by keyword."""
+    """Calls `fa2cupy.gpu.calls.delta` by keyword."""
     return calls.delta(o, do, out, call_options(layout=layout))
 
 
@@ -66,13 +66,13 @@ def decode(
     family=None,
     **features,
 ):
-    """`fa2cupy.gpu.calls.decode` by keyword."""
+    """Calls `fa2cupy.gpu.calls.decode` by keyword."""
     options = call_options(causal, scale, layout, family=family)
     return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
 
 
 def merge(o_parts, lse_parts, *, layout="bshd", out=None):
-    """`fa2cupy.gpu.calls.merge` by keyword."""
+    """Calls `fa2cupy.gpu.calls.merge` by keyword."""
     return calls.merge(o_parts, lse_parts, out, call_options(layout=layout))
 
 
@@ -101,7 +101,7 @@ def backward(
     return_dscore_args=False,
     **features,
 ):
-    """`fa2cupy.gpu.calls.backward` by keyword."""
+    """Calls `fa2cupy.gpu.calls.backward` by keyword."""
     options = call_options(
         causal,
         scale,

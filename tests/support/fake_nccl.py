@@ -31,7 +31,7 @@ class FakeDevice:
         self._context = current_device(ordinal)
 
     def use(self) -> None:
-        """There is one device."""
+        """Does nothing, because there is one device."""
 
     def __enter__(self):
         return self._context.__enter__()
@@ -41,14 +41,14 @@ class FakeDevice:
 
 
 class StreamsCupy(FakeCupy):
-    """The fake CuPy with streams and events, by threads, and NumPy's functions.
+    """The fake CuPy with NumPy's functions, events, and streams of each thread.
 
     Attributes
     ----------
     allocated : list of (stream, bytes)
-        Where the package has allocated with `empty`.
+        Allocations of the package by `empty`.
     host_waits : list of str
-        What has waited for the GPU.
+        Calls by which the host has waited for the GPU.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class StreamsCupy(FakeCupy):
         self.cuda.Device = FakeDevice
 
     def __getattr__(self, name):
-        # The package's compiler asks the real one for its version and its libraries.
+        # The package's compiler asks the real CuPy for its version and its libraries.
         return getattr(REAL if name.startswith("_") and REAL is not None else np, name)
 
     def get_array_module(self, *_):
@@ -115,12 +115,12 @@ class StreamsCupy(FakeCupy):
 
 
 class FakeNccl:
-    """``cupy.cuda.nccl``: the memory behind pointers travels when a group ends.
+    """``cupy.cuda.nccl``; messages are exchanged when a group ends.
 
     Attributes
     ----------
     log : list of (rank, kind, peer, bytes, dtype, stream)
-        All messages, those of a rank in their order.
+        All messages; those of a rank are in order.
     """
 
     NCCL_INT8 = INT8

@@ -1,4 +1,4 @@
-"""A GPU on which every call of a script takes the same time, on host memory; rows as the benchmark writes them."""
+"""A fake GPU on host memory, on which every call takes the same time, and made-up rows of the benchmark."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeGpu:
 
 
 class HastyGpu(FakeGpu):
-    """Makes no call only to time it."""
+    """A fake GPU that skips the calls that it times."""
 
     def elapsed_ms(self, call, repeats):
         return 2.0

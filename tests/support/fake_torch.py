@@ -1,7 +1,7 @@
 """PyTorch's attention operators, by their schemas, computed by this package on NumPy arrays.
 
-The parameters have the names and the order of ATen's ``native_functions.yaml``, so that a call that hands one over in
-the place of another gives another result or none.
+The parameters have the names and the order of ATen's ``native_functions.yaml``, so that a call with swapped arguments
+gives a wrong result or an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FakeTensor(np.ndarray):
 
 
 def fake_torch() -> ModuleType:
-    """A module with the operators of `_ATEN`."""
+    """Returns a module with the operators of `_ATEN`."""
     torch = ModuleType("torch")
     torch.__version__ = "0"
     torch.ops = SimpleNamespace(aten=SimpleNamespace(**{function.__name__: function for function in _ATEN}))

@@ -29,7 +29,7 @@ def booleans(shape: tuple, seed: int = 8) -> np.ndarray:
 
 
 def options_of(name: str, dtype: str, sizes: dict) -> dict:
-    """The keywords of one row of the table; `sizes` as for `make_inputs`."""
+    """Returns the keywords of one of the `ROWS`; `sizes` as for `make_inputs`."""
     batch, heads, rows, keys = sizes["batch"], sizes["num_heads"], sizes["seqlen_q"], sizes["seqlen_k"]
     wide = accumulator(dtype)
     padding = np.arange(keys) < np.array([keys - 5 - 3 * b for b in range(batch)])[:, None]
@@ -63,12 +63,12 @@ ROWS = (
 
 
 def keyword(name: str) -> str:
-    """What two cases must not share to be combined."""
+    """Returns the first word of a row's name, which two rows must not share to be combined."""
     return name.split()[0]
 
 
 def extras(options: dict) -> dict:
-    """The switches of every gradient that there is besides dq, dk and dv."""
+    """Returns the switches of all gradients other than dq, dk and dv."""
     found = {f"return_d{name}": True for name in ("bias", "sink") if options.get(name) is not None}
     if options.get("score_mod") is not None and floating_arguments(options):
         found["return_dscore_args"] = True
@@ -76,13 +76,13 @@ def extras(options: dict) -> dict:
 
 
 def gradient_names(options: dict, switches: dict | None = None) -> tuple[str, ...]:
-    """The names of all results of `backward`; `switches`: those of `extras` that are on, by default all."""
+    """Returns the names of all results of `backward`; `switches` are those of `extras` that are on, by default all."""
     off = {f"return_d{name}": False for name in ("bias", "sink", "score_args")}
     return ("dq", "dk", "dv", *extra_gradients(options, **off | (extras(options) if switches is None else switches)))
 
 
 def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConfig | None = None, **options) -> dict:
-    """All results of a call by name, each written into an array of NaN."""
+    """Returns all results of a call by name, each written into an array of NaN."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, dlse=dlse, **options)
     more = extras(options)
@@ -95,7 +95,7 @@ def run(inputs: tuple, *, dlse=None, method: str | None = None, config: TileConf
 
 
 def check(inputs: tuple, *, dlse=None, config: TileConfig | None = None, **options) -> None:
-    """Forward and both backward methods against the reference."""
+    """Checks forward and both backward methods against the reference."""
     expected = Expectation(*inputs, dlse=dlse, **options)
     for method in METHODS:
         results = run(inputs, dlse=dlse, method=method, config=config, **options)

@@ -1,4 +1,4 @@
-"""Data whose magnitudes float32 holds and float16 does not, and the accuracy that is promised for all of them."""
+"""Data with magnitudes that fit into float32 but not into float16, and the accuracy that is promised for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["KINDS", "MIXTURES", "check_promise", "data", "exact_results", "mixture", "orders_of"]
 
-#: The last four are exceptions: heads that are left to IEEE arithmetic.
+#: Kinds of data. The last four are exceptions: heads that are left to IEEE arithmetic.
 KINDS = (
     "normal", "large scores", "positive", "channels", "rows", "small values", "opposite magnitudes", "outliers",
     "spread channels", "spread rows", "subnormal",
@@ -16,7 +16,7 @@ KINDS = (
 
 
 def data(kind: str, rows: int, head_dim: int) -> tuple[np.ndarray, ...]:
-    """q, k, v and do of one head."""
+    """Returns q, k, v and do of one head."""
     rng = np.random.default_rng(3)
     q, k, v, do = (rng.standard_normal((1, rows, 1, head_dim), dtype=np.float32) for _ in range(4))
     if kind == "large scores":
@@ -53,9 +53,9 @@ MIXTURES = {
 
 
 def mixture(seed: int, rows: int, head_dim: int, **how: Any) -> tuple[np.ndarray, ...]:
-    """q, k, v and do of one head, with several of the properties of `data` at a time.
+    """Returns q, k, v and do of one head, with several of the properties of `data` at a time.
 
-    `magnitudes`: powers of ten, of q and one over k, of v, and of do. `rows_spread` and `channels_spread`: standard
+    `magnitudes`: powers of ten of q and 1 / k, of v, and of do. `rows_spread` and `channels_spread`: standard
     deviations of logarithms; the channels of q and k are spread in opposite directions. `outlier`: the factor of one
     element of each matrix.
     """
@@ -73,10 +73,10 @@ def mixture(seed: int, rows: int, head_dim: int, **how: Any) -> tuple[np.ndarray
 
 
 def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
-    """The formulas with whole matrices, in one dtype, on the arrays' device.
+    """Computes the formulas with whole matrices, in one dtype, on the arrays' device.
 
-    The last three are bounds of what the gradients lose by roundings that naive arithmetic does without, or is spared
-    by chance: of the lse that `backward` has, and of dP and delta, which are equal where one key has all the weight.
+    The last three results bound errors of gradients that naive arithmetic does not make, or avoids by chance. These
+    errors come from rounding the lse that `backward` has, and dP and delta, which are equal if one key has all weight.
     """
     q, k, v, do = (x[0, :, 0].astype(dtype) for x in inputs)
     scale = np.dtype(dtype).type(q.shape[1] ** -0.5)
@@ -103,23 +103,27 @@ def _naive(inputs: tuple, dtype: str, causal: bool) -> dict[str, Any]:
 
 
 def exact_results(inputs: tuple, causal: bool) -> dict[str, Any]:
-    """o, lse, dq, dk and dv of the head in float64, without the axes of length 1."""
+    """Returns the results of `_naive` in float64: o, lse, dq, dk, dv and bounds, without the axes of length 1."""
     return _naive(inputs, "float64", causal)
 
 
 def orders_of(kind: str) -> int:
-    """For `check_promise`. Where few elements outweigh all others, the largest error is theirs, and as large as chance
-    has it: naive arithmetic with the columns in another order breaks the rule for one in ten of the mixtures."""
+    """Returns the `orders` of `check_promise` for a kind of data.
+
+    If few elements outweigh all others, they have the largest error, and its size depends on chance: naive arithmetic
+    with the columns in another order breaks the rule for one in ten of the mixtures.
+    """
     return 8 if kind in ("outliers", "spread rows", "mixture") else 1
 
 
 def check_promise(inputs: tuple, results: dict, causal: bool, orders: int = 1) -> None:
-    """Errors are at most 2 (o) or 3 times (gradients) those of naive float32 arithmetic, beside a floor.
+    """Checks that errors are at most 2 (o) or 3 times (gradients) those of naive float32 arithmetic, plus a floor.
 
-    Naive arithmetic has no lse that is rounded to float32, which alone may cost gradients more than all that it does
-    itself: scores of 100, made by one column, have few other errors. Of dP and delta of a row with one key it has the
-    same rounding error, or another, as its library adds the columns up. The floor has both.
-    `orders`: of how many orders of the columns the largest error of naive arithmetic is taken (`orders_of`).
+    Naive arithmetic has no lse that is rounded to float32. This rounding alone may cost gradients more than all errors
+    of naive arithmetic: scores of 100, made by one column, have few other errors. For a row with one key, dP and delta
+    of naive arithmetic have equal rounding errors or not, depending on how its library adds up the columns. The floor
+    covers both.
+    `orders`: the number of column orders over which the largest error of naive arithmetic is taken (`orders_of`).
     """
     exact = _naive(inputs, "float64", causal)
     plain = []

@@ -1,7 +1,7 @@
-"""What the kernels of `precision="split"` compute, in NumPy: float32 matrices as two float16 parts, products added as
-Hopper's tensor cores add them. Sequences may be longer than those that the interpreter has time for.
+"""The arithmetic of `precision="split"` in NumPy, for sequences that are too long for the interpreter.
 
-Matrices are those of one head. Some query rows, or some keys, are computed against the whole other side.
+float32 matrices are two float16 parts, and products are added as Hopper's tensor cores add them. Matrices are those of
+one head. Some query rows, or some keys, are computed against the whole other side.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from support.float32_parts import in_parts, units_of
 
 __all__ = ["Head", "is_exception"]
 
-_UNIT_ROWS = 64  # that share a unit, and of a chunk of sums over rows
+_UNIT_ROWS = 64  # rows that share a unit; also those of a chunk of sums over rows
 _STEP = 16  # columns or rows of an instruction
 _PANEL, _WIDE = 64, 128  # columns of a panel, and of the widest rows that are not read in panels
-_SPREAD, _LARGEST_TERM, _LARGEST_POWER = 12, 32.0, 50  # of exceptions
+_SPREAD, _LARGEST_TERM, _LARGEST_POWER = 12, 32.0, 50  # limits beyond which a head is an exception
 _P_SCALE = np.float32(2**14)
 
 
@@ -38,12 +38,12 @@ def _in_parts(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
-    """That of the largest magnitude, below all others for zeros."""
+    """Returns the exponents of x; those of zeros are below all others."""
     return np.where(x == 0, -1000, np.frexp(x)[1] - 1)
 
 
 def _split(x: np.ndarray) -> _Parts:
-    """The rows are filled up with zeros to whole blocks, the columns to whole steps."""
+    """Splits x, with rows filled up with zeros to whole blocks and columns to whole steps."""
     rows, columns = x.shape
     x = np.pad(x, ((0, -rows % (2 * _UNIT_ROWS)), (0, -columns % _STEP)))
     blocks = x.reshape(-1, _UNIT_ROWS, x.shape[1])
@@ -52,7 +52,7 @@ def _split(x: np.ndarray) -> _Parts:
 
 
 def is_exception(head: Head) -> bool:
-    """True if the kernels leave the head to IEEE arithmetic."""
+    """Returns True if the kernels leave the head to IEEE arithmetic."""
     for x in (head.q, head.k, head.v, head.do):
         for first in range(0, len(x), _UNIT_ROWS):
             block = abs(x[first : first + _UNIT_ROWS])
@@ -68,7 +68,7 @@ def is_exception(head: Head) -> bool:
 
 
 def _low_first(parts: tuple, other: tuple) -> tuple:
-    """The products of parts in the order of the instructions."""
+    """Returns the pairs of parts to multiply, in the order of the instructions."""
     return ((parts[1], other[0]), (parts[0], other[1]), (parts[0], other[0]))
 
 
@@ -80,7 +80,7 @@ def _columns(left: np.ndarray, right: np.ndarray, steps: Iterable[int], total: n
 
 
 def _chains_of_scores(columns: int) -> list[range]:
-    """The steps of each chain of Q K^T: one, halves, or panels."""
+    """Returns the steps of each chain of Q K^T: one chain, halves, or panels."""
     num_steps = columns // _STEP
     if columns > _WIDE:
         return _chains_of_dp(columns)
@@ -89,13 +89,13 @@ def _chains_of_scores(columns: int) -> list[range]:
 
 
 def _chains_of_dp(columns: int) -> list[range]:
-    """Those of dO V^T: one, or panels."""
+    """Returns the steps of each chain of dO V^T: one chain, or panels."""
     length = (_PANEL if columns > _WIDE else columns) // _STEP
     return [range(first, min(first + length, columns // _STEP)) for first in range(0, columns // _STEP, length)]
 
 
 def _in_chains(queries: _Parts, keys: _Parts) -> np.ndarray:
-    """Q K^T without units."""
+    """Returns Q K^T without units."""
     totals = []
     for steps in _chains_of_scores(queries.parts[0].shape[1]):
         total = np.zeros((len(queries.unit), len(keys.unit)), np.float32)
@@ -106,8 +106,11 @@ def _in_chains(queries: _Parts, keys: _Parts) -> np.ndarray:
 
 
 def _from_start(douts: _Parts, values: _Parts, start: np.ndarray) -> np.ndarray:
-    """dO V^T without units, from `start` on, to which the sum is brought back for the next chain. Half of a chain's
-    products of high parts come first, and half last."""
+    """Returns dO V^T without units, added to `start`.
+
+    The sum is brought back towards `start` for each further chain. Half of a chain's products of high parts come first,
+    and half last.
+    """
     small_1, small_2, large = _low_first(douts.parts, values.parts)
     total = start
     for chain, steps in enumerate(_chains_of_dp(douts.parts[0].shape[1])):
@@ -122,7 +125,7 @@ def _from_start(douts: _Parts, values: _Parts, start: np.ndarray) -> np.ndarray:
 
 
 def _add_product(total: np.ndarray, weights: tuple, rows: _Parts, factor: np.ndarray | np.float32) -> np.ndarray:
-    """total + factor * weights rows. Each chunk of rows starts from zero."""
+    """Returns total + factor * weights rows; the sum of each chunk of rows starts from zero."""
     for first in range(0, len(rows.unit), _UNIT_ROWS):
         chunk, part = slice(first, first + _UNIT_ROWS), np.zeros_like(total)
         for left, right in _low_first(weights, rows.parts):
@@ -132,7 +135,7 @@ def _add_product(total: np.ndarray, weights: tuple, rows: _Parts, factor: np.nda
 
 
 def _row_scale(x: np.ndarray) -> np.ndarray:
-    """The powers of two that bring the largest magnitude of each row into [2^13, 2^14)."""
+    """Returns the powers of two that bring the largest magnitude of each row into [2^13, 2^14)."""
     largest = abs(x).max(axis=1, keepdims=True)
     return np.ldexp(np.float32(1), 13 - np.maximum(_exponent(largest), 14 - 127))
 
@@ -142,12 +145,12 @@ def _exp(x: np.ndarray) -> np.ndarray:
 
 
 def _filled(x: np.ndarray, number: int, value: float) -> np.ndarray:
-    """A column of so many numbers, the last of which are `value`."""
+    """Returns x as a column of `number` elements, filled up with `value`."""
     return np.pad(x, (0, number - len(x)), constant_values=np.float32(value))[:, None]
 
 
 class Head:
-    """The matrices of a head, float32 and of shape (seqlen, head_dim), and what the kernels compute of them.
+    """The float32 matrices of a head, of shape (seqlen, head_dim), and the results that kernels compute from them.
 
     Rows and keys are slices that begin at a multiple of 64. Their ends may lie beyond the sequence.
     """
@@ -156,10 +159,10 @@ class Head:
         self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
         self.scale = np.float32(q.shape[1] ** -0.5)
         self._q, self._k, self._v, self._do = map(_split, (q, k, v, do))
-        self._tile = 128 if q.shape[1] <= 64 else 64  # keys for which the online softmax makes a step
+        self._tile = 128 if q.shape[1] <= 64 else 64  # keys of a step of the online softmax
 
     def forward(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """o and lse of query rows."""
+        """Returns o and lse of query rows."""
         number = rows.stop - rows.start
         highest = np.full((number, 1), -np.inf, np.float32)
         total, o = np.zeros_like(highest), np.zeros((number, self._v.parts[0].shape[1]), np.float32)
@@ -175,7 +178,7 @@ class Head:
         return (o / total)[own, : self.v.shape[1]], (highest + np.log(total))[own, 0]
 
     def of_queries(self, rows: slice, lse: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """dq of query rows. lse and delta: those of all queries."""
+        """Returns dq of query rows, from lse and delta of all queries."""
         _, ds = self._gradients(rows, slice(0, len(self._k.unit)), lse, delta)
         dq = np.zeros((len(ds), self._k.parts[0].shape[1]), np.float32)
         scale = _row_scale(ds)
@@ -183,7 +186,7 @@ class Head:
         return dq[: len(self.q[rows]), : self.q.shape[1]] * self.scale
 
     def of_keys(self, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """dk and dv of keys. lse and delta: those of all queries."""
+        """Returns dk and dv of keys, from lse and delta of all queries."""
         dk = np.zeros((keys.stop - keys.start, self._k.parts[0].shape[1]), np.float32)
         dv = dk.copy()
         for first in range(0, len(self._q.unit), _UNIT_ROWS):
@@ -206,7 +209,7 @@ class Head:
         return np.where(hidden, np.float32(-np.inf), scores)
 
     def _gradients(self, rows: slice, keys: slice, lse: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """P and dS."""
+        """Returns P and dS."""
         number = rows.stop - rows.start
         lse, delta = _filled(lse[rows], number, np.inf), _filled(delta[rows], number, 0)
         p = _exp(self._scores(rows, keys) - lse)

@@ -6,22 +6,22 @@ import numpy as np
 
 __all__ = ["in_parts", "joined_parts", "split_parts", "units_of"]
 
-_ROWS, _COLUMNS, _CHUNK = 64, 64, 8  # of a unit, of a panel, of 16 bytes
+_ROWS, _COLUMNS, _CHUNK = 64, 64, 8  # rows of a unit, columns of a panel, elements of 16 bytes
 
 
 def units_of(largest: np.ndarray) -> np.ndarray:
-    """The units of blocks with these largest magnitudes."""
+    """Returns the units of blocks with these largest magnitudes."""
     return np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 14), 1.0).astype(np.float32)
 
 
 def in_parts(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The high and the low parts of matrices that are divided by their units."""
+    """Returns the high and the low parts of matrices that are divided by their units."""
     high = scaled.astype(np.float16)
     return high, (scaled - high).astype(np.float16)
 
 
 def split_parts(x: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The parts and units of (batch, row, head, column), with zeros up to whole panels and whole blocks of rows."""
+    """Returns the parts and units of x (batch, row, head, column), padded with zeros to whole panels and row blocks."""
     batch, rows, heads, columns = x.shape
     padded = np.zeros((batch * heads, num_blocks * _ROWS, -(-columns // _COLUMNS) * _COLUMNS), np.float32)
     padded[:, :rows, :columns] = x.swapaxes(1, 2).reshape(-1, rows, columns)
@@ -30,7 +30,7 @@ def split_parts(x: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def joined_parts(parts: np.ndarray, units: np.ndarray, shape: tuple[int, int, int, int]) -> np.ndarray:
-    """The matrices of a shape (batch, row, head, column) from the memory of their parts and units."""
+    """Returns matrices of a shape (batch, row, head, column) from the memory of their parts and units."""
     batch, rows, heads, columns = shape
     blocks = len(units.reshape(batch * heads, -1)[0])
     panels = -(-columns // _COLUMNS)
@@ -44,7 +44,7 @@ def joined_parts(parts: np.ndarray, units: np.ndarray, shape: tuple[int, int, in
 
 
 def _swizzled(parts: np.ndarray) -> np.ndarray:
-    """[head][part][row][column] to [head][part][panel][row][64], whose chunks of 16 bytes are permuted in each row."""
+    """Reorders [head][part][row][column] to [head][part][panel][row][64], with 16-byte chunks permuted in each row."""
     heads, _, rows, columns = parts.shape
     panels = parts.reshape(heads, 2, rows, columns // _COLUMNS, _COLUMNS).swapaxes(2, 3)
     chunks = panels.reshape(heads, 2, -1, rows, _COLUMNS // _CHUNK, _CHUNK)
@@ -52,5 +52,5 @@ def _swizzled(parts: np.ndarray) -> np.ndarray:
 
 
 def _order(rows: int) -> np.ndarray:
-    """The permutation of the eight chunks of each row, which is its own inverse."""
+    """Returns the permutation of the eight chunks of each row, which is its own inverse."""
     return (np.arange(8) ^ np.arange(rows)[:, None] % 8)[None, None, None, :, :, None]

@@ -1,7 +1,7 @@
-"""An allocator for CuPy that leaves every array alone: in pages of its own, before and behind which nothing is mapped.
+"""An allocator for CuPy that gives every array pages of its own, with unmapped addresses before and after them.
 
-CuPy's pool puts arrays side by side, where an access outside of one meets another and goes unnoticed. Here it faults.
-Arrays lie at the beginning of their pages and at the end, by turns. Used by ``pytest --isolate``.
+CuPy's pool puts arrays side by side, so that an access outside of one hits another and goes unnoticed. Here it faults.
+Arrays lie alternately at the beginning and at the end of their pages. ``pytest --isolate`` uses this allocator.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from cuda.bindings import driver
 
 __all__ = ["install"]
 
-_ALIGNMENT = 16  # what kernels may count on; CuPy's own allocations start on 512 bytes
+_ALIGNMENT = 16  # bytes that kernels may rely on; CuPy's own allocations are aligned to 512
 
 
 @dataclass(frozen=True)
 class _Island:
-    """Mapped pages between two that are not."""
+    """Mapped pages between two unmapped ones."""
 
     start: int
     nbytes: int
 
 
 class _Islands:
-    """All islands; those that have been freed serve later work of the same stream, as blocks of CuPy's pool do."""
+    """All islands; freed ones are reused by later work of the same stream, like blocks of CuPy's pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,6 +102,6 @@ def _check(result: driver.CUresult) -> None:
 
 
 def install() -> None:
-    """Makes it CuPy's allocator."""
+    """Replaces CuPy's allocator by this one."""
     islands = _Islands()
     cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(islands.malloc, islands.free).malloc)

@@ -1,4 +1,4 @@
-"""What kernels compute, by the formulas, on the arrays of a launch's record."""
+"""The formulas of kernels, computed on the arrays of a launch's record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fa2cupy.families.records import SHARES
 
 
 def run_formulas(launch: Launch) -> None:
-    """Does what the kernel would, by the formulas."""
+    """Computes the results of a launch's kernel by the formulas."""
     _Formulas(launch).run()
 
 
 class _Formulas:
-    """Kernels by their formulas."""
+    """The formulas of all kernels, by their operations."""
 
     def __init__(self, launch: Launch):
         self.launch, self.spec, self.values = launch, launch.spec, launch.values
@@ -36,7 +36,7 @@ class _Formulas:
         o_of_kernel[...], lse_of_kernel[...] = o, lse
 
     def _decode(self) -> None:
-        """Of a forward: all sequences have the same length, and no table says where they are."""
+        """Computes a forward: all sequences have the same length, and there is no block table."""
         names = ("q", "k_cache", "v_cache")
         o, lse = reference.forward(*map(self.launch.array, names), causal=self.spec.causal, softmax_scale=self._scale())
         self.launch.array("o")[...], self.launch.array("lse")[...] = o, lse
@@ -93,7 +93,7 @@ class _Formulas:
         self.launch.array("dq")[...] = self._workspace()
 
     def _gradients(self) -> tuple:
-        """From lse and delta as they lie in memory, like the kernels."""
+        """Returns the gradients from lse and delta in memory, which the kernels use, too."""
         q, k, v, do = self.launch.array("q"), self.launch.array("k"), self.launch.array("v"), self.launch.array("dout")
         lse, delta, scale = self.launch.array("lse"), self.launch.array("delta"), self._scale()
         group = self.values["heads_per_group"]
@@ -114,13 +114,13 @@ class _Formulas:
         return values["softmax_scale"] if "softmax_scale" in values else values["scale_log2"] / np.log2(np.e)
 
     def _shares(self, copies: int) -> np.ndarray:
-        """The copies of dk and dv in plain order."""
+        """Returns the copies of dk and dv in plain order."""
         heads = self.values["num_heads"] // self.values["heads_per_group"]
         shape = (copies, 2, self.launch.batch, self.values["seqlen_k"], heads, self.spec.head_dim)
         return self.launch.array("shares")[: np.prod(shape)].reshape(shape)
 
     def _output_shares(self) -> tuple[np.ndarray, np.ndarray]:
-        """O and lse of all shares together, in plain order, at the start of their workspace."""
+        """Returns O and lse of all shares together, in plain order, at the start of their workspace."""
         shares, batch = self.launch.array(SHARES), self.launch.batch
         rows, heads = self.values["seqlen_q"], self.values["num_heads"]
         end = batch * rows * heads * self.spec.head_dim
@@ -128,6 +128,6 @@ class _Formulas:
         return o.reshape(batch, rows, heads, self.spec.head_dim), lse.reshape(batch, heads, rows)
 
     def _workspace(self) -> np.ndarray:
-        """dq_accum in plain order: the kernels' order is their own affair."""
+        """Returns dq_accum in plain order; the order of the kernels does not matter here."""
         shape = (self.launch.batch, self.values["seqlen_q"], self.values["num_heads"], self.spec.head_dim)
         return self.launch.array("dq_accum")[: np.prod(shape)].reshape(shape)

@@ -1,4 +1,4 @@
-"""A launch read back from its record: what a kernel is given, as arrays and numbers."""
+"""A launch read back from its record: the arrays and numbers that a kernel is given."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from fa2cupy.problem.features import ARRAY_KEYWORDS, OFFSETS
 
 TILE_COUNTER = "tile_counter"  # a pointer of the record that is no array of the call
 PARTS = tuple(f"{name}_{kind}" for name in ("q", "k", "v", "dout") for kind in ("parts", "units"))  # of float32 inputs
-ADDED = ("dq_accum", SHARES)  # of float32, as tiles: workspaces to which kernels add
-CACHES = ("k_cache", "v_cache")  # of decoding, whose rows are read and written
+ADDED = ("dq_accum", SHARES)  # float32 workspaces of tiles to which kernels add
+CACHES = ("k_cache", "v_cache")  # caches of decoding, which are read and written
 _OF_DECODE = (*CACHES, "k", "v", "cache_seqlens", "block_table")
 WORKSPACES = (*ADDED, EXCEPTIONS, PARTIALS, *PARTS, KEY_LISTS, QUERY_LISTS)
 
 
 class Launch:
-    """One launch: the record unpacked, and the arrays that it names as views of their memory.
+    """One launch: its unpacked record, and views of the arrays that the record names.
 
     Attributes
     ----------
     stage : Stage
     pointers : dict
-        Addresses by the record's names, of what its tensor maps describe, too.
+        Addresses by the record's names, including arrays that its tensor maps describe.
     maps : dict
         Layouts of the tensor maps by name.
     values : dict
-        The record's other members, and the strides of what the maps describe.
+        The record's other members, and the strides of the arrays that the maps describe.
     cleared : tuple of str
-        What the plan has set to zero before its first stage.
+        Arrays that the plan sets to zero before its first stage.
     before_fallback : bool
         True if kernels of IEEE arithmetic write some heads of its results after it.
     """
@@ -74,7 +74,7 @@ class Launch:
         addresses: Mapping[str, int],
         encode: Callable[[TensorLayout, int], bytes] = lambda layout, address: bytes(128),
     ) -> bytes:
-        """The bytes that the kernel takes, with other addresses and an encoder of tensor maps; 0 is no tile counter."""
+        """Returns the kernel's record with other addresses and an encoder of tensor maps; no tile counter is 0."""
         front = {name: (self._per_call | addresses).get(name, 0) for name in self.spec.params.pointers}
         front.update({name: encode(layout, front[name]) for name, layout in self.maps.items()})
         return self.spec.params.pointer_packer.pack(*front.values()) + self.stage.constants
@@ -83,9 +83,9 @@ class Launch:
         return self.values[f"total_{side}" if self.packed else f"seqlen_{side}"]
 
     def array(self, name: str) -> np.ndarray:
-        """What a pointer of the record stands for: (batch, row, head, column), (batch, head, row) for lse and delta.
+        """Returns the array of a pointer: (batch, row, head, column), or (batch, head, row) for lse and delta.
 
-        It is None for an array that the call does not have.
+        The result is None for an array that the call does not have.
         """
         if self.spec.operation == "decode" and name in _OF_DECODE:
             return self._array_of_decode(name)
@@ -127,7 +127,7 @@ class Launch:
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
 
     def _array_of_decode(self, name: str) -> np.ndarray | None:
-        """The caches, the rows to append, and what says where they are; None if the call does not have it."""
+        """Returns a cache, the rows to append, the lengths or the block table; None if the call does not have it."""
         values = self.values
         if name in ("cache_seqlens", "block_table"):
             shape = (self.batch, values["pages_per_sequence"])[: 1 + (name == "block_table")]
@@ -139,7 +139,7 @@ class Launch:
         return memory_at(self.pointers[name], shape, (batch, row, head, dtype.itemsize), dtype)
 
     def written_rows(self, cache: np.ndarray) -> np.ndarray:
-        """For each (page, row) of a cache of decoding, whether the call may read it: below a sequence's length."""
+        """Returns True for each (page, row) of a decoding cache that the call may read: below a sequence's length."""
         lengths, table = self.array("cache_seqlens"), self.array("block_table")
         pages, size = cache.shape[:2]
         written = np.zeros((pages, size), bool)
@@ -152,7 +152,7 @@ class Launch:
         return written
 
     def _map_shape(self) -> tuple[int, ...]:
-        """That of the states of a sparse map's tiles."""
+        """Returns the shape of the states of a sparse map's tiles."""
         tiles = self.values["map_rows"], self.values["map_columns"]
         if "map_batches" in self.values:
             return self.values["map_batches"], self.values["map_heads"], *tiles
@@ -160,7 +160,7 @@ class Launch:
         return self.stage.blocks // (heads * np.prod(tiles)), heads, *tiles
 
     def _argument(self, name: str) -> np.ndarray:
-        """An array of a function of the caller's, or its gradient. Where it has axes, the record has their layout."""
+        """Returns an array of the caller's function, or its gradient; the record has the layout of its axes, if any."""
         kind = self._kinds[name]
         dtype = self._wide if kind == "output_accum" else kind.removeprefix("items_")
         layout = self.values.get(f"{name}_strides", ())
@@ -169,7 +169,7 @@ class Launch:
         return memory_at(self.pointers[name], shape, tuple(stride * items.itemsize for stride in strides), items)
 
     def _joined(self, name: str, side: str) -> np.ndarray:
-        """An input of which the record has parts. Sequences that are packed have theirs elsewhere."""
+        """Returns an input joined from its parts; packed sequences are refused, as their parts lie elsewhere."""
         assert not self.packed
         heads = self.values["num_heads"] // (self.values["heads_per_group"] if side == "k" else 1)
         shape = (self.batch, self.values[f"seqlen_{side}"], heads, self.spec.head_dim)
@@ -177,11 +177,11 @@ class Launch:
 
 
 def check_map(layout: TensorLayout, array: np.ndarray) -> None:
-    """Holds a tensor map of a (batch, row, head, column) array against what driver and hardware require of it.
+    """Checks a tensor map of a (batch, row, head, column) array against the requirements of driver and hardware.
 
-    The driver takes it; it begins at the array's first element, because a load of a box without an element of the
-    tensor touches the map's address; and what is inside of its axes, as far as kernels ask for it, is the array and
-    nothing else.
+    The driver must accept it. It must begin at the array's first element, because a load of a box without an element
+    of the tensor touches the map's address. The places inside of its axes, as far as kernels ask for them, must be
+    those of the array and nothing else.
     """
     address = array.ctypes.data
     tensor = TensorMap(bytes(driver_tensor_map(*encode_arguments(layout, address))))
@@ -205,7 +205,7 @@ def check_map(layout: TensorLayout, array: np.ndarray) -> None:
 
 
 def stage_values(stage: Stage) -> dict[str, object]:
-    """The members of a stage's record that are no pointers."""
+    """Returns the members of a stage's record that are not pointers."""
     return dict(_unpack(stage.spec, stage.constants))
 
 
@@ -233,7 +233,7 @@ class _Memory:
 
 
 def memory_at(address: int, shape: tuple, strides: tuple | None, dtype: np.dtype) -> np.ndarray | None:
-    """An array of what lies at an address; nothing keeps it there. None stands for an array that is absent."""
+    """Returns a view of the memory at an address, which it does not keep alive; None for an absent array."""
     if address == 0 and 0 not in shape:
         return None
     array = np.asarray(_Memory(address, shape, strides, dtype))

@@ -1,4 +1,4 @@
-"""Plans of calls that nobody launches: kernels chosen for a device that need not be here, then laid out."""
+"""Plans of calls that are not launched: kernels are chosen for a device that need not exist here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["backward_plan", "delta_plan", "forward_plan"]
 
 
 def forward_plan(problem, device, strides, config=None, family=None, num_splits=None) -> Plan:
-    """The plan of a forward with tiles, a family and a number of splits of the test's own, if any."""
+    """Returns the plan of a forward, with tiles, a family and a number of splits if the test gives them."""
     options = CallOptions(config=config, family=family, num_splits=num_splits)
     return plan_forward(
         problem, device, strides, choose("forward", problem, device, strides, options, is_launched=False)
@@ -19,14 +19,14 @@ def forward_plan(problem, device, strides, config=None, family=None, num_splits=
 
 
 def delta_plan(problem, device, strides) -> Plan:
-    """The plan of a delta."""
+    """Returns the plan of a delta."""
     return plan_delta(problem, device, strides, choose("delta", problem, device, strides, is_launched=False))
 
 
 def backward_plan(
     problem, device, strides, method, config=None, family=None, *, extras=(), with_delta=True, num_splits=1
 ) -> Plan:
-    """The plan of a backward by one method, or by the default one for None; without splits unless the test asks."""
+    """Returns the plan of a backward by one method (None: the default), without splits unless the test asks."""
     options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
     choice = choose("backward", problem, device, strides, options, extras=extras, is_launched=False)
     return plan_backward(problem, device, strides, choice, extras=extras, with_delta=with_delta)

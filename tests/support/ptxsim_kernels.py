@@ -1,4 +1,4 @@
-"""What the interpreter's own tests share: small CUDA kernels to modules, on a machine without a GPU."""
+"""Helpers of the interpreter's own tests, which compile small CUDA kernels to modules without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cuda_module(source: str, arch: str = "compute_80", options: tuple[str, ...] 
 
 
 def report_of(launch, *args, **options) -> str:
-    """What the interpreter reports about a launch that must not pass."""
+    """Returns the interpreter's report of a launch that must fail."""
     with pytest.raises(PtxError) as caught:
         launch(*args, **options)
     return str(caught.value)

@@ -17,12 +17,12 @@ import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
 
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
-#: What is as it is on all ranks, whatever the number of rows.
+#: Arrays that are the same on all ranks, whatever their number of rows.
 WHOLE = ("alibi_slopes", "sink", "key_padding_mask", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def whole_call(inputs: tuple, *, dlse=None, method=None, **options) -> dict:
-    """All results of one call by name."""
+    """Returns all results of one call by name."""
     q, k, v, do = inputs
     o, lse = fa2cupy.forward(q, k, v, **options)
     gradients = fa2cupy.backward(q, k, v, o, lse, do, dlse=dlse, method=method, **options, **extras(options))
@@ -30,12 +30,12 @@ def whole_call(inputs: tuple, *, dlse=None, method=None, **options) -> dict:
 
 
 def is_sharded(name: str, array, options: dict) -> bool:
-    """Whether each rank has rows of its own of a feature's array."""
+    """Returns True if each rank has its own rows of a feature's array."""
     return name in ("bias", "mask") and array.ndim > 1 and array.shape[-2] > 1 and "cu_seqlens_q" not in options
 
 
 def on_ranks(size: int, inputs: tuple, *, dlse=None, method=None, how: dict | None = None, **options) -> dict:
-    """The same of ranks, put together: `how` has the scheme, order and groups of heads."""
+    """Returns the whole results of a call by ranks; `how` has the scheme, order and groups of heads."""
     return dist.simulate(size, lambda comm: of_rank(comm, inputs, dlse, method, how or {}, options), timeout=20)[0]
 
 
@@ -65,20 +65,20 @@ def of_rank(comm, inputs: tuple, dlse, method, how: dict, options: dict) -> dict
 
 
 class Mark(threading.Event):
-    """A place in a lane's work. Where the lane has failed before it, so has whoever waits for it."""
+    """A place in a lane's work; `error` is the lane's failure before it, which waiting lanes raise, too."""
 
     error: BaseException | None = None
 
 
 class SlowLane:
-    """A lane as a thread with a queue: work starts late, and a wait that is missing is a race, as it is on a GPU.
+    """A lane as a thread with a queue: work starts late, so that a missing wait is a race, as on a GPU.
 
     Parameters
     ----------
     delay : callable
         Seconds before the next call.
     is_main : bool
-        Of the caller's lane alone the host waits for the end.
+        True for the caller's lane, the only one whose end the host waits for.
     """
 
     def __init__(self, delay: Callable[[], float], is_main: bool):
@@ -129,7 +129,7 @@ class SlowLane:
 
 
 def random_delays(longest: float, seed: object) -> Callable[[int, int], Callable[[], float]]:
-    """For a rank and the number of a lane: random delays, of some lanes four times as long, of others none."""
+    """Returns random delays by rank and number of a lane; some lanes have four times as long ones, others none."""
 
     def of_lane(rank: int, number: int) -> Callable[[], float]:
         drawn = random.Random(repr((seed, rank, number)))
@@ -140,7 +140,7 @@ def random_delays(longest: float, seed: object) -> Callable[[int, int], Callable
 
 
 def poisoned(shape: tuple, dtype) -> np.ndarray:
-    """Memory that is NaN until it is written."""
+    """Returns memory that is NaN until it is written."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[...] = 0xFF
     return array
@@ -148,7 +148,7 @@ def poisoned(shape: tuple, dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def slow_lanes(monkeypatch, delays: Callable[[int, int], Callable[[], float]], lane: type = SlowLane):
-    """Lanes that are threads, and poisoned memory."""
+    """Makes fa2cupy.distributed use threads as lanes, and poisoned memory."""
 
     def lanes(rank: int) -> tuple:
         return tuple(lane(delays(rank, number), number == 0) for number in range(3))

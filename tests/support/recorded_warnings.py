@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def warnings_of(function: Callable[[], object]) -> list[str]:
-    """Texts of all warnings, repeated ones included."""
+    """Returns the texts of all warnings, including repeated ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()

@@ -1,5 +1,6 @@
-"""Every kernel once on small shapes, to be run under compute-sanitizer. No random numbers on the device and no checks:
-the tool sees this package's kernels and little else.
+"""Calls of every kernel on small shapes, to be run under compute-sanitizer.
+
+There are no random numbers on the device and no checks, so that the tool sees little besides this package's kernels.
 
     python sanitized_calls.py            everything
     python sanitized_calls.py plain      one of PARTS
@@ -35,13 +36,13 @@ KINDS = (
     ("float32", 64),
     ("float64", 80),
 )
-#: FeatureSettings whose kernels are compiled together, and what they are called on.
+#: Features that are compiled into the same kernels, and the (dtype, head_dim) that these are called on.
 FEATURES = (("window", "softcap", "alibi by batch", "sink"), ("mask of rows", "padding", "dropout"), ("bias of heads",))
 FEATURE_KINDS = (("float16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64))
 
 
 def plain() -> None:
-    """Forward, delta and both backward methods; ragged tiles, a diagonal, grouped heads, and rows that see nothing."""
+    """Calls forward, delta and both backward methods: ragged tiles, a diagonal, grouped heads, rows that see no key."""
     for dtype, head_dim in KINDS:
         for causal, (seqlen_q, seqlen_k) in ((False, (70, 150)), (True, (150, 130))):
             sizes = {
@@ -53,7 +54,7 @@ def plain() -> None:
             }
             q, k, v, do = make_inputs(dtype, **sizes, xp=cupy)
             fa2cupy.forward(q, k, v, causal=causal, num_splits=1)
-            # The results of kernels that store by TMA count as never written, so that nobody is to read them.
+            # The tool takes results that are stored by TMA for unwritten, so that no other kernel may read them.
             half = dtype in ("float16", "bfloat16")
             o, lse = fa2cupy.forward(q, k, v, causal=causal, family="sm80" if half else None, num_splits=1)
             splits = (1, 3) if causal and (dtype, head_dim) in FEATURE_KINDS and half else (1,)
@@ -66,7 +67,7 @@ def plain() -> None:
 
 
 def decoding() -> None:
-    """A cache with pages and new rows, cut among blocks, and the merge of two results."""
+    """Decodes from a cache with pages and new rows, and from one that is cut among blocks, and merges two results."""
     for dtype, head_dim in (("float16", 64), ("bfloat16", 128), ("float32", 64)):
         for case in (
             Case(dtype, (0, 17, 900), head_dim=head_dim, page_size=16, num_new=1, seqlen_q=2),
@@ -79,7 +80,7 @@ def decoding() -> None:
 
 
 def of_parts(head_dim: int) -> None:
-    """float32 on tensor cores: plain, with features, packed, and with a head that is left to the fallback."""
+    """Calls float32 on tensor cores: plain, with features, packed, and with a head that is left to the fallback."""
     sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 150, "seqlen_k": 130}
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 130], np.int32)))
     for names in ((), *FEATURES):
@@ -93,7 +94,7 @@ def of_parts(head_dim: int) -> None:
 
 
 def check_parts(q, k, v, do, options: dict) -> None:
-    """Forward and all backward methods, of the families that the GPU runs."""
+    """Calls forward and all backward methods of the families that the GPU runs."""
     capability, is_wide = int(cupy.cuda.Device().compute_capability), q.shape[-1] > 128
     methods = {"sm90": ("single_pass", "two_pass")[is_wide:]} if capability == 90 else {}
     if capability >= 80 and not is_wide:
@@ -105,7 +106,7 @@ def check_parts(q, k, v, do, options: dict) -> None:
 
 
 def with_settings() -> None:
-    """Every feature, with its gradient if it has one."""
+    """Calls every feature, with its gradient if it has one."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 150, "seqlen_k": 130}
     for (dtype, head_dim), names in itertools.product(FEATURE_KINDS, FEATURES):
         q, k, v, do = make_inputs(dtype, **sizes, num_heads_kv=1, head_dim=head_dim, xp=cupy)
@@ -115,7 +116,7 @@ def with_settings() -> None:
 
 
 def with_functions() -> None:
-    """A function of scores whose table has a gradient, and one that hides keys."""
+    """Calls a function of scores whose table has a gradient, and one that hides keys."""
     cases = ready_made(2, 2, 150, 130)
     for (dtype, head_dim), name in itertools.product(FEATURE_KINDS, ("t5_relative", "document")):
         q, k, v, do = make_inputs(
@@ -125,7 +126,7 @@ def with_functions() -> None:
 
 
 def packed() -> None:
-    """Packed sequences, one of them empty."""
+    """Calls packed sequences, one of them empty."""
     offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(np.array([3, 90, 90, 230], np.int32)))
     for dtype, head_dim in FEATURE_KINDS:
         inputs = make_inputs(dtype, seqlen_q=240, seqlen_k=240, num_heads=2, head_dim=head_dim, xp=cupy)
@@ -133,7 +134,7 @@ def packed() -> None:
 
 
 def sparse() -> None:
-    """Maps: the kernel that makes one, those that list its tiles, and all that visit them."""
+    """Calls the kernels that make a sparse map, list its tiles and visit them."""
     sizes = {"batch": 2, "num_heads": 2, "seqlen_q": 250, "seqlen_k": 230}
     ids = cupy.asarray(np.repeat(np.arange(5, dtype="int32"), 50)[None].repeat(2, axis=0))
     for dtype, head_dim in FEATURE_KINDS:
@@ -146,7 +147,7 @@ def sparse() -> None:
 
 
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
-    """Forward and both backward methods."""
+    """Calls forward and both backward methods."""
     fa2cupy.forward(q, k, v, **options)
     o, lse = fa2cupy.forward(q, k, v, **options, family="sm80" if dtype in ("float16", "bfloat16") else None)
     for method in ("single_pass", "two_pass"):

@@ -1,5 +1,4 @@
-"""Problems of the simulated tests: small tiles, inputs whose scores reach the branches of the softmax, devices with few
-multiprocessors."""
+"""Problems of the simulated tests: small tiles, scores for each branch of the softmax, and small devices."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from fa2cupy.plan.calls import plan_backward
 from fa2cupy.testing import Expectation, make_inputs
 
 HALF = ("float16", "bfloat16")
-#: Whose sections have few heads.
+#: A device whose sections have few heads.
 FEW_MULTIPROCESSORS = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=4)
-#: Whose blocks take several tiles.
+#: A device whose blocks take several tiles.
 HOPPER = dataclasses.replace(DeviceInfo.named("sm_90"), multiprocessors=3)
 
 
 def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
-    """Tiles of 32 rows (sm80), or of 8 and 16 (simt): a few dozen rows are several."""
+    """Returns tiles of 32 rows (sm80), or of 8 and 16 (simt), so that a few dozen rows are several tiles."""
     if dtype in HALF:
         by_rows, by_keys = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
         return {"forward": by_rows, "backward": by_keys, "backward_dq": by_rows, "backward_dkdv": by_keys}
@@ -40,21 +39,24 @@ def small_tiles(dtype: str, head_dim: int) -> dict[str, TileConfig]:
 
 
 def family_of(dtype: str) -> str:
-    """The family that has every operation; that of Hopper has tests of its own."""
+    """Returns the family that has every operation; that of Hopper has its own tests."""
     return "sm80" if dtype in HALF else "simt"
 
 
 def draw(
     dtype: str, lengths: tuple[int, int], head_dim: int, heads: tuple[int, int] = (2, 1), view=place, **options
 ) -> tuple:
-    """q, k, v and do on the simulated device."""
+    """Returns q, k, v and do on the simulated device."""
     sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "num_heads": heads[0], "num_heads_kv": heads[1]}
     return tuple(view(x) for x in make_inputs(dtype, head_dim=head_dim, **sizes, **options))
 
 
 def growing(inputs: tuple, rows: slice) -> tuple:
-    """The same with scores of some rows that grow towards the middle: whichever end a kernel starts from, the softmax's
-    reference becomes too small for them, by more than any 16-bit type could hold."""
+    """Makes the scores of some rows grow towards the middle of the keys, and returns the inputs.
+
+    Whichever end a kernel starts from, the softmax's reference becomes too small for these scores, by more than any
+    16-bit type could hold.
+    """
     q, k, v, do = inputs
     direction = np.sign(np.asarray(q[0, 0, 0], np.float32))
     position = np.arange(k.shape[1]) / k.shape[1]
@@ -64,14 +66,14 @@ def growing(inputs: tuple, rows: slice) -> tuple:
 
 
 def at_level(inputs: tuple, score: float) -> tuple:
-    """The same with so much more in every score."""
+    """Adds `score` to every score by means of the first column, and returns the inputs."""
     q, k, v, do = inputs
     q[..., 0], k[..., 0] = 4, score * q.shape[3] ** 0.5 / 4
     return q, k, v, do
 
 
 def with_few_bits(inputs: tuple) -> tuple:
-    """The same with queries and keys whose products float32 adds up exactly, so that it rounds large scores once."""
+    """Rounds q and k so that float32 adds up their products exactly and rounds large scores only once."""
     q, k, v, do = inputs
     for x in (q, k):
         x[...] = np.round(x * x.dtype.type(64)) / x.dtype.type(64)
@@ -79,9 +81,10 @@ def with_few_bits(inputs: tuple) -> tuple:
 
 
 def jumping(inputs: tuple, most: float) -> tuple:
-    """The same with small scores, but for one key of each row in the middle of the keys: at most 2**most times as large
-    an
-    exponential as the others, by rows from 2**0 on."""
+    """Makes scores small, except for those of the middle key, and returns the inputs.
+
+    The exponential of the middle key grows with the row, from 2**0 to 2**most times as large as the others.
+    """
     q, k, v, do = inputs
     q *= q.dtype.type(0.25)
     k[..., 0], k[:, k.shape[1] // 2] = 0, 0
@@ -92,7 +95,7 @@ def jumping(inputs: tuple, most: float) -> tuple:
 
 
 def leave_out(monkeypatch, *operations: str) -> None:
-    """Leaves kernels out of the backward: what they would write stays as it is."""
+    """Leaves kernels out of the backward, so that their results stay as they are."""
 
     def plan_others(*arguments, **options):
         whole = plan_backward(*arguments, **options)
@@ -104,12 +107,12 @@ def leave_out(monkeypatch, *operations: str) -> None:
 
 
 def dq_on_hopper(monkeypatch) -> None:
-    """Makes `two_pass` of Hopper's dQ kernel alone: dK and dV stay unwritten."""
+    """Limits `two_pass` to Hopper's dQ kernel, so that dK and dV stay unwritten."""
     leave_out(monkeypatch, "backward_dkdv")
 
 
 def check_dq(inputs: tuple, *, config: TileConfig, out=None, scale=None, **problem) -> None:
-    """dQ from the reference's o and lse, so that no other kernel but delta's has touched what it reads."""
+    """Checks dQ from the reference's o and lse, so that delta alone of its inputs comes from another kernel."""
     q, k, v, do = inputs
     expected = Expectation(q, k, v, do, softmax_scale=scale, **problem)
     o, lse = reference.forward(q, k, v, softmax_scale=scale, **problem)

@@ -1,11 +1,11 @@
-"""A GPU that executes: the fake GPU of fake_gpu.py, whose stages run their kernels in ptxsim, an interpreter of PTX.
+"""The fake GPU of fake_gpu.py with stages that execute their kernels in ptxsim, an interpreter of PTX.
 
 A stage is rendered and compiled as for a GPU, up to PTX, and launched with the same record, grid and shared memory.
-Every array of the record gets memory of its own there, from its first to its last element and no further. In it only
-what belongs to the array counts as initialised (of an output: nothing, unless the plan clears it), so that a kernel
-that reads between the rows of a strided array, past its end, or what nobody has written, is stopped. After a launch
-every element of an output must have been written, and nothing else; where a kernel clears what others leave over, after
-both.
+Every array of the record gets its own memory there, which begins with its first element and ends with its last. Only
+elements of the array count as initialised; those of an output do so only if the plan clears it. A kernel is therefore
+stopped if it reads between the rows of a strided array, outside of the array, or an unwritten element. A launch must
+write every element of an output and nothing else. If one kernel clears what others leave unwritten, this is checked
+after both.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fa2cupy.plan.tensor_maps import TensorLayout
 
 __all__ = ["compiled_module", "simulated_gpu"]
 
-#: From a kernel and its source to the source that is compiled instead.
+#: A function from a kernel's spec and source to the source that is compiled instead.
 Patch = Callable[[KernelSpec, str], str]
 
 
 def _options(arch: str, quickly: bool) -> tuple[str, ...]:
-    """The package's, without those for another architecture and for the assembler."""
+    """Returns the package's options without those for the architecture and the assembler."""
     options = tuple(o for o in compile_options(arch) if not o.startswith(("-arch=", "--ptxas-options")))
     return (*options, "--Ofast-compile=max") if quickly and nvrtc_version() >= (12, 9) else options
 
@@ -51,12 +51,12 @@ def _text_of(spec: KernelSpec) -> str:
 
 @functools.lru_cache(maxsize=64)
 def compiled_module(text: str, arch: str, quickly: bool = False) -> ptxsim.Module:
-    """Source to a module, compiled with the package's options; quickly, hardly optimised, where little of it runs."""
+    """Compiles source to a module with the package's options; `quickly` hardly optimises, if little of it runs."""
     return ptxsim.Module(compile_ptx(text, arch.replace("sm_", "compute_"), _options(arch, quickly)))
 
 
 def _computes_nothing(launch: Launch) -> bool:
-    """Whether a fallback kernel finds no head that is left to it, and ends at once, as most of them do."""
+    """Returns True if a fallback kernel finds no head that is left to it and ends at once, as most of them do."""
     if not launch.spec.is_fallback:
         return False
     heads = launch.batch * launch.values["num_heads"] // launch.values["heads_per_group"]
@@ -85,13 +85,13 @@ def simulated_gpu(
     seed : int, optional
         Lets warps take turns at random.
     patch : callable, optional
-        From a kernel's spec and source to the source that runs.
+        Function from a kernel's spec and source to the source that runs.
     with_counter : bool, optional
-        Whether persistent kernels get a tile counter.
+        True if persistent kernels get a tile counter.
     block_races : bool, optional
-        Whether blocks may not collide in global memory, as they do where sequences share rows.
+        True if blocks must not collide in global memory; they do if sequences share rows.
     cuts_sums : bool, optional
-        Whether tensor cores add bit by bit as the hardware does.
+        True if tensor cores add bit by bit as the hardware does.
     after : callable, optional
         Called with every launch when its kernel has run.
     """
@@ -118,7 +118,7 @@ def _execute(
     cuts_sums: bool,
     partly_written: dict[int, np.ndarray],
 ) -> None:
-    """`partly_written`: by address, what kernels have written so far of what several write: outputs and workspaces."""
+    """Runs a launch; `partly_written`: by address, the bytes written so far of arrays that several kernels write."""
     spec, memory = launch.spec, ptxsim.Memory()
     kinds = {field.name: field.kind for field in spec.params.fields}
     buffers = {}
@@ -154,7 +154,7 @@ def _execute(
             continue
         is_partial = name in WORKSPACES or (spec.is_fallback and "given_lse" in spec.features)
         of_several = spec.operation.startswith("clear_") or is_partial or launch.before_fallback
-        if of_several and spec.operation != "decode":  # whose workspace is that of one launch
+        if of_several and spec.operation != "decode":  # which shares no workspace with other launches
             partly_written[launch.pointers[name]] = written
         if not of_several or launch.values.get(f"{name}_bytes"):
             buffer.check_complete(spec, written)
@@ -164,12 +164,12 @@ def _execute(
 
 
 def _bytes_of_rows(rows: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """Of (page, row) the same for each byte of a (page, row, head, column) array, its elements' bytes behind it."""
+    """Repeats values of (page, row) for each byte of a (page, row, head, column) array; bytes are the last axis."""
     return np.broadcast_to(rows[:, :, None, None, None], (*array.shape, array.itemsize))
 
 
 def _tensor_map(layout: TensorLayout, address: int) -> bytes:
-    """What the driver would make of the arguments that fa2cupy.gpu.tensor_maps.encode gives it."""
+    """Returns the tensor map that the driver would make from the package's arguments."""
     return bytes(driver_tensor_map(*encode_arguments(layout, address)))
 
 
@@ -189,9 +189,9 @@ class _Buffer:
         self._shape, self._strides = (*array.shape, array.itemsize), (*array.strides, 1)
         self._host = memory_at(array.ctypes.data, self._shape, self._strides, np.dtype(np.uint8))
         reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-        below = -sum(min(0, r) for r in reach)  # bytes ahead of the first element where a stride is negative
+        below = -sum(min(0, r) for r in reach)  # bytes before the first element if a stride is negative
         nbytes = below + sum(max(0, r) for r in reach) + array.itemsize
-        # Ahead of them as many bytes as keep the alignment of the address; they are no more initialised than gaps are.
+        # The bytes before them keep the alignment of the address; like gaps, they are not initialised.
         self._first = (array.ctypes.data - below) % 512 + below
         base = memory.empty(self._first - below + nbytes, np.uint8, name)
         self.address = base + self._first
@@ -205,7 +205,7 @@ class _Buffer:
             self._initialised[self._owned] = True
 
     def finish(self, spec: KernelSpec) -> np.ndarray:
-        """Checks what the kernel has written, copies it to the host, and gives which bytes are written by now."""
+        """Checks what the kernel has written, copies it to the host, and returns which bytes are written by now."""
         now = self._of(self._bytes)
         written = self._of(self._initialised)
         if not self.is_output:
@@ -217,12 +217,12 @@ class _Buffer:
         return written
 
     def check_complete(self, spec: KernelSpec, written: np.ndarray) -> None:
-        """Nothing is left unwritten."""
+        """Checks that every element is written."""
         missing = np.argwhere(~written.all(axis=-1))
         assert not len(missing), (
             f"{spec}: {len(missing)} elements of {self.name} are unwritten, first {missing[0].tolist()}"
         )
 
     def _of(self, flat: np.ndarray) -> np.ndarray:
-        """The array's bytes, those of an element along the last axis, in memory of the same form."""
+        """Returns the array's bytes in memory of the same form; those of an element are the last axis."""
         return as_strided(flat[self._first :], self._shape, self._strides)

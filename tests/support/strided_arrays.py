@@ -1,4 +1,4 @@
-"""The same numbers in memory of other strides."""
+"""Copies of arrays in memory with other strides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.fake_cupy import FakeArray, place
 
 
 def shifted(x: np.ndarray) -> FakeArray:
-    """The same numbers two or four bytes off the alignment."""
+    """Returns a copy that is two or four bytes off the alignment."""
     wide = place(np.empty(x.size + 1, x.dtype))
     view = wide[1:].reshape(x.shape)
     view[...] = x
@@ -15,19 +15,19 @@ def shifted(x: np.ndarray) -> FakeArray:
 
 
 def gapped(x: np.ndarray) -> FakeArray:
-    """A last axis that is not contiguous."""
+    """Returns a copy whose last axis is not contiguous."""
     wide = place(np.empty((*x.shape, 2), x.dtype))
     wide[..., 0] = x
     return wide[..., 0]
 
 
 def reversed_columns(x: np.ndarray) -> FakeArray:
-    """A last axis that lies last to first."""
+    """Returns a copy whose last axis is stored in reverse."""
     return place(x[..., ::-1])[..., ::-1]
 
 
 def packed(x: np.ndarray) -> FakeArray:
-    """Every second head of a wider array: strides that the kernels take."""
+    """Returns a copy in every second head of a wider array, with strides that the kernels take."""
     wide = place(np.empty((*x.shape[:2], 2 * x.shape[2], x.shape[3]), x.dtype))
     wide[:, :, ::2] = x
     return wide[:, :, ::2]

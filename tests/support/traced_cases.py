@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def on_gpu(options: dict, copied: Callable = place) -> dict:
-    """Keywords with arrays of the simulated GPU, or of the one that `copied` copies them to."""
+    """Returns keywords with arrays on the simulated GPU, or on the one that `copied` copies them to."""
 
     def moved(value):
         if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
@@ -37,7 +37,7 @@ def on_gpu(options: dict, copied: Callable = place) -> dict:
 
 
 def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str = "float32") -> dict[str, Case]:
-    """A case of every function."""
+    """Returns a case of every function by name."""
     rng = np.random.default_rng(11)
     diagonal, longest = seqlen_k - seqlen_q, max(seqlen_q, seqlen_k)
     slopes = np.linspace(0.4, -0.1, heads).astype(wide)

@@ -1,4 +1,4 @@
-"""Traced functions on a GPU that is interpreted: a kernel of one thread for each score, from the text of a program."""
+"""Traced functions in the interpreter: a kernel with one thread for each score, made from a program's text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _CALLS = {
 
 
 def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
-    """A kernel that computes all that a program's text has, for scores of a shape (batch, heads, queries, keys)."""
+    """Returns a kernel that runs all functions of a program's text on scores (batch, heads, queries, keys)."""
     members, fields, pointers, layouts = [], [], [], []
 
     def pass_array(name: str, array: np.ndarray) -> None:
@@ -75,7 +75,7 @@ def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
 
 
 def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Values, slopes, visibility and gradients of arguments: sums of slopes times ``1 + k % 3``."""
+    """Returns values, slopes, visibility, and gradients of arguments: sums of slopes times ``1 + k % 3``."""
     real = {"float32": "float", "float64": "double"}[scores.dtype.name]
     source = source_of(program, arrays, scores.shape, real)
     module = cuda_module(source, "compute_80", (f"-I{CHECKOUT / 'kernels'}",))
