@@ -188,7 +188,7 @@ EVERYDAY = [
     spec
     for spec in selected_specs()
     if (spec.arch, spec.dtype, spec.head_dim) in {("sm_90", "float16", 128), ("sm_90", "float32", 64)}
-    and (spec.operation != "decode" or not spec.features)
+    and spec.operation != "decode"
 ]
 
 

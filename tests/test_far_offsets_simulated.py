@@ -258,12 +258,14 @@ class TestTheLastHead:
     def test_forward(self, name):
         Case(name).check_forward()
 
+    @pytest.mark.sample(method=("single_pass",))
     @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
     def test_backward(self, name, method):
         Case(name).check_backward(method)
 
 
 #: Families with kernels that read arrays by the same lines as Hopper's, and packed sequences without tensor maps.
+@pytest.mark.sample(name=("sm80",))
 @pytest.mark.parametrize("name", ("simt", "sm80"))
 class TestFeaturesOfTheLastHead:
     def test_forward(self, name):

@@ -169,7 +169,7 @@ def test_operator_that_is_wrong_is_found(small_features, operators, tmp_path, mo
 
 
 @needs_cupy
-@pytest.mark.sample(family=(None,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", (None, "sm80"))
 @pytest.mark.parametrize("operation", ("forward", "backward"))
 def test_kernels_of_features_are_foretold(operation, family, monkeypatch):

@@ -261,6 +261,7 @@ def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, h
         assert {stage.spec.arch for stage in launched} == {"sm_80"}
 
 
+@pytest.mark.sample(head_dim=(59,))
 @pytest.mark.parametrize("head_dim", (59, 60))
 def test_ieee_arithmetic_before_ampere_copies_through_registers(monkeypatch, head_dim):
     with simulated_gpu(monkeypatch, "sm_75") as launched:
