@@ -53,6 +53,13 @@ CATCHES = {
 }
 
 
+def replace_once(spec: KernelSpec, text: str, old: str, new: str) -> str:
+    """Returns the source of a kernel with a text replaced that must occur in it once."""
+    if text.count(old) != 1:  # an AssertionError could count as a caught mutant
+        raise ValueError(f"{old!r} occurs {text.count(old)} times in the source of {spec}")
+    return text.replace(old, new)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A kernel, a change of its source, and the error that must catch the change."""
@@ -68,9 +75,7 @@ class Mutant:
         """Returns the source, patched if it is this kernel's."""
         if spec.operation != self.operation or spec.is_fallback:
             return text
-        if text.count(self.old) != 1:  # an AssertionError could count as a caught mutant
-            raise ValueError(f"{self.old!r} occurs {text.count(self.old)} times in the source of {spec}")
-        return text.replace(self.old, self.new)
+        return replace_once(spec, text, self.old, self.new)
 
 
 def run(operation: str, problem: Problem, patch: Mutant | None = None) -> None:
