@@ -500,7 +500,8 @@ def decode(
         As for `forward`. On NumPy also ValueError for lengths that are negative or larger than the cache, and for
         entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`. On GPUs also
         UnsupportedProblemError where two tiles of keys and values do not fit in shared memory: in float64 beyond
-        head_dim 160 (96 on Turing) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond 192 on Turing.
+        head_dim 160 (96 on Turing, 64 on Pascal) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond
+        192 on Turing and 160 on Pascal.
 
     Notes
     -----

@@ -21,6 +21,7 @@ from .distributed import api as ranks_api
 from .distributed.communicator import Communicator
 from .distributed.rows import shard, unshard
 from .distributed.simulation import simulate
+from .families.device import device_count
 from .problem.array_types import Array
 
 __all__ = ["run_scaleout"]
@@ -83,7 +84,7 @@ def run_scaleout(
     heads, heads_kv : int, optional
         Query heads and K/V heads.
     """
-    count = 0 if device == "cpu" else _device_count()
+    count = 0 if device == "cpu" else device_count()
     if device == "gpu" and count < 2:
         print(f"It needs at least two GPUs, and there {'is one' if count else 'is none'}.")
         return 1
@@ -100,15 +101,6 @@ def run_scaleout(
     print(f"{used} simulated ranks on NumPy, float64, causal, {size.rows} rows, {heads}/{heads_kv} heads of 32.")
     print("They share the cores of this machine: times say nothing about GPUs.")
     return _print_table(_simulated(used, size), used, size, "float64")
-
-
-def _device_count() -> int:
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # without CuPy or a driver, for any reason, there is no GPU
-        return 0
 
 
 def _print_table(by_rank: list[list[_Measurement]], ranks: int, size: _Size, dtype: str) -> int:

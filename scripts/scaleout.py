@@ -50,13 +50,13 @@ from common.measure import (
     write_csv,
 )
 from common.plots import can_plot, line_panels
-from common.ranks import device_count
 from methods import group_of_heads
 from sequence_parallel.devices import GpuDevice, HostDevice
 from sequence_parallel.jobs import OPERATIONS, PEER, SCHEMES, Job, Measurement
 from sequence_parallel.processes import RankError, on_gpus, on_host
 
 from fa2cupy.cli import run_command
+from fa2cupy.families.device import device_count
 from fa2cupy.families.operations import METHODS
 
 COLUMNS = (

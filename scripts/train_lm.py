@@ -51,7 +51,7 @@ if __name__ == "__main__" and "OMP_NUM_THREADS" not in os.environ:
         os.environ.setdefault(name, "1")
 
 import numpy as np
-from common.ranks import communicator, device_count, free_ports
+from common.ranks import communicator, free_ports
 from language_model.arrays import Arrays, NumpyArrays, SetupError, select_arrays
 from language_model.data import Corpus, load_corpus, zlib_bits_per_byte
 from language_model.ranks import OneRank, SeveralRanks
@@ -61,6 +61,7 @@ from language_model.training import LOG_EVERY, Settings, Training
 
 from fa2cupy import distributed as dist
 from fa2cupy.cli import run_command
+from fa2cupy.families.device import device_count
 
 PRESETS = {
     # Two minutes of one core: enough to see the loss fall and the two attentions agree, not to pass zlib.

@@ -120,8 +120,8 @@ class TestForwardSplits:
         assert self.shares(1, 65536, (270, 1), "sm80") > 1 == self.shares(1, 65536, (264, 1), "sm80")
 
     def test_what_merging_costs_more_than_it_saves_stays_whole(self):
-        assert self.shares(1, 1024, (8, 1)) == self.shares(4096, 4096, (16, 16)) == 1
-        assert self.shares(1, 16384, (8, 1), window=(1000, 0)) == 1
+        assert self.shares(1, 256, (8, 1)) == self.shares(2048, 2048, (8, 1)) == self.shares(4096, 4096, (16, 16)) == 1
+        assert self.shares(1, 16384, (8, 1), window=(255, 0)) == 1
 
     def test_reading_the_keys_takes_the_same_time_for_any_number(self):
         assert self.shares(128, 16384, (90, 1)) > 1 == self.shares(128, 16384, (90, 90))

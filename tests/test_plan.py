@@ -288,13 +288,13 @@ EITHER_METHOD = ("single_pass", "two_pass")
 
 
 def packed_stages(dtype: str, method: str | None, offsets: dict[str, list[int]], **longest: int) -> list[Stage]:
-    """Returns the stages of a call whose offsets are arrays; the method None is the forward."""
+    """Returns the stages of an unsplit call whose offsets are arrays; the method None is the forward."""
     q, k = (np.zeros((rows, 2, 64), "float16" if dtype == "float16" else dtype) for rows in TOTALS.values())
     arrays = {f"cu_seqlens_{side}": np.array(values, "int32") for side, values in offsets.items()}
     of_call = problem_from_arrays(q, k, k, **arrays, **longest)
     strides = dict.fromkeys(TENSORS, of_call.kernel_strides(q.shape))
     if method is None:
-        return list(plans.forward_plan(of_call, H100, strides, family=ieee(dtype)).stages)
+        return list(plans.forward_plan(of_call, H100, strides, family=ieee(dtype), num_splits=1).stages)
     return list(plans.backward_plan(of_call, H100, strides, method, family=ieee(dtype)).stages)
 
 
@@ -742,7 +742,7 @@ def test_under_a_mask_no_section_is_a_short_one(head_dim, seqlen):
 def test_where_no_size_divides_the_groups_the_last_section_misses_little(groups):
     device = dataclasses.replace(H100, multiprocessors=10)
     heads = {"num_heads": groups, "num_heads_kv": groups, "batch": 1, "causal": True, "head_dim": 64}
-    section = record(forward_plan(device, **heads).stages[0])["heads_per_section"]  # about five
+    section = record(forward_plan(device, num_splits=1, **heads).stages[0])["heads_per_section"]  # about five
     assert section in range(1, 8) and -groups % section <= section / 4
 
 

@@ -56,10 +56,10 @@ def test_numbers_that_do_not_fit(arguments, message, capsys):
 
 def test_without_the_gpus_that_are_asked_for(capsys, monkeypatch):
     for count, there in ((0, "there is none"), (1, "there is one")):
-        monkeypatch.setattr(scaleout, "_device_count", lambda: count)
+        monkeypatch.setattr(scaleout, "device_count", lambda: count)
         assert scaleout.run_scaleout("gpu") == 1
         assert there in capsys.readouterr().out
-    monkeypatch.setattr(scaleout, "_device_count", lambda: 2)
+    monkeypatch.setattr(scaleout, "device_count", lambda: 2)
     assert scaleout.run_scaleout("gpu", ranks=4) == 2
     assert "--ranks: expected at most 2, the number of GPUs, got 4" in capsys.readouterr().out
 
@@ -73,7 +73,7 @@ class TestGpus:
     )
 
     def test_efficiency_is_that_of_the_slowest_rank(self, capsys, monkeypatch):
-        monkeypatch.setattr(scaleout, "_device_count", lambda: 2)
+        monkeypatch.setattr(scaleout, "device_count", lambda: 2)
         monkeypatch.setattr(scaleout, "_on_gpus", lambda ranks, size: list(self.LINES))
         assert scaleout.run_scaleout() == 0
         row = capsys.readouterr().out.splitlines()[2].split()

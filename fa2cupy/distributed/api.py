@@ -120,8 +120,7 @@ def forward(
     On GPUs, messages travel by NCCL on a stream of the highest priority, next to a second stream for computing. No call
     waits for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
     another call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed
-    when the time is up. This implementation has not run on several GPUs yet: the README has the figures of the
-    prototype that it follows.
+    when the time is up.
 
     Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
     Attention, Liu et al. 2023 (``"ring"``); the zigzag order of Zhu's ring-flash-attention, 2024.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedProblemError
 
-__all__ = ["ARCHITECTURES", "DeviceInfo", "current_device"]
+__all__ = ["ARCHITECTURES", "DeviceInfo", "current_device", "device_count"]
 
 _FLOAT16_RATES = {"sm_80": 16}
 #: Cards of compute capability 8.6 and 8.9 whose tensor cores add in float32 at full speed. Those of GeForce cards, and
@@ -96,6 +96,16 @@ class DeviceInfo:
             32,
         )
         return blocks * warps * 32 / self.threads_per_multiprocessor
+
+
+def device_count() -> int:
+    """The number of GPUs that CuPy can use."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # without CuPy or a driver, for any reason, there is no GPU
+        return 0
 
 
 def current_device(instead: str) -> DeviceInfo:

@@ -63,14 +63,14 @@ _MAPPED = {
 #: Fitted to the times of scripts/methods.py on an H100 80GB HBM3, 2026-11-23.
 _COSTS = Costs(
     blocks={
-        "forward": {256: BlockCost(0.65, 2.0)},
+        "forward": {256: BlockCost(0.58, 1.5)},
         "backward": {64: BlockCost(1.843, 7.36), 128: BlockCost(1.593, 8.44), 256: BlockCost(2.61, 12.69)},
         "backward_dq": {64: BlockCost(2.105, 2.34), 128: BlockCost(1.161, 1.49), 256: BlockCost(0.642, 5.0)},
         "backward_dkdv": {64: BlockCost(1.256, 4.48), 128: BlockCost(1.27, 7.33), 256: BlockCost(1.688, 13.21)},
     },
     read_rows=1.2,
-    merge=9.0,
-    merge_rows=1.3,
+    merge=2.0,
+    merge_rows=2.0,
     call=0.47,
     call_rows=0.0565,
     convert=0.935,

@@ -152,10 +152,15 @@ class BoundFunction(NamedTuple):
 
 def argument_kind(name: str, array: Any) -> ArgumentKind:
     """The rank and the kind of an array. Raises TypeError for a dtype that functions do not take."""
-    kind = FLOAT if array.dtype.name in _FLOATS else _KINDS.get(array.dtype.kind)
+    kind = _kind_of(array.dtype)
     if kind is None:
         raise TypeError(f"{name}: expected bools, ints, or floats of dtype {', '.join(_FLOATS)}, got {array.dtype}")
     return ArgumentKind(array.ndim, kind)
+
+
+@functools.lru_cache(maxsize=None)  # the name of a dtype takes several microseconds
+def _kind_of(dtype: np.dtype) -> str | None:
+    return FLOAT if dtype.name in _FLOATS else _KINDS.get(dtype.kind)
 
 
 #: Programs by function and kinds of arguments. A program refers to no function, so that functions can be freed.

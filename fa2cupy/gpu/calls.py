@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import numbers
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import cupy
 
+from ..functions.tracing import Program
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
-from ..problem.function_checks import function_arrays, program_of
+from ..problem.function_checks import program_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
@@ -25,7 +29,10 @@ _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward")
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
 
 _ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
-_OF_FUNCTIONS = frozenset(("score_mod", "mask_mod", "score_args", "mask_args"))
+_ROLES = (("score_mod", "score_args"), ("mask_mod", "mask_args"))
+_OF_FUNCTIONS = frozenset(name for names in _ROLES for name in names)
+#: Traced functions, by function, role and kinds of arrays.
+_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
 
 
 def forward(
@@ -148,18 +155,36 @@ def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
     """
     if _OF_FUNCTIONS.isdisjoint(keywords):
         return keywords
-    found = {name: x for name, x in keywords.items() if name not in ("score_args", "mask_args")}
-    arrays = function_arrays(keywords)
-    for name, array in arrays.items():
-        if getattr(array, "size", 1) == 0:
-            raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
-    for role in ("score_mod", "mask_mod"):
-        given = keywords.get(role.replace("mod", "args"), ())
-        if keywords.get(role) is not None:
-            found[role] = program_of(role, keywords[role], given)
+    found = {name: x for name, x in keywords.items() if name not in _OF_FUNCTIONS}
+    for role, args in _ROLES:
+        function: Any = keywords.get(role)
+        given: Any = keywords.get(args, ())
+        if function is not None:
+            found[role] = _program(role, function, given)
         elif given:
-            raise ValueError(f"{role.replace('mod', 'args')}: there is no {role}")
-    return found | arrays
+            raise ValueError(f"{args}: there is no {role}")
+        for name, array in zip(_names(args, len(given)), given, strict=True):
+            if array.size == 0:
+                raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
+            found[name] = array
+    return found
+
+
+def _program(role: str, function: Any, arrays: Any) -> Program:
+    """`program_of`, which depends only on the function and on what the key has of CuPy arrays."""
+    try:
+        key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in arrays]))
+        return _programs[function][key]
+    except (KeyError, AttributeError, TypeError):  # a new one, or arguments that are not legal
+        program = program_of(role, function, arrays)
+    with contextlib.suppress(TypeError):  # functions that cannot be hashed or referred to weakly are not remembered
+        _programs.setdefault(function, {})[key] = program
+    return program
+
+
+@functools.lru_cache(maxsize=None)
+def _names(args: str, number: int) -> tuple[str, ...]:
+    return tuple(f"{args}[{i}]" for i in range(number))
 
 
 def _alike(given_delta: cupy.ndarray, dlse: cupy.ndarray) -> bool:

@@ -102,7 +102,9 @@ class StageLayout:
         num_tiles = self.num_tiles(side, rows)
         if side == "queries":
             scheduled = problem.heads_per_group * num_splits
-            section = scheduled * groups_per_section(problem, self.device, columns, num_tiles * scheduled)
+            # With fewer query tiles than multiprocessors a section leaves some of them idle.
+            filling = -(-self.device.multiprocessors // max(1, num_tiles * scheduled))
+            section = scheduled * groups_per_section(problem, self.device, columns, filling)
         else:
             section = groups_per_section(problem, self.device, columns)
             section = shares_per_section(problem, self.device, section, num_tiles, num_splits)

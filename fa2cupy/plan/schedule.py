@@ -17,23 +17,20 @@ __all__ = ["COLUMNS_BY_KEYS", "COLUMNS_BY_QUERIES", "COLUMNS_WITH_DQ", "groups_p
 COLUMNS_BY_QUERIES, COLUMNS_BY_KEYS, COLUMNS_WITH_DQ = 32, 16, 4
 # Shares of key tiles that are scheduled together, for each K/V head: more of them work on more query heads at a time.
 _SHARES = 8
-# Query tiles of a section for each multiprocessor, at least.
-_LEAST_TILES = 1
 # Blocks for each multiprocessor, up to which all are one section: several would each end with idle multiprocessors.
 _BLOCKS_OF_ONE_SECTION = 2
 
 
 def groups_per_section(
-    problem: AttentionProblem, device: DeviceInfo, columns_per_multiprocessor: int, num_tiles: int = 0
+    problem: AttentionProblem, device: DeviceInfo, columns_per_multiprocessor: int, least: int = 1
 ) -> int:
-    """Number of K/V-head groups whose tiles are scheduled together; `num_tiles` are those of a group by queries."""
+    """Number of K/V-head groups whose tiles are scheduled together: at least `least`, if there are so many."""
     # Without a causal mask all tiles take equally long, and one head after the other reads the least memory.
     if not problem.causal:
         return 1
     groups = max(1, problem.batch * problem.num_heads_kv)
     columns = columns_per_multiprocessor * device.multiprocessors
-    least = -(-_LEAST_TILES * device.multiprocessors // num_tiles) if num_tiles else 1
-    fitting = min(groups, max(1, least, columns // max(1, problem.head_dim)))
+    fitting = min(groups, max(least, columns // max(1, problem.head_dim)))
     # A short last section starts its long tiles late, and most multiprocessors are then idle at the end of the launch
     # (up to a sixth of the time). The size is therefore the one, from 3/4 to 3/2 of `fitting`, that divides the groups
     # best.

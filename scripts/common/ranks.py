@@ -8,17 +8,7 @@ import socket
 
 import fa2cupy.distributed as dist
 
-__all__ = ["communicator", "device_count", "free_ports"]
-
-
-def device_count() -> int:
-    """Returns the number of GPUs that CuPy can use."""
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except Exception:  # without CuPy or a driver, for any reason, there is no GPU
-        return 0
+__all__ = ["communicator", "free_ports"]
 
 
 def free_ports(count: int) -> list[int]:
