@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy.typing as npt
@@ -16,7 +14,7 @@ from .families.operations import METHODS
 from .families.registry import choose_family
 from .families.simt import SIMT
 from .families.tile import TileConfig
-from .jit.cache import cached_kernel
+from .jit.cache import cached_kernels
 from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
 from .plan.specs import default_specs
@@ -135,7 +133,11 @@ def precompile(
             for num_splits in _numbers_of_splits(*call):
                 found = default_specs(*call, features=names, config=config, num_splits=num_splits, functions=functions)
                 specs |= dict.fromkeys(found)
-    return _compile_all(list(specs), jobs or os.cpu_count() or 1, progress)
+    jobs = jobs or os.cpu_count() or 1
+    if not progress:
+        return cached_kernels(list(specs), jobs)
+    with progress_bar(len(specs), "compiling") as bar:
+        return cached_kernels(list(specs), jobs, bar.update)
 
 
 def _families(device: DeviceInfo, dtype: str, method: str | None, family: str | None) -> list[str | None]:
@@ -151,17 +153,3 @@ def _numbers_of_splits(
     operations = METHODS[method] if method else ("forward",)
     chosen = choose_family("backward" if method else "forward", dtype, device, family)
     return (1,) if set(operations).isdisjoint(chosen.split_operations) else (1, 2)
-
-
-def _compile_all(specs: list[KernelSpec], jobs: int, progress: bool) -> list[CompiledKernel]:
-    pool = ThreadPoolExecutor(jobs)
-    with progress_bar(len(specs), "compiling") if progress else contextlib.nullcontext() as bar:
-        try:
-            kernels = [pool.submit(cached_kernel, spec) for spec in specs]
-            for kernel in as_completed(kernels):
-                kernel.result()
-                if bar is not None:
-                    bar.update()
-        finally:  # after an error or Ctrl-C, cancels pending kernels and does not wait for running ones
-            pool.shutdown(wait=False, cancel_futures=True)
-    return [kernel.result() for kernel in kernels]

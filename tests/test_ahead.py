@@ -17,6 +17,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
+from fa2cupy.jit import cache
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.choices import CALL_KEYWORDS
@@ -29,7 +30,7 @@ FIXED = {"batch": 2, "seqlen_q": 37, "seqlen_k": 53, "num_heads": 4, "num_heads_
 @pytest.fixture
 def listed(monkeypatch):
     """Provides `precompile` as a function that returns a set of specs and compiles nothing."""
-    monkeypatch.setattr(ahead, "cached_kernel", lambda spec: spec)
+    monkeypatch.setattr(cache, "cached_kernel", lambda spec: spec)
 
     def specs_of(*arguments, **options) -> set[KernelSpec]:
         specs = fa2cupy.precompile(*arguments, **options)
@@ -308,7 +309,7 @@ def test_an_error_ends_the_work_that_has_not_begun(monkeypatch):
         time.sleep(0.01)
         raise fa2cupy.KernelCompileError("NVRTC refused it")
 
-    monkeypatch.setattr(ahead, "cached_kernel", fail)
+    monkeypatch.setattr(cache, "cached_kernel", fail)
     with pytest.raises(fa2cupy.KernelCompileError, match="NVRTC refused it"):
         fa2cupy.precompile(["sm_80", "sm_86"], jobs=1)
     assert len(begun) < 40, "of 80"
@@ -318,8 +319,8 @@ def test_ctrl_c_is_one_line_and_the_shells_status(monkeypatch, capsys):
     def interrupt(futures: list[Future]):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ahead, "as_completed", interrupt)
-    monkeypatch.setattr(ahead, "cached_kernel", lambda spec: spec)
+    monkeypatch.setattr(cache, "as_completed", interrupt)
+    monkeypatch.setattr(cache, "cached_kernel", lambda spec: spec)
     assert cli.main(["precompile", "sm_80"]) == 130
     told = capsys.readouterr()
     assert told.err.startswith("fa2cupy: interrupted; what is compiled so far is kept in ")

@@ -9,7 +9,7 @@ from operator import getitem, itemgetter
 from typing import TYPE_CHECKING
 
 from ..errors import INSTALL_CUDA, KernelLaunchError
-from ..jit.cache import cached_kernel
+from ..jit.cache import cached_kernel, cached_kernels
 from ..jit.compiler import CompiledKernel
 from ..jit.params import COUNTERS
 from ..jit.spec import KernelSpec
@@ -135,4 +135,5 @@ def bind_plan(plan: Plan, positions: Mapping[str, int]) -> tuple[BoundStage, ...
     positions : mapping of str to int
         Index into the addresses of a launch, by the names of the arrays, and of `ABSENT`.
     """
+    cached_kernels(list(dict.fromkeys(stage.spec for stage in plan.stages)))  # side by side: some take NVRTC seconds
     return tuple(BoundStage(stage, positions) for stage in plan.stages)

@@ -15,7 +15,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ..settings import cache_dir, cache_limit, cache_path
@@ -26,7 +27,7 @@ from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, l
 from .source import KernelSource, render_kernel
 from .spec import KernelSpec
 
-__all__ = ["cache_state", "cached_kernel", "clear_cache", "entry_path"]
+__all__ = ["cache_state", "cached_kernel", "cached_kernels", "clear_cache", "entry_path"]
 
 _log = logging.getLogger("fa2cupy")
 _SCHEMA = 3
@@ -46,6 +47,25 @@ def cached_kernel(spec: KernelSpec) -> CompiledKernel:
         kernel = _kernels.get((spec, directory)) or _from_disk_or_compiler(spec, directory)
         _kernels[spec, directory] = kernel
         return kernel
+
+
+def cached_kernels(
+    specs: Sequence[KernelSpec], jobs: int | None = None, done: Callable[[], object] | None = None
+) -> list[CompiledKernel]:
+    """Several kernels: up to `jobs` (default: all) are read or compiled at a time, and `done` is called after each."""
+    directory = cache_dir()
+    if done is None and all((spec, directory) in _kernels for spec in specs):
+        return [cached_kernel(spec) for spec in specs]  # no threads
+    pool = ThreadPoolExecutor(jobs or len(specs))
+    try:
+        kernels = [pool.submit(cached_kernel, spec) for spec in specs]
+        for kernel in as_completed(kernels):
+            kernel.result()
+            if done is not None:
+                done()
+    finally:  # after an error or Ctrl-C, cancels pending kernels and does not wait for running ones
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [kernel.result() for kernel in kernels]
 
 
 def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
