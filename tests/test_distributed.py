@@ -17,7 +17,8 @@ from fa2cupy.distributed import api
 from fa2cupy.distributed.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 
-SCHEMES = ("heads", "gather", "ring")
+SCHEMES = ("heads", "gather", "ring", "hybrid")
+WITH_FEATURES = ("heads", "gather", "hybrid")
 SIZES = {"batch": 2, "seqlen_q": 48, "seqlen_k": 48, "num_heads": 8, "num_heads_kv": 4, "head_dim": 8}
 TILE = TileConfig(16, 16, 1)
 METHODS = ("single_pass", "two_pass")
@@ -39,7 +40,7 @@ class TestAgainstOneCall:
         assert_close(ranks.on_ranks(size, inputs, causal=causal, how={"scheme": scheme, "order": order}), expected)
 
     @pytest.mark.parametrize("groups", [1, 2, 4])
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_groups_of_heads(self, scheme, groups):
         inputs = inputs_of(num_heads=16, num_heads_kv=8)
         how = {"scheme": scheme, "head_groups": groups}
@@ -47,7 +48,7 @@ class TestAgainstOneCall:
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("rows", "keys"), [(24, 48), (48, 24), (8, 64), (64, 8)])
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_queries_and_keys_of_other_lengths(self, scheme, rows, keys, causal):
         inputs = inputs_of(seqlen_q=rows, seqlen_k=keys)
         expected = ranks.whole_call(inputs, causal=causal)
@@ -157,10 +158,10 @@ class TestFeatures:
     @pytest.mark.sample(size=(4,))
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("size", [2, 4])
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     @pytest.mark.parametrize("name", FEATURES)
     def test_each(self, name, scheme, size, causal):
-        if name.startswith("alibi") and scheme == "gather" and not causal:
+        if name.startswith("alibi") and scheme != "heads" and not causal:
             pytest.skip("refused: see TestRefusals")
         inputs = inputs_of()
         options = {"causal": causal} | options_of(name, "float64", SIZES)
@@ -168,7 +169,7 @@ class TestFeatures:
             ranks.on_ranks(size, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options)
         )
 
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_all_together(self, scheme):
         inputs = inputs_of()
         options = {"causal": True, "dlse": numbers((2, 8, 48), "float64", seed=3)}
@@ -176,7 +177,7 @@ class TestFeatures:
             options |= options_of(name, "float64", SIZES)
         assert_close(ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options), ranks.whole_call(inputs, **options))
 
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     @pytest.mark.parametrize(("rows", "keys"), [(24, 64), (64, 24)])
     @pytest.mark.parametrize("window", [(5, 0), (5, 9), (None, 7), (11, None), (0, 0)])
     def test_windows_of_other_lengths(self, window, rows, keys, scheme):
@@ -224,7 +225,7 @@ class TestFeatures:
         options["window"] = (9, 4)
         assert_close(ranks.on_ranks(2, inputs, **options), ranks.whole_call(inputs, **options))
 
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_functions_of_scores_know_where_they_are(self, scheme):
         inputs = inputs_of()
         table, ids = numbers((8, 48), "float64"), np.repeat([0, 1, 2], 16)[None].repeat(2, axis=0)
@@ -270,7 +271,7 @@ class TestBits:
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["plain", "window", "window left", "sink", "dropout", "bias", "mask"])
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_o_and_lse_of_one_call(self, scheme, name, dtype):
         sizes = SIZES | {"seqlen_q": 128, "seqlen_k": 128}
         inputs = make_inputs(dtype, **sizes)
@@ -279,8 +280,8 @@ class TestBits:
         )
         expected = ranks.whole_call(inputs, **options)
         found = ranks.on_ranks(4, inputs, how={"scheme": scheme}, **options)
-        exact = ("o", "lse", "dq") if scheme == "gather" else ("o", "lse", "dq", "dk", "dv")
-        if scheme == "gather" and name == "window":
+        exact = ("o", "lse", "dq", "dk", "dv") if scheme == "heads" else ("o", "lse", "dq")
+        if scheme != "heads" and name == "window":
             # The query tiles of a key tile begin at its first row, which may be in another chunk. Whether a row of a
             # product then has the same bits depends on BLAS and the CPU.
             exact = ("o", "lse")
@@ -299,7 +300,7 @@ class TestBits:
             ours, theirs = (np.linalg.norm(x[name].astype("float64") - truth[name]) for x in (found, one))
             assert ours <= 1.6 * theirs, name
 
-    @pytest.mark.parametrize("scheme", ["heads", "gather"])
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
     def test_dropout_drops_the_same_elements_for_any_number_of_ranks(self, scheme):
         ones = np.ones((1, 64, 8, 8))
         identity = np.broadcast_to(np.eye(64)[None, :, None], (1, 64, 8, 64)).copy()
@@ -330,6 +331,30 @@ class TestChoice:
                 monkeypatch.delitem(api._BACKWARD, other)
         inputs = inputs_of(num_heads=12, num_heads_kv=heads)
         assert_close(ranks.on_ranks(4, inputs, causal=True), ranks.whole_call(inputs, causal=True))
+
+    @pytest.mark.parametrize(
+        ("heads", "options", "scheme"),
+        [
+            (4, {}, "hybrid"),
+            (2, {"window": (8, 0)}, "hybrid"),
+            (3, {}, "gather"),
+            (4, {"block_mask": fa2cupy.BlockMask(np.ones((3, 3), bool), 48, 48, (16, 16))}, "heads"),
+            (4, {"alibi_slopes": np.linspace(0.1, 0.8, 12)}, "heads"),
+        ],
+    )
+    def test_of_two_hosts(self, heads, options, scheme, monkeypatch):
+        taken, requested = [], api.checked
+        monkeypatch.setattr(api, "checked", lambda *call: taken.append(requested(*call)) or taken[-1])
+        arrays = inputs_of(num_heads=12, num_heads_kv=heads)[:3]
+
+        def work(comm):
+            assert comm.ranks_per_host == 2
+            o, _ = dist.forward(comm, *(dist.shard(comm, x) for x in arrays), **options)
+            return dist.unshard(comm, o)
+
+        found = dist.simulate(4, work, ranks_per_host=2)[0]
+        np.testing.assert_allclose(found, fa2cupy.forward(*arrays, **options)[0], rtol=1e-12, atol=1e-12)
+        assert {request.scheme for request in taken} == {scheme}
 
     def test_one_rank_makes_the_plain_call(self):
         inputs = inputs_of(seqlen_q=7, seqlen_k=11)
@@ -365,6 +390,13 @@ class TestRefusals:
     def test_heads_that_cannot_be_divided_say_which_scheme_to_take(self):
         refused(ValueError, "scheme='heads' needs a number of heads", 4, scheme="heads", num_heads_kv=2)
         refused(ValueError, "take scheme='gather'", 4, scheme="heads", num_heads_kv=2)
+        refused(ValueError, "a multiple of the 4 ranks of a host, got 2", 4, scheme="hybrid", num_heads_kv=2)
+
+    def test_hosts_of_several_sizes(self):
+        with pytest.raises(ValueError, match="ranks_per_host: expected a divisor of the 4 ranks, got 3"):
+            dist.simulate(4, lambda comm: None, ranks_per_host=3)
+        with pytest.raises(TypeError, match="ranks_per_host: expected an int, got float"):
+            dist.simulate(4, lambda comm: None, ranks_per_host=2.0)
 
     def test_lengths_that_cannot_be_divided_say_what_to_pad_to(self):
         def odd(rank, own, options):
@@ -378,23 +410,17 @@ class TestRefusals:
         rows = {n: x[:, :, :24] if n in ("bias", "mask") else x for n, x in given.items()}
         refused(UnsupportedProblemError, "take 'heads' or 'gather'", scheme="ring", **rows)
 
-    def test_what_gather_has_not(self):
-        slopes = np.linspace(0.1, 0.8, 8)
-        refused(
-            UnsupportedProblemError,
-            "alibi_slopes: scheme='gather' takes them with",
-            scheme="gather",
-            alibi_slopes=slopes,
-        )
-        sparse = fa2cupy.BlockMask(np.ones((3, 3), bool), 48, 48, (16, 16))
-        refused(
-            UnsupportedProblemError, "block_mask: it is for scheme='heads' alone", scheme="gather", block_mask=sparse
-        )
+    @pytest.mark.parametrize("scheme", ["gather", "hybrid"])
+    def test_what_gather_has_not(self, scheme):
+        slopes, takes = np.linspace(0.1, 0.8, 8), f"alibi_slopes: scheme={scheme!r} takes them with"
+        refused(UnsupportedProblemError, takes, scheme=scheme, alibi_slopes=slopes)
+        sparse, alone = fa2cupy.BlockMask(np.ones((3, 3), bool), 48, 48, (16, 16)), "it is for scheme='heads' alone"
+        refused(UnsupportedProblemError, f"block_mask: {alone}", scheme=scheme, block_mask=sparse)
 
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"scheme": "rings"}, "scheme: expected None, 'heads', 'gather', 'ring'"),
+            ({"scheme": "rings"}, "scheme: expected None, 'heads', 'gather', 'ring', 'hybrid'"),
             ({"order": "striped"}, "order: expected 'zigzag' or 'contiguous'"),
             ({"head_groups": 3}, "head_groups: expected a divisor of the 2 K/V heads"),
             ({"scheme": "ring", "head_groups": 2}, "head_groups: scheme='ring' has no groups"),
@@ -642,9 +668,11 @@ class TestRows:
 def calls(draw):
     """Draws a number of ranks, sizes that it divides, a scheme, and options."""
     size, order = draw(st.integers(2, 5)), draw(st.sampled_from(["zigzag", "contiguous"]))
-    scheme = draw(st.sampled_from(["heads", "gather"]))
+    scheme = draw(st.sampled_from(WITH_FEATURES))
     unit = size * (2 if order == "zigzag" else 1)
-    heads_kv = size * draw(st.integers(1, 2)) if scheme == "heads" else draw(st.integers(1, 3))
+    with_heads = {"heads": size, "gather": 1, "hybrid": ranks.ranks_per_host(size)}[scheme]
+    per_rank = draw(st.integers(1, 2 if scheme == "heads" else 3))
+    heads_kv = with_heads * per_rank
     sizes = {
         "batch": draw(st.integers(1, 2)),
         "seqlen_q": unit * draw(st.integers(0, 5)),
@@ -661,7 +689,6 @@ def calls(draw):
         options["sink"] = np.linspace(-1, 1, sizes["num_heads"])
     if options["causal"] and draw(st.booleans()):
         options["alibi_slopes"] = np.linspace(0.1, 0.5, sizes["num_heads"])
-    per_rank = heads_kv // size if scheme == "heads" else heads_kv
     how = {"scheme": scheme, "order": order, "head_groups": draw(st.sampled_from([None, 1, per_rank]))}
     return size, sizes, how, options
 

@@ -27,7 +27,8 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.testing import make_inputs
 
-comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=60)
+assert dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=60).ranks_per_host == 4
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, ranks_per_host=2, timeout=60)
 inputs = make_inputs("bfloat16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=8)
 for dtype, tolerance in (("float64", 1e-12), ("bfloat16", 5e-2)):
     q, k, v, do = (x.astype(x.dtype if dtype == "bfloat16" else dtype) for x in inputs)
@@ -35,7 +36,7 @@ for dtype, tolerance in (("float64", 1e-12), ("bfloat16", 5e-2)):
     o, lse = fa2cupy.forward(q, k, v, **options)
     expected = (o, *fa2cupy.backward(q, k, v, o, lse, do, **options))
     own = [dist.shard(comm, x) for x in (q, k, v, do)]
-    for scheme in ("heads", "gather", "ring"):
+    for scheme in ("heads", "gather", "ring", "hybrid"):
         mine = {} if scheme == "ring" else options
         wanted = expected
         if scheme == "ring":
@@ -124,15 +125,20 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         "names",
         [
-            ("RANK", "WORLD_SIZE"),
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-            ("PMI_RANK", "PMI_SIZE"),
-            ("SLURM_PROCID", "SLURM_NTASKS"),
+            ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
         ],
     )
     def test_launchers(self, names):
-        comm = Communicator.from_env(dict(zip(names, ("2", "5"), strict=True)))
-        assert (comm.rank, comm.size) == (2, 5)
+        comm = Communicator.from_env(dict(zip(names, ("2", "6"), strict=False)))
+        assert (comm.rank, comm.size, comm.ranks_per_host) == (2, 6, 6)
+        comm = Communicator.from_env(dict(zip(names, ("2", "6", "3"), strict=True)))
+        assert (comm.rank, comm.size, comm.ranks_per_host) == (2, 6, 3)
+        comm = Communicator.from_env(dict(zip(names, ("2", "6", "3"), strict=True)), ranks_per_host=2)
+        assert comm.ranks_per_host == 2
+        assert Communicator.from_env(dict(zip(names, ("2", "6", "4"), strict=True))).ranks_per_host == 6
 
     @pytest.mark.parametrize(
         ("environment", "match"),

@@ -40,10 +40,13 @@ def shards(comm, arrays, order="zigzag"):
 
 
 def run_all(nccl: FakeNccl, work) -> list:
-    """Runs ``work(comm)`` on each rank, with communicators of NCCL."""
-    return dist.simulate(
-        SIZE, lambda comm: work(dist.Communicator.from_nccl(FakeCommunicator(nccl, comm.rank), timeout=20))
-    )
+    """Runs ``work(comm)`` on each rank of two hosts, with communicators of NCCL."""
+
+    def of_rank(comm):
+        one = FakeCommunicator(nccl, comm.rank)
+        return work(dist.Communicator.from_nccl(one, ranks_per_host=SIZE // 2, timeout=20))
+
+    return dist.simulate(SIZE, of_rank)
 
 
 def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
@@ -53,7 +56,7 @@ def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring", "hybrid"])
 def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
     _, _, nccl = gpus
     inputs = make_inputs(dtype, batch=2, seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
@@ -77,7 +80,7 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, gpus):
         assert np.abs(found.astype("float64") - wanted).max() < tolerance * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("scheme", ["heads", "gather"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
     launches, nccl = [], FakeNccl(SIZE)
     monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
@@ -91,10 +94,11 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
         assert origins == {(head, 0) for head in (0, 2, 4, 6)}
         assert {(record["window_left"], record["window_right"]) for record in records} == {(40, 8)}
     else:
-        assert origins == {(0, row // 2) for row in range(0, 128, 16)}
+        first_heads, rows = ((0,), 16) if scheme == "gather" else ((0, 4), 32)
+        assert origins == {(head, row // 2) for head in first_heads for row in range(0, 128, rows)}
         # All chunks but the last have 8 keys behind their last query: their windows move left by 8, and are limited to
         # the keys of the call.
-        chunks = {(min(48, row + 16 + 8), 0) for row in range(0, 112, 16)} | {(40, 8)}
+        chunks = {(min(48, row + rows + 8), 0) for row in range(0, 128 - rows, rows)} | {(40, 8)}
         assert {(record["window_left"], record["window_right"]) for record in records} == chunks
 
 
@@ -120,7 +124,7 @@ def test_kernels_compute_what_one_call_does(scheme, monkeypatch):
         expected.check(dk=dk, dv=dv)
 
 
-@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring", "hybrid"])
 def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
     _, cupy, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=16, num_heads_kv=16, head_dim=16)
@@ -145,7 +149,7 @@ def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
         assert len(used[rank]) == 2 and streams[rank] in used[rank]
 
 
-@pytest.mark.parametrize("scheme", ["heads", "gather", "ring"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "ring", "hybrid"])
 def test_streams_and_memory(scheme, gpus):
     """Kernels run on the caller's stream and another one; memory comes from the caller's stream and a third one."""
     launched, cupy, nccl = gpus

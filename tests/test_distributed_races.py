@@ -18,19 +18,20 @@ import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
 from fa2cupy.testing import make_inputs
 
-SCHEMES = ("heads", "gather", "ring")
+SCHEMES = ("heads", "gather", "ring", "hybrid")
 
 
 def case(size: int) -> tuple[tuple, dict, dict]:
     """Returns inputs, options and head groups of a call with several groups of heads."""
     heads = 4 * size
     inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
-    return inputs, {"causal": True}, {"heads": {"head_groups": 4}, "gather": {"head_groups": 4}, "ring": {}}
+    groups = {"heads": 4, "gather": 4, "hybrid": 2}
+    return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
 
 
 @pytest.mark.sample(seed=(0,))
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [2, 4, 5])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
     inputs, options, groups = case(size)
@@ -43,7 +44,7 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("scheme", ["heads", "gather"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
 def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
     inputs = make_inputs("float32", seqlen_q=16, num_heads=4, num_heads_kv=2, head_dim=4)
     options = {
@@ -103,7 +104,7 @@ class LateInputs:
 
     def run(self) -> list[list[np.ndarray]]:
         """Returns the results of the forward and the backward by rank."""
-        return dist.simulate(self.size, self._work, timeout=20)
+        return dist.simulate(self.size, self._work, ranks_per_host=ranks.ranks_per_host(self.size), timeout=20)
 
     def _work(self, comm) -> list[np.ndarray]:
         q, k, v, do = (dist.shard(comm, x) for x in self.inputs)
@@ -160,6 +161,7 @@ CASES = {
     "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
     "gather bias of keys": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((32,), "float32")},
     "ring": {"how": {"scheme": "ring"}, "heads": 1},
+    "hybrid": {"how": {"scheme": "hybrid", "head_groups": 4}, "heads": 8},
 }
 
 

@@ -12,7 +12,7 @@ from ..problem.array_types import Array
 from ..problem.feature_checks import extra_gradients
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, heads, ring
+from . import gather, heads, hybrid, ring
 from .communicator import Communicator
 from .messages import library_of
 from .operands import Operands, result_views
@@ -27,8 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["attention", "backward", "forward"]
 
 _Scheme = Callable[[Run, Operands, Sequence[Array]], None]
-_FORWARD: dict[str, _Scheme] = {"heads": heads.forward, "gather": gather.forward, "ring": ring.forward}
-_BACKWARD: dict[str, _Scheme] = {"heads": heads.backward, "gather": gather.backward, "ring": ring.backward}
+_FORWARD: dict[str, _Scheme] = {
+    "heads": heads.forward,
+    "gather": gather.forward,
+    "ring": ring.forward,
+    "hybrid": hybrid.forward,
+}
+_BACKWARD: dict[str, _Scheme] = {
+    "heads": heads.backward,
+    "gather": gather.backward,
+    "ring": ring.backward,
+    "hybrid": hybrid.backward,
+}
 
 
 @takes_features
@@ -64,11 +74,13 @@ def forward(
         As for `fa2cupy.forward`, of the whole sequence.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write this rank's results to.
-    scheme : {None, "heads", "gather", "ring"}, optional
+    scheme : {None, "heads", "gather", "ring", "hybrid"}, optional
         ``"heads"``: each rank gets all rows of its share of the heads (all-to-all); the number of K/V heads must be a
         multiple of the number of ranks. ``"gather"``: each rank gets the keys that its queries see (all-gather).
-        ``"ring"``: each rank meets the keys of one other rank at a time, and results are merged in float32. None is
-        ``"heads"`` where it is possible, and else ``"gather"``.
+        ``"ring"``: each rank meets the keys of one other rank at a time, and results are merged in float32.
+        ``"hybrid"``: ``"heads"`` among the ranks of a host, and ``"gather"`` among those of all hosts that have the
+        same heads; the number of K/V heads must be a multiple of ``comm.ranks_per_host``. None is ``"hybrid"`` with
+        several hosts of several ranks, where it is possible, else ``"heads"`` where that is, and else ``"gather"``.
     order : {"zigzag", "contiguous"}, optional
         Which rows a rank has: of twice as many equal chunks as there are ranks, the one of its number from the start
         and the one of its number from the end, so that causal work is the same on all ranks; or one chunk.
@@ -97,25 +109,26 @@ def forward(
     ------
     TypeError, ValueError
         As for `fa2cupy.forward`, on all ranks; the arguments of other ranks differ, and the text names the argument and
-        the ranks; the ranks cannot divide the rows, or the heads for ``"heads"``.
+        the ranks; the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``.
     UnsupportedProblemError
-        ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` has no
-        packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on the right; on a GPU,
-        dropout only in chunks of a multiple of 16 rows.
+        ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` and
+        ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on
+        the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
     CommunicationError
         Another rank has failed or does not answer in time. The communicator cannot be used any more.
 
     Notes
     -----
-    In ``"heads"`` and ``"gather"`` o and lse are those of one call on the whole sequence, bit for bit, and so is what
-    dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this needs chunks of
-    whole tiles of queries (by default 256 rows divided by the query heads of a group; `config` has other ones) and a
-    BLAS whose products do not depend on the number of rows; on a GPU the same `num_splits`, which shorter calls may
-    choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
+    In ``"heads"``, ``"gather"`` and ``"hybrid"`` o and lse are those of one call on the whole sequence, bit for bit,
+    and so is what dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this
+    needs chunks of whole tiles of queries (by default 256 rows divided by the query heads of a group; `config` has
+    other ones) and a BLAS whose products do not depend on the number of rows; on a GPU the same `num_splits`, which
+    shorter calls may choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
 
     Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
     of d columns and G groups of heads: ``"heads"`` 4 N / W (H + h) d e; ``"gather"`` 2 (N + N / W) h d e min(2, G) / G;
-    ``"ring"`` 3 slots of 2 N / W h d e, and o in float32.
+    ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` that of ``"heads"``, and with R ranks in a host
+    that of ``"gather"`` for h / R heads and W / R ranks.
 
     On GPUs, messages travel by NCCL on a stream of the highest priority, next to a second stream for computing. No call
     waits for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
@@ -123,7 +136,8 @@ def forward(
     when the time is up.
 
     Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
-    Attention, Liu et al. 2023 (``"ring"``); the zigzag order of Zhu's ring-flash-attention, 2024.
+    Attention, Liu et al. 2023 (``"ring"``); two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of
+    Zhu's ring-flash-attention, 2024.
 
     Examples
     --------
@@ -220,11 +234,13 @@ def backward(
 
     dq, dk and dv of ``"heads"`` are those of one call bit for bit, if the method is reproducible. ``"gather"`` rounds
     each rank's share of dk and dv to their dtype and sums the shares once, in float32, in the order of the ranks;
-    ``"ring"`` does the same, and sums dq over its steps. With ``deterministic=True`` results are equal from run to run.
+    ``"hybrid"`` does so with the shares of each host, and ``"ring"`` with those of each rank; ``"ring"`` sums dq over
+    its steps. With ``deterministic=True`` results are equal from run to run.
 
     Memory beyond inputs and results, as for `forward`: ``"heads"`` twice q, k, v, do, dq, dk and dv of a rank;
     ``"gather"`` that of the forward, and ``4 N h d e min(2, G) / G`` for shares and what comes of other ranks;
-    ``"ring"`` that of the forward, 8 N / W h d e for shares, and dq, dk and dv in float32.
+    ``"ring"`` that of the forward, 8 N / W h d e for shares, and dq, dk and dv in float32; ``"hybrid"`` the sum of both
+    levels' as in the forward.
     """
     if keywords:
         check_keywords(backward, keywords)

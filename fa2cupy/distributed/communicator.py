@@ -11,12 +11,13 @@ from .messages import CommunicationError, Transport, is_on_host
 __all__ = ["Communicator"]
 
 _TIMEOUT_S = 600.0
-#: Names of a rank and the number of ranks: those of torchrun, Open MPI, MPICH and its relatives, and Slurm.
+#: Names of a rank, the number of ranks, and that of the ranks of a host, which may be missing: those of torchrun,
+#: Open MPI, MPICH and its relatives, and Slurm.
 _ENVIRONMENTS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
 )
 
 
@@ -32,6 +33,8 @@ class Communicator:
         Number of this rank, from 0.
     size : int
         Number of ranks.
+    ranks_per_host : int
+        Number of ranks that fast links connect, for the scheme ``"hybrid"``: those of a host are neighbours.
 
     Parameters
     ----------
@@ -40,6 +43,8 @@ class Communicator:
         Messages of NumPy arrays.
     device : callable or None
         Makes the messages of CuPy arrays, at the first of them: all ranks call it together.
+    ranks_per_host : int or None
+        None if all ranks are on one host.
     """
 
     def __init__(
@@ -48,9 +53,11 @@ class Communicator:
         size: int,
         host: Transport | None = None,
         device: Callable[[], Transport] | None = None,
+        ranks_per_host: int | None = None,
     ):
         self.rank = rank
         self.size = size
+        self.ranks_per_host = size if ranks_per_host is None else check_ranks_per_host(ranks_per_host, size)
         self._host = host
         self._device = device
         self._made: Transport | None = None
@@ -59,7 +66,9 @@ class Communicator:
         self.agreed: set[str] = set()
 
     @classmethod
-    def from_mpi(cls, communicator: Any, *, timeout: float = _TIMEOUT_S) -> Communicator:
+    def from_mpi(
+        cls, communicator: Any, *, ranks_per_host: int | None = None, timeout: float = _TIMEOUT_S
+    ) -> Communicator:
         """The ranks of a communicator of mpi4py.
 
         NumPy arrays travel by MPI. CuPy arrays travel by NCCL: its communicator is made at the first call with CuPy
@@ -69,6 +78,8 @@ class Communicator:
         ----------
         communicator : mpi4py.MPI.Intracomm
             Such as ``MPI.COMM_WORLD``. It is duplicated: all ranks call this together.
+        ranks_per_host : int, optional
+            By default as MPI tells, if all hosts have equally many neighbouring ranks.
         timeout : float, optional
             Seconds that a rank waits for messages of the others before it raises `CommunicationError`.
 
@@ -89,11 +100,19 @@ class Communicator:
 
             return connect(transport.rank, transport.size, lambda own: communicator.bcast(own, root=0), timeout)
 
-        return cls(transport.rank, transport.size, transport, device)
+        if ranks_per_host is None:
+            ranks_per_host = transport.ranks_per_host()
+        return cls(transport.rank, transport.size, transport, device, ranks_per_host)
 
     @classmethod
     def from_nccl(
-        cls, communicator: Any, rank: int | None = None, size: int | None = None, *, timeout: float = _TIMEOUT_S
+        cls,
+        communicator: Any,
+        rank: int | None = None,
+        size: int | None = None,
+        *,
+        ranks_per_host: int | None = None,
+        timeout: float = _TIMEOUT_S,
     ) -> Communicator:
         """The ranks of a communicator of NCCL, for CuPy arrays.
 
@@ -103,6 +122,8 @@ class Communicator:
             The last one is of nccl4py.
         rank, size : int, optional
             Those of the communicator, where it does not tell them.
+        ranks_per_host : int, optional
+            By default all ranks are on one host.
         timeout : float, optional
             As for `from_env`.
 
@@ -114,10 +135,16 @@ class Communicator:
         from .nccl import wrap
 
         transport = wrap(communicator, rank, size, check_timeout(timeout))
-        return cls(transport.rank, transport.size, None, lambda: transport)
+        return cls(transport.rank, transport.size, None, lambda: transport, ranks_per_host)
 
     @classmethod
-    def from_env(cls, environment: Mapping[str, str] | None = None, *, timeout: float = _TIMEOUT_S) -> Communicator:
+    def from_env(
+        cls,
+        environment: Mapping[str, str] | None = None,
+        *,
+        ranks_per_host: int | None = None,
+        timeout: float = _TIMEOUT_S,
+    ) -> Communicator:
         """The ranks that a launcher has started, for CuPy arrays: one process for each GPU.
 
         RANK and WORLD_SIZE are those of torchrun; the variables of Open MPI, MPICH and Slurm are read where they are
@@ -128,6 +155,9 @@ class Communicator:
         ----------
         environment : mapping of str, optional
             Instead of ``os.environ``.
+        ranks_per_host : int, optional
+            By default that of the launcher's variables (torchrun's is LOCAL_WORLD_SIZE); without them, all ranks are on
+            one host.
         timeout : float, optional
             Seconds after which a rank gives up a call, whose messages then end with an error: see the README.
 
@@ -138,7 +168,7 @@ class Communicator:
         """
         given = os.environ if environment is None else environment
         check_timeout(timeout)
-        rank, size = _rank_and_size(given)
+        rank, size, in_host = _rank_and_size(given)
         address = given.get("MASTER_ADDR", "127.0.0.1")
         port = _number(given, "MASTER_PORT", "29500")
 
@@ -148,7 +178,7 @@ class Communicator:
 
             return connect(rank, size, lambda own: broadcast(rank, size, own, (address, port), timeout), timeout)
 
-        return cls(rank, size, None, device)
+        return cls(rank, size, None, device, in_host if ranks_per_host is None else ranks_per_host)
 
     def transport_of(self, array: object) -> Transport:
         """The messages for arrays of the library of this one, and some for what is no array.
@@ -195,14 +225,25 @@ def check_timeout(timeout: object) -> float:
     return float(timeout)
 
 
-def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    for names in _ENVIRONMENTS:
+def check_ranks_per_host(ranks_per_host: object, size: int) -> int:
+    """Raises TypeError or ValueError unless the ranks can be divided among hosts."""
+    if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int):
+        raise TypeError(f"ranks_per_host: expected an int, got {type(ranks_per_host).__name__}")
+    if ranks_per_host < 1 or size % ranks_per_host:
+        raise ValueError(f"ranks_per_host: expected a divisor of the {size} ranks, got {ranks_per_host}")
+    return ranks_per_host
+
+
+def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """The rank, the number of ranks, and that of a host's ranks: None if it is not told, or differs between hosts."""
+    for *names, in_host in _ENVIRONMENTS:
         if all(name in environment for name in names):
             rank, size = (_number(environment, name) for name in names)
             if not 0 <= rank < size:
                 raise ValueError(f"{names[0]}: expected 0 to {size - 1}, below {names[1]}, got {rank}")
-            return rank, size
-    wanted = "; ".join(" and ".join(names) for names in _ENVIRONMENTS)
+            of_host = _number(environment, in_host, "0")
+            return rank, size, of_host if of_host > 0 and size % of_host == 0 else None
+    wanted = "; ".join(" and ".join(names) for *names, _ in _ENVIRONMENTS)
     raise ValueError(f"environment: expected the variables of a launcher ({wanted}), and there are none")
 
 

@@ -11,7 +11,7 @@ where each fills the multiprocessors that the other one leaves idle at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..problem.array_types import Array
@@ -22,7 +22,7 @@ from .run import Run, copy
 from .schemes import is_positional
 from .sums import add, clear, store, sum_into
 
-__all__ = ["backward", "forward"]
+__all__ = ["OfHeads", "backward", "forward"]
 
 
 class _Call(NamedTuple):
@@ -55,25 +55,39 @@ class _Slot(NamedTuple):
     own: tuple[Array, Array]
 
 
+class OfHeads(NamedTuple):
+    """What belongs to the heads of `Operands` that have not all heads of the whole sequence.
+
+    Attributes
+    ----------
+    first : int
+        The first query head, among all.
+    scores : mapping of str to ndarray
+        Their biases and masks, with the axes (batch, head, query, key).
+    """
+
+    first: int
+    scores: Mapping[str, Array]
+
+
 class _Gather:
     """The calls of a rank, and the messages of its groups."""
 
-    def __init__(self, run: Run, operands: Operands):
+    def __init__(self, run: Run, operands: Operands, of_heads: OfHeads | None):
         request = run.request
         self.run, self.operands = run, operands
+        self.of_heads = of_heads or OfHeads(0, over_scores(request.keywords))
         self.count = request.groups
         self.heads_kv = operands.k.shape[2] // self.count
         self.heads = operands.q.shape[2] // self.count
         self.calls = [self.calls_of(rank) for rank in range(run.size)]
         self.slots = [self._slot() for _ in range(min(2, self.count))]
         self.free: list[list[Any]] = [[] for _ in self.slots]
-        self.scores = over_scores(request.keywords)
         self.places: dict[tuple[int, int], Array] = {}
         if needs_place(request.keywords, has_all_queries=False):
             for call in self.calls[run.rank]:
                 for group in range(self.count):
-                    place = (group * self.heads, call.queries.start)
-                    self.places[place] = run.place(place)
+                    self.places[group, call.queries.start] = run.place((self.first_head(group), call.queries.start))
         run.begin()
 
     def calls_of(self, rank: int) -> list[_Call]:
@@ -114,6 +128,10 @@ class _Gather:
         """The query heads of a group."""
         return slice(group * self.heads, (group + 1) * self.heads)
 
+    def first_head(self, group: int) -> int:
+        """The first query head of a group, among those of the call on the whole sequence."""
+        return self.of_heads.first + group * self.heads
+
     def own_calls(self) -> list[tuple[_Call, Lane]]:
         """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's."""
         calls = sorted(self.calls[self.run.rank], key=lambda call: -call.keys.stop)
@@ -148,10 +166,10 @@ class _Gather:
 
     def keywords(self, group: int, call: _Call) -> dict[str, Any]:
         """The keywords of features for a call."""
-        request, heads = self.run.request, self.q_heads(group)
-        part = Part(heads, call.queries, call.keys.stop)
-        scores = {name: of_part(x, heads, call.local, part.keys) for name, x in self.scores.items()}
-        place = self.places.get((heads.start, call.queries.start))
+        request, heads, first = self.run.request, self.q_heads(group), self.first_head(group)
+        part = Part(slice(first, first + self.heads), call.queries, call.keys.stop)
+        scores = {name: of_part(x, heads, call.local, part.keys) for name, x in self.of_heads.scores.items()}
+        place = self.places.get((group, call.queries.start))
         return part_keywords(request.problem, request.keywords, part, scores, place)
 
 
@@ -159,9 +177,9 @@ def _length(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
+def forward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes o and lse of this rank's rows."""
-    gather = _Gather(run, operands)
+    gather = _Gather(run, operands, of_heads)
     o, lse = out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     for group in range(gather.count):
@@ -242,9 +260,9 @@ class _Shares:
         self.sent = lane.record()
 
 
-def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
+def backward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    gather = _Gather(run, operands)
+    gather = _Gather(run, operands, of_heads)
     dq, dk, dv, *extra = out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     delta = operands.row_delta(run)
@@ -285,7 +303,7 @@ class _ExtraShares:
         names = [result.name for result in run.request.results[3:]]
         self.rows: dict[int, Array] = {}
         self.shares: dict[int, list[Array]] = {number: [] for number in range(len(extra))}
-        if "dbias" in names and gather.scores["bias"].shape[2] > 1:
+        if "dbias" in names and gather.of_heads.scores["bias"].shape[2] > 1:
             number = names.index("dbias")
             array = extra[number]
             self.rows[number] = array[(None,) * (4 - array.ndim)]

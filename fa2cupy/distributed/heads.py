@@ -16,12 +16,12 @@ from .parts import Part, needs_place, of_part, over_scores, part_keywords
 from .run import Run, copy
 from .sums import clear, sum_into
 
-__all__ = ["backward", "forward"]
+__all__ = ["Batch", "HeadShares", "Heads", "backward", "forward"]
 
 _Pairs = list[tuple[Array, int]]
 
 
-class _Batch:
+class Batch:
     """A group of messages, and the copies that follow their arrival."""
 
     def __init__(self, run: Run):
@@ -51,7 +51,7 @@ class _Batch:
         return run.comm.record()
 
 
-class _Heads:
+class Heads:
     """The groups of heads of a rank, and how arrays get from rows to heads and back.
 
     The heads of a rank are neighbours, and so are those of one of its groups.
@@ -94,7 +94,7 @@ class _Heads:
 
     # -- from rows to heads
 
-    def rows(self, batch: _Batch, array: Array, group: int, is_keys: bool) -> Array:
+    def rows(self, batch: Batch, array: Array, group: int, is_keys: bool) -> Array:
         """All rows of this rank's heads of q, k, v or do: (batch, row, head, column)."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(array, 2, group)
@@ -109,12 +109,12 @@ class _Heads:
         )
         return whole
 
-    def statistics(self, batch: _Batch, array: Array, group: int) -> Array:
+    def statistics(self, batch: Batch, array: Array, group: int) -> Array:
         """All rows of this rank's heads of lse or delta: (batch, head, row)."""
         view = self._by_rank(array, 1, group)
         return self._landed(batch, view, 2, view.shape[1:])
 
-    def over_scores(self, batch: _Batch, name: str, group: int) -> Array:
+    def over_scores(self, batch: Batch, name: str, group: int) -> Array:
         """All rows of this rank's heads of a bias or a mask: (batch, head, query, key)."""
         array, heads = self.scores[name], self.q_heads(self.run.rank, group)
         if name not in self.rows_of_scores:
@@ -125,7 +125,7 @@ class _Heads:
             view = self.run.xp.broadcast_to(array, (self.run.size, *array.shape))
         return self._landed(batch, view, 2, view.shape[1:])
 
-    def _landed(self, batch: _Batch, view: Array, axis: int, shape: tuple[int, ...]) -> Array:
+    def _landed(self, batch: Batch, view: Array, axis: int, shape: tuple[int, ...]) -> Array:
         """Sends element `r` of a view to rank `r`, and puts together what comes along the axis of queries."""
         run, order = self.run, self.run.request.queries
         packed = run.empty(view.shape, view.dtype)
@@ -139,7 +139,7 @@ class _Heads:
 
     # -- from heads to rows
 
-    def return_rows(self, batch: _Batch, whole: Array, target: Array, group: int, is_keys: bool) -> None:
+    def return_rows(self, batch: Batch, whole: Array, target: Array, group: int, is_keys: bool) -> None:
         """The reverse of `rows`."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(target, 2, group)
@@ -151,12 +151,12 @@ class _Heads:
         )
         batch.then(copy, view, landing)
 
-    def return_statistics(self, batch: _Batch, whole: Array, target: Array, group: int) -> None:
+    def return_statistics(self, batch: Batch, whole: Array, target: Array, group: int) -> None:
         """The reverse of `statistics`."""
         view = self._by_rank(target, 1, group)
         batch.then(copy, view, self._returned(batch, whole, view.shape, 2))
 
-    def return_over_scores(self, batch: _Batch, whole: Array, target: Array) -> None:
+    def return_over_scores(self, batch: Batch, whole: Array, target: Array) -> None:
         """The gradient of a bias with rows: that of each row goes to its owner, summed over ranks if heads share it."""
         if target.shape[1] > 1:
             view = self._by_rank(target, 1, 0)
@@ -165,7 +165,7 @@ class _Heads:
             landing = self._returned(batch, whole, (self.run.size, *target.shape), 2)
             batch.then(sum_into, target, list(landing), self.run.request.problem.accumulator_dtype)
 
-    def _returned(self, batch: _Batch, whole: Array, shape: tuple[int, ...], axis: int) -> Array:
+    def _returned(self, batch: Batch, whole: Array, shape: tuple[int, ...], axis: int) -> Array:
         """Sends each rank its queries, and returns what comes, by rank."""
         run, order = self.run, self.run.request.queries
         packed, landing = (run.empty(shape, whole.dtype) for _ in range(2))
@@ -188,12 +188,12 @@ class _Heads:
 
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
-    heads = _Heads(run, operands)
+    heads = Heads(run, operands)
     o, lse = out
     fetched: list[tuple[list[Array], dict[str, Array], Any]] = []
 
     def fetch(group: int) -> None:
-        batch = _Batch(run)
+        batch = Batch(run)
         wholes = [
             heads.rows(batch, x, group, is_keys)
             for x, is_keys in ((operands.q, False), (operands.k, True), (operands.v, True))
@@ -215,7 +215,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
         if group + 2 < heads.count:
             fetch(group + 2)
         run.comm.wait(computed)
-        batch = _Batch(run)
+        batch = Batch(run)
         heads.return_rows(batch, whole_o, o, group, is_keys=False)
         heads.return_statistics(batch, whole_lse, lse, group)
         batch.queue()
@@ -223,7 +223,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
 
 def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
-    heads = _Heads(run, operands)
+    heads = Heads(run, operands)
     _, lse, do = operands.of_backward
     dq, dk, dv, *extra = out
     delta = operands.row_delta(run)
@@ -231,7 +231,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     fetched: list[tuple[list[Array], list[Array], dict[str, Array], Any]] = []
 
     def fetch(group: int) -> None:
-        batch = _Batch(run)
+        batch = Batch(run)
         arrays = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False))
         wholes = [heads.rows(batch, x, group, is_keys) for x, is_keys in arrays]
         statistics = [heads.statistics(batch, x, group) for x in (lse, delta)]
@@ -245,7 +245,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
         lane = heads.lane(group)
         lane.wait(arrived)
         gradients = [run.empty(x.shape, x.dtype) for x in wholes[:3]]
-        own = _ExtraShares(run, heads, extra, scores)
+        own = HeadShares(run, heads, extra, scores)
         # o is not read where delta is given.
         inputs = (*wholes[:3], wholes[3], whole_lse, wholes[3])
         run.backward(lane, inputs, whole_delta, (*gradients, *own.results), heads.keywords(group, scores))
@@ -254,14 +254,14 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
         if group + 2 < heads.count:
             fetch(group + 2)
         run.comm.wait(computed)
-        batch = _Batch(run)
+        batch = Batch(run)
         for whole, target, is_keys in zip(gradients, (dq, dk, dv), (False, True, True), strict=True):
             heads.return_rows(batch, whole, target, group, is_keys)
         own.send(batch)
         batch.queue()
 
 
-class _ExtraShares:
+class HeadShares:
     """Gradients of biases, sinks and the arrays of score functions, by the heads of this rank.
 
     Attributes
@@ -270,7 +270,7 @@ class _ExtraShares:
         Arrays for the results of the call.
     """
 
-    def __init__(self, run: Run, heads: _Heads, extra: Sequence[Array], scores: dict[str, Array]):
+    def __init__(self, run: Run, heads: Heads, extra: Sequence[Array], scores: dict[str, Array]):
         self._heads, self._rank = heads, run.rank
         self._names = [result.name for result in run.request.results[3:]]
         self._extra = extra
@@ -299,7 +299,7 @@ class _ExtraShares:
             else:
                 lane(copy, array, share)
 
-    def send(self, batch: _Batch) -> None:
+    def send(self, batch: Batch) -> None:
         """Adds the messages with the shares of rows that other ranks have."""
         for name, array, share in zip(self._names, self._extra, self.results, strict=True):
             if name == "dbias" and "bias" in self._heads.rows_of_scores:

@@ -33,6 +33,15 @@ class MpiTransport(HostMemory):
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self._timeout = timeout
 
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks of each host; None unless it is the same for all, and their ranks are neighbours."""
+        host = self._communicator.Split_type(self._mpi.COMM_TYPE_SHARED)
+        size, number = host.Get_size(), host.Get_rank()
+        host.Free()
+        regular = self.size % size == 0 and number == self.rank % size
+        sizes = self._communicator.allgather(size if regular else 0)
+        return size if set(sizes) == {size} else None
+
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Starts all messages and waits for them."""
         copies, sends, recvs = split_own(self.rank, sends, recvs)

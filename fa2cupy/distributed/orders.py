@@ -71,6 +71,14 @@ class RowOrder:
         """True if a rank has two chunks."""
         return self.order == "zigzag" and self.size > 1
 
+    def of_hosts(self, ranks_per_host: int) -> RowOrder:
+        """The rows of all hosts: the chunks of neighbouring ranks are neighbours, so that hosts are in order, too."""
+        return RowOrder(self.order, self.size // ranks_per_host, self.seqlen)
+
+    def within_host(self, ranks_per_host: int) -> RowOrder:
+        """The rows of the ranks of a host, among those of the host."""
+        return RowOrder(self.order, ranks_per_host, self.seqlen * ranks_per_host // self.size)
+
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The chunks of a rank, in the order of its rows."""
         numbers = (rank, 2 * self.size - 1 - rank) if self.is_zigzag else (rank,)

@@ -27,7 +27,7 @@ from .agreement import ERROR, agree
 from .communicator import Communicator
 from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
-from .schemes import check_scheme, groups_of, scheme_of
+from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
 
 __all__ = ["CallArguments", "Request", "checked"]
 
@@ -78,7 +78,7 @@ class Request:
         The problem of the whole sequence, with the axes of the caller's arrays.
     results : tuple of Result
         The results of this rank.
-    scheme : {"heads", "gather", "ring"}
+    scheme : {"heads", "gather", "ring", "hybrid"}
     queries, keys : RowOrder
         The ranks' rows of q and of k.
     groups : int
@@ -110,7 +110,7 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     try:
         array_backend(arguments.given)
         request = _request(comm, arguments)
-        description = _description(arguments)
+        description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
     except Exception as error:
         # The others learn of it before they wait for messages that never come.
         agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
@@ -132,10 +132,11 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     given = unpack_out(arguments.out, tuple(result.name for result in results))
     check_outputs(results, given)
     _check_overlap(arguments, results, given)
-    scheme = scheme_of(arguments.scheme, problem, comm.size)
-    check_scheme(scheme, problem, queries, on_gpu=not is_on_host(arrays["q"]))
+    scheme = scheme_of(arguments.scheme, problem, comm.size, comm.ranks_per_host)
+    ranks = ranks_with_heads(scheme, comm.size, comm.ranks_per_host)
+    check_scheme(scheme, problem, queries, ranks, on_gpu=not is_on_host(arrays["q"]))
     has_extras = len(results) > 3
-    groups = groups_of(scheme, problem, comm.size, arguments.head_groups, has_extras)
+    groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_extras)
     return Request(problem, results, scheme, queries, keys, groups, options, arguments.keywords)
 
 

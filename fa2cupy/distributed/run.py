@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from copy import copy as shallow_copy
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class Run:
 
     Attributes
     ----------
-    rank, size : int
+    rank, size, ranks_per_host : int
     request : Request
     backend : module
         The calls of the package for the arrays' library.
@@ -45,18 +46,26 @@ class Run:
     """
 
     def __init__(self, comm: Communicator, request: Request, array: Array):
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.ranks_per_host = comm.rank, comm.size, comm.ranks_per_host
         self.request = request
         self.options = request.options._replace(layout="bshd")
         self.backend = backend_of("q", array)
         self.xp = library_of(array)
         self._transport = comm.transport_of(array)
+        self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
         self._arena: Any = None
         if is_on_host(array):
             self.main, self.side, self.comm = host_lanes(comm.rank)
         else:
             self.main, self.side, self.comm, self._arena = _device_lanes(array)
+
+    def among(self, ranks: Sequence[int], request: Request) -> Run:
+        """The same lanes and memory for a part of the call that some of the ranks, in this order, make together."""
+        run = shallow_copy(self)
+        run.rank, run.size = ranks.index(self.rank), len(ranks)
+        run.request, run._peers = request, ranks
+        return run
 
     def begin(self) -> None:
         """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
@@ -87,6 +96,7 @@ class Run:
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Queues a group of messages."""
+        sends, recvs = ([(array, self._peers[rank]) for array, rank in messages] for messages in (sends, recvs))
         self.comm(self._transport.exchange, sends, recvs)
 
     def finish(self) -> None:

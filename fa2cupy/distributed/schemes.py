@@ -3,6 +3,7 @@
 heads     each rank gets all rows of its share of the heads (all-to-all), makes one call, and sends the results back
 gather    each rank gets the keys that its queries see (all-gather), and makes a call for each of its two chunks
 ring      each rank meets the keys of one other rank at a time, and merges the results in float32
+hybrid    heads among the ranks of a host, and gather among those of all hosts that have the same heads
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from .orders import RowOrder
 
-__all__ = ["SCHEMES", "check_scheme", "groups_of", "is_positional", "scheme_of"]
+__all__ = ["SCHEMES", "check_scheme", "groups_of", "is_positional", "ranks_with_heads", "scheme_of"]
 
-SCHEMES = ("heads", "gather", "ring")
+SCHEMES = ("heads", "gather", "ring", "hybrid")
 
 #: The features that need neither positions nor arrays of the whole sequence.
 _OF_RING = ("softcap",)
@@ -26,53 +27,70 @@ _MANY_KEYS = 65536
 _DROPOUT_BLOCK = 16
 
 
-def scheme_of(scheme: object, problem: AttentionProblem, size: int) -> str:
-    """The caller's scheme, or for None the one that the number of heads allows."""
+def scheme_of(scheme: object, problem: AttentionProblem, size: int, ranks_per_host: int) -> str:
+    """The caller's scheme, or for None the one that the number of heads and the features allow."""
     if scheme is None:
+        several_hosts = 1 < ranks_per_host < size
+        if several_hosts and _divides(problem, ranks_per_host) and _not_in_gather(problem) is None:
+            return "hybrid"
         return "heads" if _divides(problem, size) else "gather"
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected None, {', '.join(map(repr, SCHEMES))}, got {scheme!r}")
     return str(scheme)
 
 
-def _divides(problem: AttentionProblem, size: int) -> bool:
-    return problem.num_heads_kv % size == 0
+def ranks_with_heads(scheme: str, size: int, ranks_per_host: int) -> int:
+    """The number of ranks that the heads are divided among."""
+    return {"heads": size, "hybrid": ranks_per_host}.get(scheme, 1)
 
 
-def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, on_gpu: bool) -> None:
-    """Raises unless the scheme can make the call."""
-    size = queries.size
-    if size == 1:
+def _divides(problem: AttentionProblem, ranks: int) -> bool:
+    return problem.num_heads_kv % ranks == 0
+
+
+def check_scheme(scheme: str, problem: AttentionProblem, queries: RowOrder, ranks: int, on_gpu: bool) -> None:
+    """Raises unless the scheme can make the call. The heads are divided among so many `ranks`."""
+    if queries.size == 1:
         return
-    if scheme == "heads":
-        if not _divides(problem, size):
-            raise ValueError(
-                f"k: scheme='heads' needs a number of heads that is a multiple of the {size} ranks, got "
-                f"{problem.num_heads_kv}; take scheme='gather'"
-            )
-    elif scheme == "gather":
-        _check_gather(problem, queries, on_gpu)
-    else:
+    if not _divides(problem, ranks):
+        where = "" if scheme == "heads" else " of a host"
+        raise ValueError(
+            f"k: scheme={scheme!r} needs a number of heads that is a multiple of the {ranks} ranks{where}, got "
+            f"{problem.num_heads_kv}; take scheme='gather'"
+        )
+    if scheme in ("gather", "hybrid"):
+        rows = queries if scheme == "gather" else queries.of_hosts(ranks)
+        _check_gather(problem, rows, on_gpu, queries.size, scheme)
+    elif scheme == "ring":
         _check_ring(problem)
 
 
-def _check_gather(problem: AttentionProblem, queries: RowOrder, on_gpu: bool) -> None:
+def _not_in_gather(problem: AttentionProblem) -> str | None:
+    """The feature that the scheme cannot take, if there is one."""
     settings = problem.settings
-    for name, is_given in (("cu_seqlens_q", problem.is_packed), ("block_mask", settings.block_mask is not None)):
-        if is_given:
-            raise UnsupportedProblemError(
-                f"{name}: it is for scheme='heads' alone, which needs a number of heads of k that is a multiple of "
-                f"the {queries.size} ranks, got {problem.num_heads_kv}"
-            )
-    if "alibi_slopes" in settings.arrays and problem.band[1] != 0:
+    if problem.is_packed:
+        return "cu_seqlens_q"
+    if settings.block_mask is not None:
+        return "block_mask"
+    return "alibi_slopes" if "alibi_slopes" in settings.arrays and problem.band[1] != 0 else None
+
+
+def _check_gather(problem: AttentionProblem, queries: RowOrder, on_gpu: bool, size: int, scheme: str) -> None:
+    refused = _not_in_gather(problem)
+    if refused == "alibi_slopes":
         raise UnsupportedProblemError(
-            "alibi_slopes: scheme='gather' takes them with causal=True or window=(left, 0); take scheme='heads'"
+            f"alibi_slopes: scheme={scheme!r} takes them with causal=True or window=(left, 0); take scheme='heads'"
+        )
+    if refused is not None:
+        raise UnsupportedProblemError(
+            f"{refused}: it is for scheme='heads' alone, which needs a number of heads of k that is a multiple of "
+            f"the {size} ranks, got {problem.num_heads_kv}"
         )
     rows = queries.chunks(0)[0].whole.stop
-    if on_gpu and settings.dropout_p and rows % _DROPOUT_BLOCK:
+    if on_gpu and problem.settings.dropout_p and rows % _DROPOUT_BLOCK:
         multiple = _DROPOUT_BLOCK * queries.seqlen // rows
         raise UnsupportedProblemError(
-            f"dropout_p: scheme='gather' takes chunks of a multiple of {_DROPOUT_BLOCK} rows on a GPU, got {rows}; "
+            f"dropout_p: scheme={scheme!r} takes chunks of a multiple of {_DROPOUT_BLOCK} rows on a GPU, got {rows}; "
             f"pad the sequence to a multiple of {multiple}, or take scheme='heads'"
         )
 
@@ -95,12 +113,12 @@ def is_positional(problem: AttentionProblem) -> bool:
     return problem.band != (None, None) or any(name in problem.features for name in _POSITIONAL)
 
 
-def groups_of(scheme: str, problem: AttentionProblem, size: int, given: object, has_extras: bool) -> int:
-    """Groups of K/V heads: those of the caller, or as many as were fastest in the measurements of the README.
+def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object, has_extras: bool) -> int:
+    """Groups of a rank's K/V heads: those of the caller, or as many as were fastest in the README's measurements.
 
     Gradients of the arrays of features are summed over heads, in one group.
     """
-    heads = problem.num_heads_kv // size if scheme == "heads" else problem.num_heads_kv
+    heads = problem.num_heads_kv // ranks
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise TypeError(f"head_groups: expected None or an int, got {type(given).__name__}")

@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator, check_timeout
+from .communicator import Communicator, check_ranks_per_host, check_timeout
 from .messages import CommunicationError
 from .threads import ThreadTransport, World
 
 __all__ = ["simulate"]
 
 
-def simulate(size: int, work: Callable[[Communicator], Any], *, timeout: float = 60.0) -> list[Any]:
+def simulate(
+    size: int, work: Callable[[Communicator], Any], *, ranks_per_host: int | None = None, timeout: float = 60.0
+) -> list[Any]:
     """Runs ranks as threads of this process, on NumPy arrays: for tests and to try things out.
 
     Parameters
@@ -22,6 +24,8 @@ def simulate(size: int, work: Callable[[Communicator], Any], *, timeout: float =
         Number of ranks.
     work : callable
         ``work(comm)`` is called once for each rank, in a thread of its own.
+    ranks_per_host : int, optional
+        Simulates several hosts with so many ranks each.
     timeout : float, optional
         Seconds that a rank waits for messages of the others.
 
@@ -48,13 +52,15 @@ def simulate(size: int, work: Callable[[Communicator], Any], *, timeout: float =
         raise TypeError(f"size: expected an int, got {type(size).__name__}")
     if size < 1:
         raise ValueError(f"size: expected at least 1 rank, got {size}")
+    if ranks_per_host is not None:
+        check_ranks_per_host(ranks_per_host, size)
     world = World(size, check_timeout(timeout))
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
         try:
-            results[rank] = work(Communicator(rank, size, ThreadTransport(world, rank)))
+            results[rank] = work(Communicator(rank, size, ThreadTransport(world, rank), None, ranks_per_host))
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
             world.fail(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import random
 import threading
@@ -36,7 +37,15 @@ def is_sharded(name: str, array, options: dict) -> bool:
 
 def on_ranks(size: int, inputs: tuple, *, dlse=None, method=None, how: dict | None = None, **options) -> dict:
     """Returns the whole results of a call by ranks; `how` has the scheme, order and groups of heads."""
-    return dist.simulate(size, lambda comm: of_rank(comm, inputs, dlse, method, how or {}, options), timeout=20)[0]
+    how = how or {}
+    in_host = ranks_per_host(size) if how.get("scheme") == "hybrid" else None
+    work = functools.partial(of_rank, inputs=inputs, dlse=dlse, method=method, how=how, options=options)
+    return dist.simulate(size, work, ranks_per_host=in_host, timeout=20)[0]
+
+
+def ranks_per_host(size: int) -> int:
+    """Returns the ranks of each of two hosts; an odd number of ranks is on one."""
+    return size if size % 2 else size // 2
 
 
 def of_rank(comm, inputs: tuple, dlse, method, how: dict, options: dict) -> dict:
