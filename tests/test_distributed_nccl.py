@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from support.simulator import simulated_gpu
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy.distributed import api, requests
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 from fa2cupy.testing import Expectation, make_inputs
@@ -197,6 +199,54 @@ def test_the_host_waits_in_the_first_call_of_a_kind_alone(gpus):
 
     run_all(nccl, work)
     assert waits[0] > 0 and len([wait for wait in cupy.host_waits if wait == "get"]) == SIZE * 2 * (SIZE - 1)
+
+
+def test_calls_of_one_kind_are_checked_once(gpus, monkeypatch):
+    _, _, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    checks, check = [], requests._request
+    requested, checked = [], requests.checked
+
+    def noted(comm, call):
+        request = checked(comm, call)
+        requested.append((comm.rank, request))
+        return request
+
+    monkeypatch.setattr(api, "checked", noted)
+    monkeypatch.setattr(requests, "_request", lambda comm, call: checks.append(comm.rank) or check(comm, call))
+
+    def work(comm):
+        def made(match=None, **options) -> int:
+            """Returns how often a call is checked, which must raise an error if there is a text that it matches."""
+            before = checks.count(comm.rank)
+            with pytest.raises((TypeError, ValueError), match=match) if match else contextlib.nullcontext():
+                results.append(dist.forward(comm, q, k, v, scheme="heads", **options)[0])
+            return checks.count(comm.rank) - before
+
+        q, k, v, _ = shards(comm, inputs)
+        results: list = []
+        sink = place(np.zeros(8, "float32"))
+        for options in ({}, {"causal": True}, {"window": (9, 0)}, {"sink": sink, "dropout_p": 0.1, "seed": 1}):
+            assert [made(**options), made(**options)] == [1, 0]
+        ones = place(np.ones(8, "float32"))
+        assert made(sink=ones, dropout_p=0.1, seed=2) == 0
+        keywords = [request.keywords for rank, request in requested if rank == comm.rank][-1]
+        assert keywords["sink"] is ones and keywords["seed"] == 2
+        out = (place(np.zeros(q.shape, "float16")), None)
+        assert [made(out=out), made(out=out)] == [1, 0]
+        np.testing.assert_array_equal(out[0], results[0])
+        # What is equal to a legal value, or has its hash, is checked all the same.
+        for match, options in (
+            ("causal: expected a bool, got int", {"causal": 1}),
+            ("seed: expected", {"sink": sink, "dropout_p": 0.1, "seed": 1.0}),
+            ("seed: expected", {"sink": sink, "dropout_p": 0.1, "seed": -1}),
+            ("window", {"window": (9.0, 0)}),
+            (r"out \(o\): overlaps q", {"out": (q, None)}),
+        ):
+            for _ in range(2):
+                assert made(match, **options) == (0 if match.startswith("out") else 1)
+
+    run_all(nccl, work)
 
 
 def test_ranks_that_differ_get_an_error(gpus):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from .messages import CommunicationError, Transport, is_on_host
@@ -64,6 +64,8 @@ class Communicator:
         self._broken: str | None = None
         #: Descriptions of the calls that all ranks have agreed on.
         self.agreed: set[str] = set()
+        #: Calls on CuPy arrays that have been checked, by all that the checks depend on.
+        self.requests: dict[Hashable, Any] = {}
 
     @classmethod
     def from_mpi(

@@ -7,6 +7,7 @@ chunks, rank ``r`` has chunk ``r``.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,12 +82,7 @@ class RowOrder:
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The chunks of a rank, in the order of its rows."""
-        numbers = (rank, 2 * self.size - 1 - rank) if self.is_zigzag else (rank,)
-        rows = self.local // len(numbers)
-        return tuple(
-            Chunk(slice(i * rows, (i + 1) * rows), slice(number * rows, (number + 1) * rows))
-            for i, number in enumerate(numbers)
-        )
+        return _chunks(self, rank)
 
     def by_rank(self, whole: Array, axis: int) -> list[tuple[Array, slice]]:
         """Views of a whole array with an axis of ranks in front, each with the local rows that it has.
@@ -105,3 +101,13 @@ class RowOrder:
         if parts == 1:
             return [(front, slice(0, rows))]
         return [(front[: self.size], slice(0, rows)), (front[self.size :][::-1], slice(rows, 2 * rows))]
+
+
+@functools.lru_cache(maxsize=1024)  # asked for with each message
+def _chunks(order: RowOrder, rank: int) -> tuple[Chunk, ...]:
+    numbers = (rank, 2 * order.size - 1 - rank) if order.is_zigzag else (rank,)
+    rows = order.local // len(numbers)
+    return tuple(
+        Chunk(slice(i * rows, (i + 1) * rows), slice(number * rows, (number + 1) * rows))
+        for i, number in enumerate(numbers)
+    )
