@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -26,7 +27,7 @@ from .problem.array_types import Array
 
 __all__ = ["run_scaleout"]
 
-_SCHEMES = ("heads", "gather", "ring")
+_SCHEMES = ("heads", "gather", "ring", "hybrid")
 #: Largest error of a result over its largest value, by dtype. Shares of gradients are rounded before they are summed.
 _ALLOWED = {"float64": 1e-12, "bfloat16": 2e-2}
 _ITERATIONS = 5
@@ -127,7 +128,13 @@ def _slowest(times: list[list[float]]) -> float:
 
 
 def _simulated(ranks: int, size: _Size) -> list[list[_Measurement]]:
-    return simulate(ranks, lambda comm: list(_measure(comm, size, np, _host_clock)), timeout=_TIMEOUT_S)
+    work = functools.partial(_measure, size=size, xp=np, clock=_host_clock)
+    return simulate(ranks, lambda comm: list(work(comm)), ranks_per_host=_two_hosts(ranks), timeout=_TIMEOUT_S)
+
+
+def _two_hosts(ranks: int) -> int:
+    """The ranks of a host, as if there were two; all of them if their number is odd."""
+    return ranks if ranks % 2 else ranks // 2
 
 
 def _measure(
@@ -144,6 +151,8 @@ def _measure(
     divides = size.heads_kv % comm.size == 0 and size.heads % comm.size == 0
     for scheme in _SCHEMES:
         if scheme == "heads" and not divides:
+            continue
+        if scheme == "hybrid" and (comm.ranks_per_host in (1, comm.size) or size.heads_kv % comm.ranks_per_host):
             continue
 
         def call(scheme: str = scheme) -> list[Array]:
@@ -265,7 +274,7 @@ def _gpu_rank(rank: int, ranks: int, port: int, size: _Size, answers: Any) -> No
         cupy.cuda.Device(rank).use()
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         environment["MASTER_ADDR"] = "127.0.0.1"
-        comm = Communicator.from_env(environment, timeout=_TIMEOUT_S)
+        comm = Communicator.from_env(environment, ranks_per_host=_two_hosts(ranks), timeout=_TIMEOUT_S)
         answers.put((rank, list(_measure(comm, size, cupy, _device_clock))))
     except BaseException:  # the parent prints it and ends the others
         answers.put((rank, traceback.format_exc()))

@@ -20,7 +20,8 @@ sequence, in contiguous arrays. Scheme and baseline take turns, call by call, af
 meet before each call, and the time of a call is that of the slowest rank, by CUDA events. ``efficiency`` is the median
 of the baseline over that of the scheme; it is empty where the ranks do not divide the heads. ``tflops`` is that of one
 GPU. ``extra_bytes`` is the peak of CuPy's pool (for PyTorch, of its allocator) in a call beyond inputs and results, the
-largest of all ranks.
+largest of all ranks. ``host_ms`` is the time that the host takes to queue a call: the least of all calls, on the
+slowest rank. With an even number of ranks from four on, ``hybrid`` takes each half of them for a host.
 
 PyTorch's context parallelism with cuDNN (``torch ring``) is timed in the same processes, if PyTorch has it. Writes
 scaleout.csv after each problem and scheme, and scaleout.png.
@@ -52,7 +53,7 @@ from common.measure import (
 from common.plots import can_plot, line_panels
 from methods import group_of_heads
 from sequence_parallel.devices import GpuDevice, HostDevice
-from sequence_parallel.jobs import OPERATIONS, PEER, SCHEMES, Job, Measurement
+from sequence_parallel.jobs import OPERATIONS, PEER, SCHEMES, Job, Measurement, is_possible
 from sequence_parallel.processes import RankError, on_gpus, on_host
 
 from fa2cupy.cli import run_command
@@ -62,7 +63,7 @@ from fa2cupy.families.operations import METHODS
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "seqlen", "batch", "num_heads", "num_heads_kv", "causal", "ranks",
     "scheme", "operation", "check", "error", "equal", "calls", "ms_median", "ms_min", "ms_max", "alone_ms_median",
-    "tflops", "efficiency", "extra_bytes",
+    "tflops", "efficiency", "extra_bytes", "host_ms",
 )  # fmt: skip
 ROWS, FULL_ROWS = (32768, 131072), (32768, 131072, 524288, 1048576)
 HEADS = ((32, 8), (16, 4), (16, 16))
@@ -84,7 +85,7 @@ def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]
             "equal": None if first.equal is None else int(first.equal), "calls": len(times), "ms_median": median,
             "ms_min": min(times), "ms_max": max(times),
             "tflops": job.problem.tflops(operation, median) / job.ranks,
-            "extra_bytes": first.extra_bytes,
+            "extra_bytes": first.extra_bytes, "host_ms": max(one.host[operation] for one in by_rank),
         }  # fmt: skip
         if all(one.alone for one in by_rank):
             row["alone_ms_median"] = statistics.median(slowest([one.alone[operation] for one in by_rank]))
@@ -168,7 +169,7 @@ def ranks_of(count: int) -> list[int]:
 
 
 def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) -> list[Job]:
-    """Returns the jobs by number of ranks, rows, heads and scheme; ``heads`` only if the ranks divide the K/V heads.
+    """Returns the jobs by number of ranks, rows, heads and scheme, where the ranks divide the K/V heads as it needs.
 
     Raises
     ------
@@ -188,10 +189,13 @@ def all_jobs(options: argparse.Namespace, ranks: Sequence[int], device: type) ->
                 )
             for num_heads, num_heads_kv in heads:
                 problem = Problem(device.dtype, device.head_dim, length, 1, num_heads, True, num_heads_kv)
-                schemes = [name for name in options.schemes if name != "heads" or num_heads_kv % count == 0]
+                schemes = [name for name in options.schemes if is_possible(name, num_heads_kv, count)]
                 jobs += [Job(problem, count, scheme) for scheme in (*schemes, *(peers if schemes else []))]
     if not jobs:
-        raise ValueError("--schemes: 'heads' needs a number of K/V heads that is a multiple of the number of ranks")
+        raise ValueError(
+            "--schemes: 'heads' needs a number of K/V heads that is a multiple of the number of ranks, and 'hybrid' "
+            "an even number of ranks from 4 on and a multiple of half of it"
+        )
     return jobs
 
 

@@ -45,13 +45,15 @@ def test_from_checks_to_files(tmp_path, capsys):
     rows = measure.read_csv(tmp_path / "scaleout.csv")
     assert tuple(rows[0]) == scaleout.COLUMNS
     keys = [(int(row["seqlen"]), row["scheme"], row["operation"]) for row in rows]
-    assert keys == [(n, scheme, op) for n in (64, 128) for scheme in scaleout.SCHEMES for op in scaleout.OPERATIONS]
+    schemes = [scheme for scheme in scaleout.SCHEMES if scheme != "hybrid"]  # which two ranks do not have
+    assert keys == [(n, scheme, op) for n in (64, 128) for scheme in schemes for op in scaleout.OPERATIONS]
     for row in rows:
         assert row["check"] == ("one call" if row["seqlen"] == "64" else "samples")
         assert row["equal"] == ("0" if (row["check"], row["scheme"]) == ("one call", "ring") else "1")
         assert float(row["error"]) < 1e-12
         ratio = float(row["alone_ms_median"]) / float(row["ms_median"])
         assert float(row["efficiency"]) == pytest.approx(ratio, rel=1e-3)
+        assert 0 < float(row["host_ms"]) <= float(row["ms_max"])
         assert (row["ranks"], row["calls"], row["extra_bytes"]) == ("2", "2", "")
     assert "heads on 2 ranks" in capsys.readouterr().out
 
@@ -159,8 +161,8 @@ def test_jobs_are_all_that_the_ranks_divide(monkeypatch):
     assert {one.ranks for one in jobs} == {2, 4, 8}
     assert {one.problem.seqlen for one in jobs} == {32768, 131072, 524288, 1048576}
     narrow = [one.scheme for one in jobs if one.ranks == 8 and one.problem.heads_kv == 4]
-    assert narrow == ["gather", "ring"] * 4
-    assert len(jobs) == 4 * (3 * 3 * 3 - 1)
+    assert narrow == ["gather", "ring", "hybrid"] * 4
+    assert len(jobs) == 4 * (3 * 3 + 3 * 4 + (3 * 4 - 1))  # two ranks have no hybrid
     assert scaleout.ranks_of(6) == [2, 4, 6]
 
 
@@ -180,8 +182,8 @@ def test_the_baseline_has_a_share_of_the_heads(heads, ranks, share):
 def made_up(scheme: str, seqlen: int, ranks: int) -> list[dict[str, object]]:
     calls = {"forward": [2.0, 3.0, 4.0], "backward": [5.0, 5.0, 5.0], "training": [7.0, 8.0, 12.0]}
     alone = {name: [0.9 * one for one in times] for name, times in calls.items()}
-    one = Measurement("one call", 1e-3, True, 2**20, calls, alone)
-    slow = one._replace(times={**calls, "training": [8.0, 8.0, 8.0]})
+    one = Measurement("one call", 1e-3, True, 2**20, calls, alone, dict.fromkeys(calls, 0.5))
+    slow = one._replace(times={**calls, "training": [8.0, 8.0, 8.0]}, host=dict.fromkeys(calls, 0.75))
     rows = scaleout.rows_of(job(scheme, seqlen)._replace(ranks=ranks), [one, slow])
     return [{"gpu": "Test GPU", "driver": "0.0", "date": "2026-01-01", **row} for row in rows]
 
@@ -191,6 +193,7 @@ def test_rows_have_the_times_of_the_slowest_rank():
     assert (forward["ms_median"], backward["ms_median"]) == (3.0, 5.0)
     assert (both["ms_median"], both["ms_min"], both["ms_max"], both["calls"]) == (8.0, 8.0, 12.0, 3)
     assert both["efficiency"] == pytest.approx(0.9)
+    assert both["host_ms"] == 0.75
     assert both["tflops"] == pytest.approx(7 * 64**2 * 4 * 16 / 2 / 8e-3 / 1e12)
 
 
@@ -230,7 +233,7 @@ def ranks(monkeypatch):
     """Makes `on_gpus` use threads and NumPy; returns the world of each start by its port."""
     worlds: dict[str, World] = {}
 
-    def from_env(environment, *, timeout):
+    def from_env(environment, *, ranks_per_host, timeout):
         world = worlds.setdefault(environment["MASTER_PORT"], World(2, timeout))
         rank = int(environment["RANK"])
         return dist.Communicator(rank, 2, ThreadTransport(world, rank))
@@ -287,7 +290,7 @@ def test_other_processes_go_on_after_a_failure(ranks, monkeypatch, capsys):
 
 
 def test_ranks_that_do_not_reach_each_other_end_the_run(ranks, monkeypatch, tmp_path, capsys):
-    def no_nccl(environment, *, timeout):
+    def no_nccl(environment, *, ranks_per_host, timeout):
         raise ImportError("CuPy finds no NCCL")
 
     monkeypatch.setattr(dist.Communicator, "from_env", no_nccl)

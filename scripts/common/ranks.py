@@ -8,7 +8,7 @@ import socket
 
 import fa2cupy.distributed as dist
 
-__all__ = ["communicator", "free_ports"]
+__all__ = ["communicator", "free_ports", "two_hosts"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -18,11 +18,18 @@ def free_ports(count: int) -> list[int]:
         return [server.getsockname()[1] for server in servers]
 
 
-def communicator(rank: int, ranks: int, port: int, timeout: float) -> dist.Communicator:
+def two_hosts(ranks: int) -> int:
+    """Returns the ranks of a host as if there were two, for the scheme ``hybrid``; all of an odd number."""
+    return ranks if ranks % 2 else ranks // 2
+
+
+def communicator(
+    rank: int, ranks: int, port: int, timeout: float, ranks_per_host: int | None = None
+) -> dist.Communicator:
     """Selects the GPU with the number of the rank, and returns the communicator of its process."""
     import cupy
 
     cupy.cuda.Device(rank).use()
     environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return dist.Communicator.from_env(environment, timeout=timeout)
+    return dist.Communicator.from_env(environment, ranks_per_host=ranks_per_host, timeout=timeout)

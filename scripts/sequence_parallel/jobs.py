@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from common.measure import TRAINING, Problem
+from common.ranks import two_hosts
 
 from .torch_ring import TorchRing
 
-SCHEMES, PEER = ("heads", "gather", "ring"), TorchRing.name
+SCHEMES, PEER = ("heads", "gather", "ring", "hybrid"), TorchRing.name
 OPERATIONS = ("forward", "backward", TRAINING)
 
 #: Largest error over the largest value. Shares of gradients are rounded before they are summed.
@@ -41,6 +42,8 @@ class Measurement(NamedTuple):
     extra_bytes : int or None
     times, alone : dict of list of float
         Milliseconds of each call by operation, of the scheme and of the baseline; none if a result was wrong.
+    host : dict of float
+        The least milliseconds of the host, which does not wait for the GPU, for a call of the scheme by operation.
     missing : str
         The reason why there is no result of a peer.
     """
@@ -51,6 +54,7 @@ class Measurement(NamedTuple):
     extra_bytes: int | None = None
     times: Mapping[str, Sequence[float]] = {}
     alone: Mapping[str, Sequence[float]] = {}
+    host: Mapping[str, float] = {}
     missing: str = ""
 
     def wrong(self, dtype: str) -> str:
@@ -58,6 +62,13 @@ class Measurement(NamedTuple):
         if not self.error <= ALLOWED[dtype]:
             return f"error {self.error:.1e} of the largest value, {ALLOWED[dtype]:.0e} is allowed"
         return "repeated calls differ" if self.check == "samples" and not self.equal else ""
+
+
+def is_possible(scheme: str, heads_kv: int, ranks: int) -> bool:
+    """Returns True if the ranks divide the K/V heads as the scheme needs it; ``hybrid`` has two hosts of several."""
+    if scheme == "hybrid":
+        return 1 < two_hosts(ranks) < ranks and heads_kv % two_hosts(ranks) == 0
+    return scheme != "heads" or heads_kv % ranks == 0
 
 
 def part_of(problem: Problem, **sizes: int) -> Problem:

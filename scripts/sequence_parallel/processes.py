@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from common.ranks import communicator, free_ports
+from common.ranks import communicator, free_ports, two_hosts
 
 import fa2cupy.distributed as dist
 
@@ -47,7 +47,8 @@ def on_host(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Measurement] | str]
 
     for job in jobs:
         try:
-            yield job, dist.simulate(job.ranks, partial(one_job, job=job), timeout=TIMEOUT_S)
+            in_host = two_hosts(job.ranks)
+            yield job, dist.simulate(job.ranks, partial(one_job, job=job), ranks_per_host=in_host, timeout=TIMEOUT_S)
         except Exception as error:  # the other jobs go on
             yield job, f"{type(error).__name__}: {error}"
 
@@ -134,7 +135,7 @@ def gpu_rank(rank: int, ranks: int, ports: Sequence[int], jobs: Sequence[Job], a
     """Runs in the process of one GPU: puts a measurement for each job, or the text of the error that ended it."""
     place = -1
     try:
-        comm = communicator(rank, ranks, ports[0], TIMEOUT_S)
+        comm = communicator(rank, ranks, ports[0], TIMEOUT_S, two_hosts(ranks))
         device = GpuDevice(rank)
         one = Rank(comm, device, partial(TorchRing, device.gpu, rank, ranks, ports[1]))
         one.everyones(rank)  # makes NCCL's communicator

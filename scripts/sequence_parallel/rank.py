@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -81,9 +82,9 @@ class Rank:
             return result
         self.device.release()
         extra = [self.device.extra_bytes(call) for call in (work.forward, work.backward)]
-        times, alone = self._times(job, work)
+        times, alone, host = self._times(job, work)
         most = None if None in extra else int(self.everyones(*extra).max())
-        return result._replace(extra_bytes=most, times=times, alone=alone)
+        return result._replace(extra_bytes=most, times=times, alone=alone, host=host)
 
     def _scheme(self, scheme: str, own: Sequence) -> Work:
         forward, backward = (partial(call, self.comm, scheme=scheme) for call in (dist.forward, dist.backward))
@@ -148,8 +149,8 @@ class Rank:
         yield relative_error(some(dk, head_kv), wanted_dk)
         yield relative_error(some(dv, head_kv), wanted_dv)
 
-    def _times(self, job: Job, work) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Returns the milliseconds of all calls, by operation, of the work and of the baseline, if there is one."""
+    def _times(self, job: Job, work) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+        """Returns the milliseconds of calls by operation: of the work, of the baseline if there is one, of the host."""
         works = {"work": work}
         share = share_of(job.problem, job.ranks)
         if share is not None:
@@ -157,21 +158,23 @@ class Rank:
         calls = self._warm_up(list(works.values()))
         work.forward()  # keeps the GPU busy while the first turn is queued
         times: dict[tuple[str, str], list[float]] = {(n, op): [] for n in ("work", "alone") for op in OPERATIONS}
+        host: dict[tuple[str, str], list[float]] = {key: [] for key in times}
         queued: list[list[tuple]] = []
         for _ in range(calls):
             queued.append([])
             for operation in OPERATIONS:
                 for name, one in works.items():
                     self.meet()
-                    start = self.device.mark()
+                    start, begin = self.device.mark(), time.perf_counter()
                     getattr(one, operation)()
+                    host[name, operation].append(1e3 * (time.perf_counter() - begin))
                     queued[-1].append(((name, operation), start, self.device.mark()))
             # The host is one turn ahead of the GPU, so that the clock does not count how fast it queues calls.
             if len(queued) > 1:
                 self._collect(queued.pop(0), times)
         self._collect(queued.pop(0), times)
         found = [{op: times[name, op] for op in OPERATIONS if times[name, op]} for name in ("work", "alone")]
-        return found[0], found[1]
+        return found[0], found[1], {op: min(host["work", op]) for op in OPERATIONS}
 
     def _collect(self, turn: Iterable[tuple], times: Mapping[tuple[str, str], list[float]]) -> None:
         for key, start, stop in turn:
@@ -212,11 +215,11 @@ class Rank:
             return result._replace(missing=f"its results are not ours: {wrong}")
         self.device.release()
         extra = [self._peer.peak_bytes(call) - tensor_bytes(call) for call in (work.forward, work.backward)]
-        times, alone = self._times(job, work)
+        times, alone, host = self._times(job, work)
         most = int(self.everyones(max(0, *extra)).max())
         del work
         self._peer.release()
-        return result._replace(extra_bytes=most, times=times, alone=alone)
+        return result._replace(extra_bytes=most, times=times, alone=alone, host=host)
 
 
 def tensor_bytes(call: Callable[[], tuple]) -> int:
