@@ -1,0 +1,131 @@
+"""Calls of fa2cupy.distributed in a process for each GPU, compared with one call on one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Iterator
+
+import numpy as np
+from support import ranks
+from support.feature_cases import numbers, options_of
+
+import fa2cupy
+import fa2cupy.distributed as dist
+from fa2cupy.testing import make_inputs
+
+SIZES = {"batch": 2, "seqlen_q": 256, "seqlen_k": 256, "num_heads": 8, "num_heads_kv": 4, "head_dim": 64}
+DTYPE, TOLERANCE = "float16", 5e-3  # of the largest value: shares of gradients are rounded before they are summed
+FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "padding", "sink", "dropout", "functions")
+CASES = (
+    *((scheme, name) for scheme in ("heads", "gather", "hybrid") for name in ("causal", *FEATURES)),
+    ("heads", "packed"), ("heads", "sparse"), ("ring", "causal"), ("ring", "softcap"),
+)  # fmt: skip
+_PATIENCE_S = 300.0
+
+
+def distance(score, b, h, q, k, table):
+    return score + table[h, q] * (q - k) / 256
+
+
+def document(b, h, q, k, ids):
+    return ids[b, q] == ids[b, k]
+
+
+def case_of(name: str) -> tuple[dict, dict]:
+    """Returns sizes and keywords of a case, with NumPy arrays."""
+    sizes = SIZES | ({"batch": 1} if name == "packed" else {})
+    ids = np.repeat(np.arange(4, dtype="int32"), 64)[None].repeat(sizes["batch"], axis=0)
+    if name == "functions":
+        of_functions = {"score_mod": distance, "score_args": (numbers((8, 256), "float32"),), "mask_mod": document}
+        return sizes, {"causal": True, **of_functions, "mask_args": (ids,)}
+    if name == "sparse":
+        return sizes, {"mask_mod": document, "mask_args": (ids,)}
+    if name == "packed":
+        offsets = np.array([0, 5, 100, 100, 250], "int32")
+        return sizes, {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    return sizes, {"causal": True} | options_of(name, DTYPE, sizes)
+
+
+def compare(comm: dist.Communicator, scheme: str, name: str) -> str:
+    """Returns what is wrong with a case on this rank; empty if nothing is."""
+    import cupy
+
+    def on_device(x):
+        if isinstance(x, tuple):
+            return tuple(map(on_device, x))
+        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    sizes, given = case_of(name)
+    options = {key: on_device(x) for key, x in given.items()} | {"num_splits": 1}
+    inputs = make_inputs(DTYPE, **sizes, xp=cupy)
+    if name == "sparse":
+        size = (sizes["batch"], 1, sizes["seqlen_q"], sizes["seqlen_k"])
+        options["block_mask"] = fa2cupy.block_mask(document, options["mask_args"], *size)
+    if name == "packed":
+        inputs = tuple(x[0] for x in inputs)
+    expected = ranks.whole_call(inputs, **options)
+    for attempt in range(3):  # a message or a kernel that comes too early would not do so each time
+        found = ranks.of_rank(comm, inputs, None, None, {"scheme": scheme}, options)
+        for key, wanted in expected.items():
+            if key in ("o", "lse") and scheme != "ring":
+                if not (found[key] == wanted).all():
+                    return f"{key} of call {attempt} has other bits"
+                continue
+            finite = cupy.isfinite(wanted)
+            error = abs(cupy.where(finite, found[key].astype("float64") - wanted, 0)).max()
+            if not error <= TOLERANCE * abs(cupy.where(finite, wanted, 0).astype("float64")).max():
+                return f"{key} of call {attempt} differs by {float(error):.2e}"
+    return ""
+
+
+def work(rank: int, size: int, port: int, answers) -> None:
+    """Runs in the process of one GPU: puts (rank, case, text) for each case."""
+    try:
+        import cupy
+
+        cupy.cuda.Device(rank).use()
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        comm = dist.Communicator.from_env(environment, ranks_per_host=max(1, size // 2), timeout=60.0)
+        for case in CASES:
+            answers.put((rank, case, compare(comm, *case)))
+    except BaseException:  # the parent fails the cases that are left
+        answers.put((rank, None, traceback.format_exc()))
+
+
+@functools.cache
+def results(size: int) -> dict[tuple[str, str], str]:
+    """Returns what is wrong with each case, on any rank."""
+    found: dict[tuple[str, str], str] = dict.fromkeys(CASES, "")
+    left = {(rank, case) for rank in range(size) for case in CASES}
+    for rank, case, text in _answers(size, len(left)):
+        if case is None:
+            return {one: found[one] if (rank, one) not in left else text for one in CASES}
+        left.discard((rank, case))
+        found[case] = found[case] or (text and f"rank {rank}: {text}")
+    return {one: "no answer" if any((rank, one) in left for rank in range(size)) else found[one] for one in CASES}
+
+
+def _answers(size: int, count: int) -> Iterator[tuple]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [context.Process(target=work, args=(rank, size, port, answers), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        with contextlib.suppress(queue.Empty):
+            for _ in range(count):
+                yield answers.get(timeout=_PATIENCE_S)
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
