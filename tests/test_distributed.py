@@ -201,7 +201,7 @@ class TestFeatures:
         dist.simulate(4, work)
         # Each of the 8 chunks of 8 rows needs the previous one, except chunk 0, which has none, and chunk 4, which is
         # on the same rank as chunk 3. k and v take 6 messages each.
-        assert sent == [(8, 4, 8)] * 12
+        assert sent == [(1, 8, 4, 8)] * 12
 
     def test_the_ring_takes_soft_caps(self):
         inputs = inputs_of()

@@ -49,10 +49,21 @@ class _Call(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Memory of the keys of a group: whole k and v, and the rank's own ones to send."""
+    """Memory of the keys of a group.
 
-    whole: tuple[Array, Array]
-    own: tuple[Array, Array]
+    Attributes
+    ----------
+    whole : list of ndarray, shape (batch, row, head, column)
+        k and v.
+    own : list of ndarray, shape (chunk, batch, row, head, column)
+        This rank's k and v, to be sent.
+    landing : list of list of ndarray, shape (chunk, batch, row, head, column)
+        What comes from each rank. It is empty for a single sequence, whose messages arrive in `whole`.
+    """
+
+    whole: list[Array]
+    own: list[Array]
+    landing: list[list[Array]]
 
 
 class OfHeads(NamedTuple):
@@ -112,13 +123,18 @@ class _Gather:
     def _slot(self) -> _Slot:
         """Keys that no row sees are not sent. Kernels read some of them beside those that are: they must be finite."""
         run, arrays = self.run, (self.operands.k, self.operands.v)
-        shapes = [(x.shape[0], run.request.problem.seqlen_k, self.heads_kv, x.shape[3]) for x in arrays]
-        whole = [run.empty(shape, x.dtype) for shape, x in zip(shapes, arrays, strict=True)]
+        seqlen, batch = run.request.problem.seqlen_k, len(self.operands.k)
+        whole = [run.empty((batch, seqlen, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
         if run.request.problem.band[0] is not None:
             for array in whole:
                 run.main(clear, array)
-        own = [run.empty((*x.shape[:2], self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
-        return _Slot((whole[0], whole[1]), (own[0], own[1]))
+
+        def chunks() -> list[Array]:
+            count = len(run.request.keys.chunks(run.rank))
+            rows = run.request.keys.local // count
+            return [run.empty((count, batch, rows, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
+
+        return _Slot(whole, chunks(), [chunks() for _ in range(run.size)] if batch > 1 else [])
 
     def kv_heads(self, group: int) -> slice:
         """The K/V heads of a group."""
@@ -144,16 +160,25 @@ class _Gather:
         for event in self.free[number]:
             run.comm.wait(event)
         for array, own in zip((self.operands.k, self.operands.v), slot.own, strict=True):
-            run.comm(copy, own, array[:, :, self.kv_heads(group)])
-        order, sends, recvs = run.request.keys, [], []
+            count, _, rows, *columns = own.shape
+            chunks = array[:, :, self.kv_heads(group)].reshape(len(array), count, rows, *columns)
+            run.comm(copy, own, chunks.swapaxes(0, 1))
+        order, sends, recvs, landed = run.request.keys, [], [], []
         for step in range(run.size):
             to, source = (run.rank + step) % run.size, (run.rank - step) % run.size
-            for whole, own in zip(slot.whole, slot.own, strict=True):
-                for b in range(len(whole)):
-                    sends += [(own[b, local], to) for local, rows in order.chunks(run.rank) if self._sees(to, rows)]
-                    seen = [rows for _, rows in order.chunks(source) if self._sees(run.rank, rows)]
-                    recvs += [(whole[b, rows], source) for rows in seen]
+            wanted = [i for i, chunk in enumerate(order.chunks(run.rank)) if self._sees(to, chunk.whole)]
+            sends += [(own[i], to) for own in slot.own for i in wanted]
+            for number, whole in enumerate(slot.whole):
+                for i, (_, rows) in enumerate(order.chunks(source)):
+                    if not self._sees(run.rank, rows):
+                        continue
+                    place = whole[:, rows]
+                    if slot.landing:
+                        landed.append((place, slot.landing[source][number][i]))
+                    recvs.append((landed[-1][1] if slot.landing else place, source))
         run.exchange(sends, recvs)
+        for place, landing in landed:
+            run.comm(copy, place, landing)
         return run.comm.record()
 
     def _sees(self, rank: int, rows: slice) -> bool:
@@ -215,6 +240,13 @@ class _Shares:
                 (slice(seen.start - shift, seen.stop - shift), self._pieces(rank, call, seen))
                 for call, seen, shift in self._seen(rank, run.rank)
             ]
+        # Shares for each other rank, and the contiguous arrays that are sent: copies if there are several sequences.
+        self.outgoing: dict[int, list[tuple[Array, Array]]] = {}
+        for to in range(run.size):
+            if to != run.rank:
+                seen_of = self._seen(run.rank, to)
+                shares = [share[:, seen] for call, seen, _ in seen_of for share in self.own[call.queries.start]]
+                self.outgoing[to] = [(x, x if x.flags.c_contiguous else run.empty(x.shape, x.dtype)) for x in shares]
         wide = run.request.problem.accumulator_dtype
         rows = run.request.keys.local
         self.sums = [run.empty((b, rows, h, d), wide) for b, h, d in self.shapes]
@@ -242,10 +274,11 @@ class _Shares:
         sends, recvs = [], []
         for step in range(1, run.size):
             to, source = (run.rank + step) % run.size, (run.rank - step) % run.size
-            for call, seen, _ in self._seen(run.rank, to):
-                sends += [(share[b, seen], to) for share in self.own[call.queries.start] for b in range(len(share))]
-            for _, pieces in self.landing[source]:
-                recvs += [(piece[b], source) for piece in pieces for b in range(len(piece))]
+            for share, packed in self.outgoing[to]:
+                if packed is not share:
+                    run.comm(copy, packed, share)
+                sends.append((packed, to))
+            recvs += [(piece, source) for _, pieces in self.landing[source] for piece in pieces]
         run.exchange(sends, recvs)
 
     def add_up(self, targets: Sequence[Array]) -> None:

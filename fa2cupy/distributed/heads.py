@@ -12,6 +12,7 @@ from typing import Any
 from ..problem.array_types import Array
 from .lanes import Lane
 from .operands import Operands
+from .orders import RowOrder
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
 from .run import Run, copy
 from .sums import clear, sum_into
@@ -89,7 +90,7 @@ class Heads:
         divided = array.reshape(shape)[(slice(None),) * (axis + 1) + (group,)]
         return divided.transpose(axis, *(i for i in range(divided.ndim) if i != axis))
 
-    def _order(self, is_keys: bool) -> Any:
+    def _order(self, is_keys: bool) -> RowOrder:
         return self.run.request.keys if is_keys else self.run.request.queries
 
     # -- from rows to heads
@@ -98,21 +99,21 @@ class Heads:
         """All rows of this rank's heads of q, k, v or do: (batch, row, head, column)."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(array, 2, group)
+        if view.shape[1] > 1:
+            return self._landed(batch, view, 1, order)
         packed = run.empty(view.shape, array.dtype)
         run.comm(copy, packed, view)
-        b, per, columns = view.shape[1], view.shape[3], view.shape[4]
-        whole = run.empty((b, order.seqlen, per, columns), array.dtype)
+        whole = run.empty((1, order.seqlen, *view.shape[3:]), array.dtype)
         own = order.chunks(run.rank)
         batch.message(
-            lambda to: [packed[to, i, chunk.local] for i in range(b) for chunk in own],
-            lambda source: [whole[i, chunk.whole] for i in range(b) for chunk in order.chunks(source)],
+            lambda to: [packed[to, 0, chunk.local] for chunk in own],
+            lambda source: [whole[0, chunk.whole] for chunk in order.chunks(source)],
         )
         return whole
 
     def statistics(self, batch: Batch, array: Array, group: int) -> Array:
         """All rows of this rank's heads of lse or delta: (batch, head, row)."""
-        view = self._by_rank(array, 1, group)
-        return self._landed(batch, view, 2, view.shape[1:])
+        return self._landed(batch, self._by_rank(array, 1, group), 2, self.run.request.queries)
 
     def over_scores(self, batch: Batch, name: str, group: int) -> Array:
         """All rows of this rank's heads of a bias or a mask: (batch, head, query, key)."""
@@ -123,11 +124,15 @@ class Heads:
             view = self._by_rank(array, 1, group)
         else:
             view = self.run.xp.broadcast_to(array, (self.run.size, *array.shape))
-        return self._landed(batch, view, 2, view.shape[1:])
+        return self._landed(batch, view, 2, self.run.request.queries)
 
-    def _landed(self, batch: Batch, view: Array, axis: int, shape: tuple[int, ...]) -> Array:
-        """Sends element `r` of a view to rank `r`, and puts together what comes along the axis of queries."""
-        run, order = self.run, self.run.request.queries
+    def _landed(self, batch: Batch, view: Array, axis: int, order: RowOrder) -> Array:
+        """Sends element `r` of a view to rank `r`, and puts together what comes along an axis of its elements.
+
+        This is one message to each rank, whatever the lengths of the axes in front. Where there are none, messages can
+        arrive in their places.
+        """
+        run, shape = self.run, view.shape[1:]
         packed = run.empty(view.shape, view.dtype)
         run.comm(copy, packed, view)
         landing = run.empty(view.shape, view.dtype)
@@ -143,31 +148,35 @@ class Heads:
         """The reverse of `rows`."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(target, 2, group)
+        if view.shape[1] > 1:
+            batch.then(copy, view, self._returned(batch, whole, view.shape, 1, order))
+            return
         landing = run.empty(view.shape, whole.dtype)
-        own, b = order.chunks(run.rank), view.shape[1]
+        own = order.chunks(run.rank)
         batch.message(
-            lambda to: [whole[i, chunk.whole] for i in range(b) for chunk in order.chunks(to)],
-            lambda source: [landing[source, i, chunk.local] for i in range(b) for chunk in own],
+            lambda to: [whole[0, chunk.whole] for chunk in order.chunks(to)],
+            lambda source: [landing[source, 0, chunk.local] for chunk in own],
         )
         batch.then(copy, view, landing)
 
     def return_statistics(self, batch: Batch, whole: Array, target: Array, group: int) -> None:
         """The reverse of `statistics`."""
         view = self._by_rank(target, 1, group)
-        batch.then(copy, view, self._returned(batch, whole, view.shape, 2))
+        batch.then(copy, view, self._returned(batch, whole, view.shape, 2, self.run.request.queries))
 
     def return_over_scores(self, batch: Batch, whole: Array, target: Array) -> None:
         """The gradient of a bias with rows: that of each row goes to its owner, summed over ranks if heads share it."""
+        queries = self.run.request.queries
         if target.shape[1] > 1:
             view = self._by_rank(target, 1, 0)
-            batch.then(copy, view, self._returned(batch, whole, view.shape, 2))
+            batch.then(copy, view, self._returned(batch, whole, view.shape, 2, queries))
         else:
-            landing = self._returned(batch, whole, (self.run.size, *target.shape), 2)
+            landing = self._returned(batch, whole, (self.run.size, *target.shape), 2, queries)
             batch.then(sum_into, target, list(landing), self.run.request.problem.accumulator_dtype)
 
-    def _returned(self, batch: Batch, whole: Array, shape: tuple[int, ...], axis: int) -> Array:
-        """Sends each rank its queries, and returns what comes, by rank."""
-        run, order = self.run, self.run.request.queries
+    def _returned(self, batch: Batch, whole: Array, shape: tuple[int, ...], axis: int, order: RowOrder) -> Array:
+        """Sends each rank its rows, and returns what comes, by rank."""
+        run = self.run
         packed, landing = (run.empty(shape, whole.dtype) for _ in range(2))
         for chunks, local in order.by_rank(whole, axis):
             run.comm(copy, packed[(slice(None),) * (axis + 1) + (local,)], chunks)
