@@ -14,6 +14,7 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy import TileConfig, UnsupportedProblemError, mods
 from fa2cupy.distributed import api
+from fa2cupy.distributed.copies import word_layout
 from fa2cupy.distributed.threads import ThreadTransport
 from fa2cupy.testing import make_inputs
 
@@ -699,3 +700,31 @@ def test_any_call_is_that_of_the_whole_sequence(call):
     size, sizes, how, options = call
     inputs = make_inputs("float64", **sizes)
     assert_close(ranks.on_ranks(size, inputs, how=how, **options), ranks.whole_call(inputs, **options), 1e-11)
+
+
+class TestCopies:
+    """Large arrays of a GPU are copied as words."""
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data())
+    def test_words_are_the_elements(self, data):
+        dtype = np.dtype(data.draw(st.sampled_from(["bool", "float16", "float32"])))
+        shape = (*data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)), data.draw(st.integers(1, 24)))
+        base = np.random.default_rng(0).integers(0, 2, [2 * n for n in shape]).astype(dtype)
+        steps = [data.draw(st.sampled_from([1, 2])) for _ in shape[:-1]]
+        first = data.draw(st.integers(0, shape[-1]))
+        array = base[(*(slice(0, step * n, step) for step, n in zip(steps, shape, strict=False)), slice(first, None))]
+        array = array[..., : shape[-1]]
+        if data.draw(st.booleans()):
+            array = array.swapaxes(0, array.ndim - 2)
+        layout = word_layout(array.shape, array.strides, array.itemsize, array.ctypes.data)
+        starts = [array.ctypes.data, *array.strides[:-1], array.shape[-1] * array.itemsize]
+        assert (layout is None) == any(number % 8 for number in starts)
+        if layout is not None:
+            offset = array.ctypes.data - base.ctypes.data
+            words = np.ndarray(layout[0], "uint64", base.data, offset, layout[1])
+            np.testing.assert_array_equal(np.ascontiguousarray(words).view(dtype), array)
+
+    def test_columns_apart_and_whole_words_stay_as_they_are(self):
+        assert word_layout((4, 8), (32, 4), 2, 0) is None
+        assert word_layout((4, 8), (64, 8), 8, 0) is None

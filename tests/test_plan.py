@@ -728,6 +728,24 @@ def test_under_a_mask_a_section_has_whole_groups_by_the_columns_of_their_heads()
         assert record(by_keys["backward"])["heads_per_section"] == groups // 8
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "dtype", "heads", "splits", "section"),
+    [
+        (131072, "float16", (8, 2), 4, 1), (131072, "float16", (4, 4), 1, 1), (32768, "float16", (16, 4), 4, 1),
+        (16384, "float16", (8, 2), 4, 2), (8192, "float16", (8, 2), 4, 4), (4096, "float16", (8, 2), 4, 8),
+        (8192, "float16", (16, 16), 1, 4), (16384, "float32", (4, 4), 1, 2),
+    ],
+)  # fmt: skip
+def test_heads_that_blocks_add_to_at_a_time_fit_in_the_cache(seqlen, dtype, heads, splits, section):
+    """Q, dO and the sums of dQ of 131072 rows take 128 MiB, those of 8192 rows 8 MiB; the H100 has 50 MiB."""
+    lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": 128}
+    numbers = {"batch": 1, "num_heads": heads[0], "num_heads_kv": heads[1]}
+    call = problem(dtype=dtype, causal=True, **lengths, **numbers)
+    plan = plans.backward_plan(call, H100, STRIDES, "single_pass", num_splits=splits)
+    (stage,) = (stage for stage in plan.stages if stage.spec.operation == "backward")
+    assert record(stage)["heads_per_section"] == section
+
+
 @pytest.mark.parametrize("seqlen", (512, 2048, 4096, 16384))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_under_a_mask_no_section_is_a_short_one(head_dim, seqlen):

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..problem.array_types import Array
+from .copies import copy
 from .lanes import Lane
 from .operands import Operands
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .run import Run, copy
+from .run import Run
 from .schemes import is_positional
 from .sums import add, clear, store, sum_into
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..problem.array_types import Array
+from .copies import copy
 from .lanes import Lane
 from .operands import Operands
 from .orders import RowOrder
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
-from .run import Run, copy
+from .run import Run
 from .sums import clear, sum_into
 
 __all__ = ["Batch", "HeadShares", "Heads", "backward", "forward"]

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..problem.array_types import Array
+from .copies import copy
 from .operands import Operands
-from .run import Run, copy
+from .run import Run
 from .sums import add, clear, merge_into, store
 
 __all__ = ["backward", "forward"]

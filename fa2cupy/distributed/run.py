@@ -13,6 +13,7 @@ import numpy as np
 from ..backends import backend_of
 from ..problem.array_types import Array
 from .communicator import Communicator
+from .copies import copy
 from .lanes import HostLane, Lane, StreamLane
 from .messages import Messages, is_on_host, library_of
 from .requests import Request
@@ -142,11 +143,6 @@ def host_lanes(rank: int) -> tuple[Lane, Lane, Lane]:
 def host_memory(shape: tuple[int, ...], dtype: np.dtype | str) -> np.ndarray:
     """Memory of a call on NumPy arrays."""
     return np.empty(shape, dtype)
-
-
-def copy(target: Array, source: Array) -> None:
-    """Copies an array to a view of the same shape."""
-    target[...] = source
 
 
 def _write(target: Any, source: np.ndarray) -> None:

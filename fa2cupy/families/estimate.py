@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..problem.attention import AttentionProblem
+from ..problem.dtypes import itemsize
 from .device import DeviceInfo
 from .tile import TileConfig
 
@@ -176,10 +177,20 @@ def _time_of_blocks(
     return _makespan(blocks, device.multiprocessors * tile.blocks_per_sm, tile.blocks_per_sm)
 
 
+def heads_in_cache(problem: AttentionProblem, device: DeviceInfo) -> int:
+    """The query heads whose rows of ``single_pass`` fit in the L2 cache together; at least one."""
+    return max(1, device.l2_bytes // max(1, _bytes_of_head(problem, problem.typical_seqlen_q)))
+
+
+def _bytes_of_head(problem: AttentionProblem, rows: int) -> int:
+    """Bytes of Q, dO and of the sums of dQ."""
+    return (2 * problem.itemsize + itemsize(problem.accumulator_dtype)) * rows * problem.head_dim
+
+
 def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: int) -> float:
     """The factor by which blocks that drift apart slow down each other's steps."""
     heads = problem.heads_per_group / splits
-    of_head = 8 * problem.seqlen_q * problem.head_dim  # bytes of Q, dO and float32 dQ
+    of_head = _bytes_of_head(problem, problem.seqlen_q)
     left, right = problem.band
     # But for the last, and for those at the ends of a window.
     has_equal_blocks = right is None or left is not None or problem.seqlen_k >= 2 * problem.seqlen_q

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..families.choice import used_features
 from ..families.device import DeviceInfo
+from ..families.estimate import heads_in_cache
 from ..families.family import Family
 from ..families.operations import operation_named
 from ..families.tile import TileConfig
@@ -106,8 +107,11 @@ class StageLayout:
             filling = -(-self.device.multiprocessors // max(1, num_tiles * scheduled))
             section = scheduled * groups_per_section(problem, self.device, columns, filling)
         else:
-            section = groups_per_section(problem, self.device, columns)
-            section = shares_per_section(problem, self.device, section, num_tiles, num_splits)
+            # Blocks that fall out of step, as beside other work, keep the rows that they share in the L2 cache only if
+            # the heads that they work on fit there.
+            most = heads_in_cache(problem, self.device) if operation == "backward" else None
+            section = groups_per_section(problem, self.device, columns, most=most)
+            section = shares_per_section(problem, self.device, section, num_tiles, num_splits, most)
         heads *= num_splits
         is_split = num_splits > 1
         record = param_layout(operation, self.family.name, problem.dtype, is_split=is_split)

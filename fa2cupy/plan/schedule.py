@@ -22,15 +22,24 @@ _BLOCKS_OF_ONE_SECTION = 2
 
 
 def groups_per_section(
-    problem: AttentionProblem, device: DeviceInfo, columns_per_multiprocessor: int, least: int = 1
+    problem: AttentionProblem, device: DeviceInfo, columns: int, least: int = 1, most: int | None = None
 ) -> int:
-    """Number of K/V-head groups whose tiles are scheduled together: at least `least`, if there are so many."""
+    """Number of K/V-head groups whose tiles are scheduled together.
+
+    Parameters
+    ----------
+    problem, device
+    columns : int
+        Columns of a section for each multiprocessor.
+    least, most : int
+        Approximate limits of the number, if there are so many groups.
+    """
     # Without a causal mask all tiles take equally long, and one head after the other reads the least memory.
     if not problem.causal:
         return 1
     groups = max(1, problem.batch * problem.num_heads_kv)
-    columns = columns_per_multiprocessor * device.multiprocessors
-    fitting = min(groups, max(least, columns // max(1, problem.head_dim)))
+    fitting = columns * device.multiprocessors // max(1, problem.head_dim)
+    fitting = min(groups, max(1, least, fitting if most is None else min(most, fitting)))
     # A short last section starts its long tiles late, and most multiprocessors are then idle at the end of the launch
     # (up to a sixth of the time). The size is therefore the one, from 3/4 to 3/2 of `fitting`, that divides the groups
     # best.
@@ -39,10 +48,14 @@ def groups_per_section(
 
 
 def shares_per_section(
-    problem: AttentionProblem, device: DeviceInfo, groups: int, num_tiles: int, num_splits: int
+    problem: AttentionProblem, device: DeviceInfo, groups: int, num_tiles: int, num_splits: int, most: int | None = None
 ) -> int:
-    """Number of scheduled heads, shares of K/V heads, in a section of `groups` groups."""
+    """Number of scheduled heads, shares of K/V heads, in a section of `groups` groups.
+
+    If groups are fewer than `most`, it is at most that, as a power of two.
+    """
     heads = problem.batch * problem.num_heads_kv * num_splits
     if problem.causal and heads * num_tiles <= _BLOCKS_OF_ONE_SECTION * device.multiprocessors:
         return heads
-    return min(groups * num_splits, max(groups, _SHARES))
+    shares = _SHARES if most is None else min(_SHARES, 1 << (most.bit_length() - 1))  # a power of two
+    return min(groups * num_splits, max(groups, shares))
