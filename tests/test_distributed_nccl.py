@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from support.simulator import simulated_gpu
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import api, requests
+from fa2cupy.distributed import copies as copies_module
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 from fa2cupy.testing import Expectation, make_inputs
@@ -247,6 +249,27 @@ def test_calls_of_one_kind_are_checked_once(gpus, monkeypatch):
                 assert made(match, **options) == (0 if match.startswith("out") else 1)
 
     run_all(nccl, work)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 3, 8), (2, 64, 3, 6), (4, 8)])
+def test_large_arrays_are_copied_as_words(shape, gpus, monkeypatch):
+    """Of 8 bytes, where all rows consist of them."""
+    _, cupy, _ = gpus
+    viewed = []
+
+    def view(shape, dtype, memory, strides):
+        viewed.append(dtype)
+        nbytes = 8 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        owner = (ctypes.c_char * nbytes).from_address(memory.ptr)
+        return np.ndarray(shape, dtype, owner, 0, strides)
+
+    monkeypatch.setattr(cupy, "ndarray", view)
+    monkeypatch.setattr(copies_module, "is_on_host", lambda array: False)
+    monkeypatch.setattr(copies_module, "_LARGE", 1000)
+    source, target = place(np.random.default_rng(0).random(shape).astype("float16")), place(np.zeros(shape, "float16"))
+    copies_module.copy(target.swapaxes(0, -2), source.swapaxes(0, -2))
+    np.testing.assert_array_equal(target, source)
+    assert viewed == (["uint64"] * 2 if shape == (2, 64, 3, 8) else [])
 
 
 def test_ranks_that_differ_get_an_error(gpus):

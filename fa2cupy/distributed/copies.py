@@ -22,7 +22,7 @@ def copy(target: Array, source: Array) -> None:
     """
     if target.nbytes >= _LARGE and not is_on_host(target) and target.dtype == source.dtype:
         words = _in_words(target), _in_words(source)
-        if None not in words:
+        if words[0] is not None and words[1] is not None:
             target, source = words
     target[...] = source
 
