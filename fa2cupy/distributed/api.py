@@ -135,6 +135,10 @@ def forward(
     another call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed
     when the time is up.
 
+    All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
+    of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
+    have no timeout.
+
     Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
     Attention, Liu et al. 2023 (``"ring"``); two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of
     Zhu's ring-flash-attention, 2024.

@@ -64,6 +64,8 @@ class Communicator:
         self._broken: str | None = None
         #: Descriptions of the calls that all ranks have agreed on.
         self.agreed: set[str] = set()
+        #: Memory of the calls that CUDA graphs have captured, which use it at each launch.
+        self.captured: list[list[Any]] = []
         #: Calls on CuPy arrays that have been checked, by all that the checks depend on.
         self.requests: dict[Hashable, Any] = {}
 

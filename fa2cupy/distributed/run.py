@@ -56,10 +56,14 @@ class Run:
         self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
         self._arena: Any = None
+        self._is_captured = False
         if is_on_host(array):
             self.main, self.side, self.comm = host_lanes(comm.rank)
         else:
             self.main, self.side, self.comm, self._arena = _device_lanes(array)
+            self._is_captured = _is_capturing()
+        if self._is_captured:
+            comm.captured.append(self._held)
 
     def among(self, ranks: Sequence[int], request: Request) -> Run:
         """The same lanes and memory for a part of the call that some of the ranks, in this order, make together."""
@@ -102,7 +106,8 @@ class Run:
 
     def finish(self) -> None:
         """Lets the caller's lane wait for the others."""
-        self.comm(self._transport.watch)
+        if not self._is_captured:
+            self.comm(self._transport.watch)
         self.main.wait(self.comm.record())
         self.main.wait(self.side.record())
         for lane in (self.comm, self.side, self.main):
@@ -150,6 +155,12 @@ def _write(target: Any, source: np.ndarray) -> None:
         target[...] = source
     else:
         target.set(source)
+
+
+def _is_capturing() -> bool:
+    from ..gpu import device_memory
+
+    return device_memory.is_capturing()
 
 
 def _device_lanes(array: Any) -> tuple[Lane, Lane, Lane, Any]:

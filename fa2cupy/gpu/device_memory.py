@@ -19,8 +19,10 @@ __all__ = ["allocator_of", "is_capturing", "temporaries"]
 _LEGACY_STREAMS = (0, 1)  # no graph can capture them; asking about them is an error while another stream captures
 
 
-def is_capturing(stream: int) -> bool:
-    """True if a graph captures the work of the stream at this address."""
+def is_capturing(stream: int | None = None) -> bool:
+    """True if a graph captures the work of the stream at this address; by default, of the current one."""
+    if stream is None:
+        stream = cupy.cuda.get_current_stream().ptr
     return stream not in _LEGACY_STREAMS and bool(runtime.streamIsCapturing(stream))
 
 
@@ -31,6 +33,6 @@ def allocator_of(stream: int) -> Callable[[int], cupy.cuda.MemoryPointer]:
 
 def temporaries() -> contextlib.AbstractContextManager:
     """A context in which new arrays are temporary memory."""
-    if is_capturing(cupy.cuda.get_current_stream().ptr):
+    if is_capturing():
         return cupy.cuda.using_allocator(cupy.cuda.malloc_async)
     return contextlib.nullcontext()

@@ -25,6 +25,7 @@ FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "paddi
 CASES = (
     *((scheme, name) for scheme in ("heads", "gather", "hybrid") for name in ("causal", *FEATURES)),
     ("heads", "packed"), ("heads", "sparse"), ("ring", "causal"), ("ring", "softcap"),
+    *((scheme, "graph") for scheme in ("heads", "gather", "ring", "hybrid")),
 )  # fmt: skip
 _PATIENCE_S = 300.0
 
@@ -84,6 +85,38 @@ def compare(comm: dist.Communicator, scheme: str, name: str) -> str:
     return ""
 
 
+def compare_graph(comm: dist.Communicator, scheme: str) -> str:
+    """Captures a forward and its backward in a CUDA graph, and compares its results with those of plain calls."""
+    import cupy
+
+    options = {"causal": True, "scheme": scheme, "order": "zigzag"}
+
+    def step() -> tuple:
+        o, lse = dist.forward(comm, *given[:3], **options)
+        return (o, lse, *dist.backward(comm, *given[:3], o, lse, given[3], deterministic=True, **options))
+
+    drawn = [[dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy, seed=n)] for n in range(3)]
+    given = [x.copy() for x in drawn[0]]
+    step()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        step()
+        stream.begin_capture()
+        results = step()
+        graph = stream.end_capture()
+        for number, inputs in enumerate((*drawn, drawn[0])):
+            for target, source in zip(given, inputs, strict=True):
+                target[...] = source
+            expected = [x.copy() for x in step()]
+            for x in results:
+                x.fill(0)
+            graph.launch()
+            stream.synchronize()
+            if not all((one == other).all() for one, other in zip(results, expected, strict=True)):
+                return f"launch {number} has other bits"
+    return ""
+
+
 def work(rank: int, size: int, port: int, answers) -> None:
     """Runs in the process of one GPU: puts (rank, case, text) for each case."""
     try:
@@ -94,7 +127,7 @@ def work(rank: int, size: int, port: int, answers) -> None:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         comm = dist.Communicator.from_env(environment, ranks_per_host=max(1, size // 2), timeout=60.0)
         for case in CASES:
-            answers.put((rank, case, compare(comm, *case)))
+            answers.put((rank, case, compare_graph(comm, case[0]) if case[1] == "graph" else compare(comm, *case)))
     except BaseException:  # the parent fails the cases that are left
         answers.put((rank, None, traceback.format_exc()))
 
