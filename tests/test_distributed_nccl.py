@@ -22,6 +22,7 @@ import fa2cupy.distributed as dist
 from fa2cupy.distributed import api, requests
 from fa2cupy.distributed import copies as copies_module
 from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.distributed import run as run_module
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 from fa2cupy.testing import Expectation, make_inputs
 
@@ -270,6 +271,36 @@ def test_large_arrays_are_copied_as_words(shape, gpus, monkeypatch):
     copies_module.copy(target.swapaxes(0, -2), source.swapaxes(0, -2))
     np.testing.assert_array_equal(target, source)
     assert viewed == (["uint64"] * 2 if shape == (2, 64, 3, 8) else [])
+
+
+def test_captured_calls_keep_their_memory_and_are_not_watched(gpus, monkeypatch):
+    _, _, nccl = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    watched = []
+    monkeypatch.setattr(nccl_module.NcclTransport, "watch", lambda transport: watched.append(transport.rank))
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs)
+        plain, _ = dist.forward(comm, q, k, v, scheme="gather")
+        assert watched.count(comm.rank) == 1 and not comm.captured
+        barrier.wait(20)
+        monkeypatch.setattr(run_module, "is_captured", lambda array: True)
+        monkeypatch.setattr(api, "is_captured", lambda array: True)
+        barrier.wait(20)
+        found, _ = dist.forward(comm, q, k, v, scheme="gather")
+        np.testing.assert_array_equal(found, plain)
+        assert watched.count(comm.rank) == 1
+        assert len(comm.captured) == 1 and all(isinstance(x, FakeArray) for x in comm.captured[0])
+        for match, options in (
+            ("scheme='ring' cannot be captured", {"scheme": "ring"}),
+            ("mask_mod: calls on several GPUs cannot be captured", {"mask_mod": lambda b, h, q, k: q >= k}),
+        ):
+            with pytest.raises(fa2cupy.UnsupportedProblemError, match=match):
+                dist.forward(comm, q, k, v, **options)
+        dist.forward(comm, q, k, v, scheme="gather")  # the communicator can be used on
+
+    barrier = threading.Barrier(SIZE)
+    run_all(nccl, work)
 
 
 def test_ranks_that_differ_get_an_error(gpus):

@@ -6,6 +6,8 @@ import pytest
 from support import gpu_ranks
 
 from fa2cupy.distributed.copies import copy
+from fa2cupy.distributed.lanes import StreamLane
+from fa2cupy.distributed.sums import add
 from fa2cupy.families.device import device_count
 
 cp = pytest.importorskip("cupy")
@@ -32,3 +34,27 @@ def test_large_copies_between_strides(first, columns, dtype):
     copy(target[:, :, 1:49, :columns], source)
     assert cp.array_equal(target[:, :, 1:49, :columns], source)
     assert not (target[:, :, 0].any() or target[:, :, 49].any() or target[..., columns:].any())
+
+
+def test_what_lanes_allocate_in_a_capture_is_the_graphs():
+    """Memory of CuPy's pool would be given to others while the graph writes to it."""
+    main, other = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    share, total = cp.ones((64, 1000), "float16"), cp.zeros((64, 1000), "float32")
+    pool = cp.get_default_memory_pool()
+    with main:
+        add(total, share)
+        main.begin_capture()
+        lanes = [StreamLane(stream, is_captured=True) for stream in (main, other)]
+        lanes[1].wait(lanes[0].record())
+        before = pool.total_bytes(), pool.used_bytes()
+        for lane in (lanes[1], lanes[1]):
+            lane(add, total, share)
+        assert (pool.total_bytes(), pool.used_bytes()) == before
+        lanes[0].wait(lanes[1].record())
+        lanes[0](add, total, share)
+        graph = main.end_capture()
+        others = [cp.full((64, 1000), n, "float32") for n in range(8)]
+        for launches in range(1, 4):
+            graph.launch()
+            assert (total == 1 + 3 * launches).all()
+        assert all((x == n).all() for n, x in enumerate(others))

@@ -17,7 +17,8 @@ from .communicator import Communicator
 from .messages import library_of
 from .operands import Operands, result_views
 from .requests import CallArguments, checked
-from .run import Run
+from .run import Run, is_captured
+from .schemes import check_capture
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,7 +138,7 @@ def forward(
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
-    have no timeout.
+    have no timeout. ``"ring"`` and functions of scores cannot be captured.
 
     Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
     Attention, Liu et al. 2023 (``"ring"``); two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of
@@ -375,6 +376,8 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
         return _alone(arguments)
     request = checked(comm, arguments)
     q = arguments.arrays["q"]
+    if is_captured(q):
+        check_capture(request.scheme, request.keywords)
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)
     xp = library_of(q)

@@ -11,6 +11,7 @@ NumPy the work is done at once, in the order in which it is queued, which is one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -56,14 +57,21 @@ class StreamLane:
     Parameters
     ----------
     stream : cupy.cuda.Stream
+    is_captured : bool
+        True if a CUDA graph captures the work of the stream. Arrays between the steps are then memory of the graph.
     """
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, is_captured: bool):
         self._stream = stream
+        self._memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        if is_captured:
+            from ..gpu import device_memory
+
+            self._memory = device_memory.temporaries
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         """Calls the function with the stream as CuPy's current one."""
-        with self._stream:
+        with self._stream, self._memory():
             function(*args)
 
     def record(self) -> Any:

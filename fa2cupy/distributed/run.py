@@ -18,7 +18,7 @@ from .lanes import HostLane, Lane, StreamLane
 from .messages import Messages, is_on_host, library_of
 from .requests import Request
 
-__all__ = ["Run"]
+__all__ = ["Run", "is_captured"]
 
 #: CUDA clamps a priority to the highest one of the device.
 _HIGHEST_PRIORITY = -5
@@ -56,14 +56,14 @@ class Run:
         self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
         self._arena: Any = None
-        self._is_captured = False
+        self._is_captured = is_captured(array)
         if is_on_host(array):
             self.main, self.side, self.comm = host_lanes(comm.rank)
         else:
-            self.main, self.side, self.comm, self._arena = _device_lanes(array)
-            self._is_captured = _is_capturing()
+            self.main, self.side, self.comm, self._arena = _device_lanes(array, self._is_captured)
         if self._is_captured:
             comm.captured.append(self._held)
+            self.side.wait(self.main.record())  # the call that has no work for it waits for it at the end all the same
 
     def among(self, ranks: Sequence[int], request: Request) -> Run:
         """The same lanes and memory for a part of the call that some of the ranks, in this order, make together."""
@@ -157,19 +157,23 @@ def _write(target: Any, source: np.ndarray) -> None:
         target.set(source)
 
 
-def _is_capturing() -> bool:
+def is_captured(array: Array) -> bool:
+    """True if a CUDA graph captures a call on an array."""
+    if is_on_host(array):
+        return False
     from ..gpu import device_memory
 
     return device_memory.is_capturing()
 
 
-def _device_lanes(array: Any) -> tuple[Lane, Lane, Lane, Any]:
+def _device_lanes(array: Any, is_captured: bool) -> tuple[Lane, Lane, Lane, Any]:
     """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
     import cupy
 
     current = cupy.cuda.get_current_stream()
     side, comm, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
-    return StreamLane(current), StreamLane(side), StreamLane(comm), arena
+    main, side, comm = (StreamLane(stream, is_captured) for stream in (current, side, comm))
+    return main, side, comm, arena
 
 
 @functools.lru_cache(maxsize=None)

@@ -9,12 +9,14 @@ hybrid    heads among the ranks of a host, and gather among those of all hosts t
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from .orders import RowOrder
 
-__all__ = ["SCHEMES", "check_scheme", "groups_of", "is_positional", "ranks_with_heads", "scheme_of"]
+__all__ = ["SCHEMES", "check_capture", "check_scheme", "groups_of", "is_positional", "ranks_with_heads", "scheme_of"]
 
 SCHEMES = ("heads", "gather", "ring", "hybrid")
 
@@ -106,6 +108,15 @@ def _check_ring(problem: AttentionProblem) -> None:
             f"causal: scheme='ring' takes as many queries as keys, got {problem.seqlen_q} and {problem.seqlen_k}; "
             "take 'heads' or 'gather'"
         )
+
+
+def check_capture(scheme: str, keywords: Mapping[str, Any]) -> None:
+    """Raises unless a CUDA graph can capture a call with this scheme and these features."""
+    if scheme == "ring":
+        raise UnsupportedProblemError("scheme='ring' cannot be captured into a CUDA graph; take 'heads' or 'gather'")
+    for name in ("score_mod", "mask_mod"):
+        if name in keywords:
+            raise UnsupportedProblemError(f"{name}: calls on several GPUs cannot be captured into a CUDA graph with it")
 
 
 def is_positional(problem: AttentionProblem) -> bool:
