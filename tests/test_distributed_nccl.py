@@ -235,6 +235,8 @@ def test_calls_of_one_kind_are_checked_once(gpus, monkeypatch):
         assert made(sink=ones, dropout_p=0.1, seed=2) == 0
         keywords = [request.keywords for rank, request in requested if rank == comm.rank][-1]
         assert keywords["sink"] is ones and keywords["seed"] == 2
+        for softcap in (np.float64(3), np.float64(4)):
+            assert [made(softcap=softcap), made(softcap=softcap)] == [1, 0]
         out = (place(np.zeros(q.shape, "float16")), None)
         assert [made(out=out), made(out=out)] == [1, 0]
         np.testing.assert_array_equal(out[0], results[0])

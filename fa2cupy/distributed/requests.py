@@ -141,10 +141,12 @@ def _signature(arguments: CallArguments) -> Hashable:
     """
     if is_on_host(arguments.arrays["q"]) or not _CHECKED_EACH_TIME.isdisjoint(arguments.keywords):
         return None
+    out = () if arguments.out is None else arguments.out
+    if not isinstance(out, tuple):
+        return None
     values = {**arguments.arrays, **arguments.keywords}
     if _is_legal_seed(values.get("seed")):
         values["seed"] = 0  # no check depends on which
-    out = arguments.out if isinstance(arguments.out, tuple) else repr(arguments.out)
     how = (arguments.call, arguments.options, arguments.scheme, arguments.order, repr(arguments.head_groups))
     try:
         signature = (*how, *map(_kind, out), *((name, _kind(value)) for name, value in values.items()))
@@ -156,7 +158,7 @@ def _signature(arguments: CallArguments) -> Hashable:
 
 def _kind(value: Any) -> Hashable:
     """What the checks depend on of an argument. Texts distinguish True, 1 and 1.0, which are equal."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return type(value), value.shape, value.dtype
     return repr(value)
 
