@@ -55,6 +55,13 @@ class TestAgainstOneCall:
         expected = ranks.whole_call(inputs, causal=causal)
         assert_close(ranks.on_ranks(4, inputs, causal=causal, how={"scheme": scheme}), expected)
 
+    @pytest.mark.parametrize("scheme", WITH_FEATURES)
+    def test_without_sequences(self, scheme):
+        found = ranks.on_ranks(4, inputs_of(batch=0), how={"scheme": scheme})
+        assert {name: x.shape for name, x in found.items()} == {
+            **dict.fromkeys(("o", "dq"), (0, 48, 8, 8)), "lse": (0, 8, 48), **dict.fromkeys(("dk", "dv"), (0, 48, 4, 8))
+        }  # fmt: skip
+
     @pytest.mark.parametrize("scheme", SCHEMES)
     def test_without_keys(self, scheme):
         found = ranks.on_ranks(4, inputs_of(seqlen_k=0), how={"scheme": scheme})

@@ -129,7 +129,8 @@ def forward(
     Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
     of d columns and G groups of heads: ``"heads"`` 4 N / W (H + h) d e; ``"gather"`` 2 (N + N / W) h d e min(2, G) / G;
     ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` that of ``"heads"``, and with R ranks in a host
-    that of ``"gather"`` for h / R heads and W / R ranks.
+    that of ``"gather"`` for h / R heads and W / R ranks. A batch of several sequences has memory for messages besides,
+    in ``"heads"`` half as much again, in ``"gather"`` twice as much.
 
     On GPUs, messages travel by NCCL on a stream of the highest priority, next to a second stream for computing. No call
     waits for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes

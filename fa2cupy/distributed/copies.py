@@ -17,8 +17,8 @@ _LARGE = 1 << 16
 def copy(target: Array, source: Array) -> None:
     """Copies an array to a view of the same shape.
 
-    CuPy copies strided arrays an element at a time: 16-bit ones at a quarter of the memory's speed. Large arrays are
-    therefore copied as words of 8 bytes where all rows consist of them.
+    CuPy copies strided arrays an element at a time, which is slow for those of 16 bits. Large arrays are therefore
+    copied as words of 8 bytes where all rows consist of them.
     """
     if target.nbytes >= _LARGE and not is_on_host(target) and target.dtype == source.dtype:
         words = _in_words(target), _in_words(source)

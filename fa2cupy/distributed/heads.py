@@ -100,7 +100,7 @@ class Heads:
         """All rows of this rank's heads of q, k, v or do: (batch, row, head, column)."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(array, 2, group)
-        if view.shape[1] > 1:
+        if view.shape[1] != 1:
             return self._landed(batch, view, 1, order)
         packed = run.empty(view.shape, array.dtype)
         run.comm(copy, packed, view)
@@ -149,7 +149,7 @@ class Heads:
         """The reverse of `rows`."""
         run, order = self.run, self._order(is_keys)
         view = self._by_rank(target, 2, group)
-        if view.shape[1] > 1:
+        if view.shape[1] != 1:
             batch.then(copy, view, self._returned(batch, whole, view.shape, 1, order))
             return
         landing = run.empty(view.shape, whole.dtype)
