@@ -28,9 +28,9 @@ def test_ranks_compute_what_one_gpu_does(scheme, name):
 @pytest.mark.parametrize("columns", (64, 59))
 @pytest.mark.parametrize("first", (0, 1))
 def test_large_copies_between_strides(first, columns, dtype):
-    whole = cp.random.default_rng(0).integers(0, 2, (2, 96, 6, columns + 8)).astype(dtype)
+    whole = cp.random.default_rng(0).integers(0, 2, (8, 96, 6, columns + 8)).astype(dtype)
     source = whole[:, ::2, 1:5, first : first + columns].swapaxes(1, 2)
-    target = cp.zeros((2, 4, 50, columns + first), dtype)
+    target = cp.zeros((8, 4, 50, columns + first), dtype)
     copy(target[:, :, 1:49, :columns], source)
     assert cp.array_equal(target[:, :, 1:49, :columns], source)
     assert not (target[:, :, 0].any() or target[:, :, 49].any() or target[..., columns:].any())
