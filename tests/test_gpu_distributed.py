@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from support import gpu_ranks
 
@@ -39,13 +41,14 @@ def test_large_copies_between_strides(first, columns, dtype):
 def test_what_lanes_allocate_in_a_capture_is_the_graphs():
     """Memory of CuPy's pool would be given to others while the graph writes to it."""
     main, other = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
-    share, total = cp.ones((64, 1000), "float16"), cp.zeros((64, 1000), "float32")
     pool = cp.get_default_memory_pool()
-    with main:
+    with main:  # which waits for no other stream
+        share, total = cp.ones((64, 1000), "float16"), cp.zeros((64, 1000), "float32")
         add(total, share)
         main.begin_capture()
         lanes = [StreamLane(stream, is_captured=True) for stream in (main, other)]
         lanes[1].wait(lanes[0].record())
+        gc.collect()  # arrays of earlier tests would be freed meanwhile
         before = pool.total_bytes(), pool.used_bytes()
         for lane in (lanes[1], lanes[1]):
             lane(add, total, share)

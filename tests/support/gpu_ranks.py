@@ -98,6 +98,7 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
     drawn = [[dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy, seed=n)] for n in range(3)]
     given = [x.copy() for x in drawn[0]]
     step()
+    cupy.cuda.Device().synchronize()  # the next stream waits for no other one
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         step()
