@@ -1,4 +1,4 @@
-"""Setup of all tests: the folders that they write to, skips without a GPU, and the selection of the matrix."""
+"""Setup of all tests: folders that they write to, skips without a GPU, the selection of the matrix, names of failures."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # controller's folder. Tests reuse the kernels compiled by earlier ones; set FA2CUPY_CACHE_DIR to keep them longer.
     if hasattr(config, "workerinput"):
         return
+    config.pluginmanager.register(_Failures())
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
     os.environ.setdefault("FA2CUPY_CACHE_DIR", os.path.join(folder.name, "cache"))
     os.environ["XDG_CONFIG_HOME"] = os.path.join(folder.name, "config")
@@ -62,6 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # keeps neighbouring tests together, which share kernels that the interpreter has parsed.
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup" if _why_no_gpu() is None else "worksteal"
+
+
+class _Failures:
+    """Names tests that fail at once: a run that is broken off has no summary."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"\nfailed: {report.nodeid}", flush=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,8 +1,9 @@
-"""The selection of tests: the parts of the matrix."""
+"""The selection of tests, the parts of the matrix, and what a run tells before its end."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -43,3 +44,22 @@ def test_a_part_that_cannot_be_is_refused(part):
     run = collect(f"--part={part}")
     assert run.returncode == 4
     assert f"expected K/N with 0 <= K < N, got '{part}'" in run.stderr
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=("alone", "two workers"))
+def test_failures_are_named_before_the_end(workers, tmp_path):
+    """Of all phases of a test; the summary names them once more."""
+    shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\n"
+        "def broken():\n    raise OSError\n"
+        "def test_right():\n    pass\n"
+        "def test_wrong():\n    assert False\n"
+        "def test_not_set_up(broken):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), *workers]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    told = [line for line in run.stdout.splitlines() if line.startswith("failed: ")]
+    assert sorted(told) == ["failed: test_one.py::test_not_set_up", "failed: test_one.py::test_wrong"]
+    assert run.stdout.index("failed: ") < run.stdout.index("= FAILURES =")
