@@ -1,4 +1,4 @@
-"""Setup of all tests: folders that they write to, skips without a GPU, the selection of the matrix, names of failures."""
+"""Setup of all tests: the folders that they write to, skips without a GPU, the selection of the matrix, failures."""
 
 from __future__ import annotations
 
