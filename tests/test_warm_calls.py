@@ -615,3 +615,37 @@ def test_a_captured_decode_takes_the_graphs_workspace_and_returns_memory_of_the_
     results = decode(*arrays.values())
     assert [allocator for allocator, *_ in cupy.workspaces] == ["graph"]
     assert {x.allocator for x in results} == {"pool"} and len(signatures._prepared) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"score_args": None}, TypeError, "^score_args: expected a tuple of arrays, got NoneType"),
+        (
+            {"score_args": "rows"},
+            TypeError,
+            r"^score_args: expected a tuple of arrays, got FakeArray; write score_args=",
+        ),
+        ({"score_mod": None}, ValueError, "^score_args: there is no score_mod"),
+        ({"score_mod": None, "score_args": 3}, TypeError, "^score_args: expected a tuple of arrays, got int"),
+        ({"score_args": ()}, TypeError, "^score_mod: expected a function of 5 parameters"),
+        ({"score_args": "complex"}, TypeError, r"^score_args\[0\]: expected bools, ints, or floats"),
+        ({"score_args": "empty"}, ValueError, r"^score_args\[0\]: expected at least one element, got shape \(0,\)"),
+    ],
+)
+def test_functions_that_are_known_refuse_what_new_ones_do(calls, options, kind, match):
+    def function(score, b, h, q, k, slopes):
+        return score - slopes[h]
+
+    arrays = arrays_of()
+    legal = {"score_mod": function, "score_args": (place(numbers((HEADS,), "float32")),)}
+    given = {
+        "rows": place(numbers((1, HEADS), "float32")),  # of which each row would be legal
+        "complex": (place(np.zeros(HEADS, "complex64")),),
+        "empty": (place(np.zeros(0, "float32")),),
+    }
+    wrong = {name: given[x] if isinstance(x, str) else x for name, x in options.items()}
+    for _ in range(2):
+        calls.of("forward", arrays, **legal)
+        with pytest.raises(kind, match=match):
+            calls.of("forward", arrays, **(legal | wrong))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import numbers
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import cupy
 
-from ..functions.tracing import Program
 from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
-from ..problem.function_checks import program_of
+from ..problem.function_checks import program_of, sequence_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
@@ -31,8 +28,6 @@ _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
 _ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
 _ROLES = (("score_mod", "score_args"), ("mask_mod", "mask_args"))
 _OF_FUNCTIONS = frozenset(name for names in _ROLES for name in names)
-#: Traced functions, by function, role and kinds of arrays.
-_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
 
 
 def forward(
@@ -158,9 +153,9 @@ def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
     found = {name: x for name, x in keywords.items() if name not in _OF_FUNCTIONS}
     for role, args in _ROLES:
         function: Any = keywords.get(role)
-        given: Any = keywords.get(args, ())
+        given = sequence_of(args, keywords.get(args, ()))
         if function is not None:
-            found[role] = _program(role, function, given)
+            found[role] = program_of(role, function, given)
         elif given:
             raise ValueError(f"{args}: there is no {role}")
         for name, array in zip(_names(args, len(given)), given, strict=True):
@@ -168,18 +163,6 @@ def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
                 raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
             found[name] = array
     return found
-
-
-def _program(role: str, function: Any, arrays: Any) -> Program:
-    """`program_of`, which depends only on the function and on what the key has of CuPy arrays."""
-    try:
-        key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in arrays]))
-        return _programs[function][key]
-    except (KeyError, AttributeError, TypeError):  # a new one, or arguments that are not legal
-        program = program_of(role, function, arrays)
-    with contextlib.suppress(TypeError):  # functions that cannot be hashed or referred to weakly are not remembered
-        _programs.setdefault(function, {})[key] = program
-    return program
 
 
 @functools.lru_cache(maxsize=None)

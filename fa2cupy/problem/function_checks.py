@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,12 @@ __all__ = [
     "floating_arguments",
     "function_arrays",
     "program_of",
+    "sequence_of",
 ]
+
+
+#: Programs whose arrays have been checked, by function.
+_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, An
 
 def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     function, name = keywords.get(role), _args_name(role)
-    arrays = _sequence(name, keywords.get(name, ()))
+    arrays = sequence_of(name, keywords.get(name, ()))
     if function is None:
         if arrays:
             raise ValueError(f"{name}: there is no {role}")
@@ -43,22 +50,38 @@ def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def program_of(role: str, function: object, arrays: object) -> Program:
-    """The traced function of a role and its arrays, which are checked."""
+    """The traced function of a role and its arrays, which are checked.
+
+    The checks of CuPy arrays depend on what the key has of them, so that they are made once.
+    """
+    given = sequence_of(_args_name(role), arrays)
+    try:
+        key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in given]))
+        return _programs[function][key]
+    except (KeyError, AttributeError, TypeError):  # a new one, or arguments that are not legal
+        program = _checked_program(role, function, given)
+    if not any(isinstance(array, np.ndarray) for array in given):
+        with contextlib.suppress(TypeError):  # functions that cannot be hashed or referred to weakly
+            _programs.setdefault(function, {})[key] = program
+    return program
+
+
+def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Program:
     name = _args_name(role)
-    named = {f"{name}[{number}]": array for number, array in enumerate(_sequence(name, arrays))}
+    named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
     if named:
         array_backend(named)
     program = trace(role, function, tuple(argument_kind(one, array) for one, array in named.items()))
     for one, array in named.items():
         _check_range(one, array)
-    program.check_lengths(tuple(named.values()))
+    program.check_lengths(tuple(arrays))
     return program
 
 
 def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
     """The same with what kernels depend on of the arrays."""
     program = program_of(role, function, arrays)
-    given = _sequence(_args_name(role), arrays)
+    given = sequence_of(_args_name(role), arrays)
     summed = {axis for axes in program.loops for axis in axes}
     lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
     return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
@@ -69,7 +92,7 @@ def function_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
     return {
         f"{name}[{number}]": array
         for name in ("score_args", "mask_args")
-        for number, array in enumerate(_sequence(name, keywords.get(name, ())))
+        for number, array in enumerate(sequence_of(name, keywords.get(name, ())))
     }
 
 
@@ -85,7 +108,8 @@ def _args_name(role: str) -> str:
     return role.replace("mod", "args")
 
 
-def _sequence(name: str, arrays: Any) -> Sequence[Any]:
+def sequence_of(name: str, arrays: Any) -> Sequence[Any]:
+    """The arrays of a function, under the name of their keyword. Raises TypeError unless they are a tuple or a list."""
     if not isinstance(arrays, tuple | list):
         hint = f"; write {name}=(array,)" if hasattr(arrays, "dtype") else ""
         raise TypeError(f"{name}: expected a tuple of arrays, got {type(arrays).__name__}{hint}")
