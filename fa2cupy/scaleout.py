@@ -25,7 +25,7 @@ from .distributed.simulation import simulate
 from .families.device import device_count
 from .problem.array_types import Array
 
-__all__ = ["run_scaleout"]
+__all__ = ["run_scaleout", "two_hosts"]
 
 _SCHEMES = ("heads", "gather", "ring", "hybrid")
 #: Largest error of a result over its largest value, by dtype. Shares of gradients are rounded before they are summed.
@@ -129,10 +129,10 @@ def _slowest(times: list[list[float]]) -> float:
 
 def _simulated(ranks: int, size: _Size) -> list[list[_Measurement]]:
     work = functools.partial(_measure, size=size, xp=np, clock=_host_clock)
-    return simulate(ranks, lambda comm: list(work(comm)), ranks_per_host=_two_hosts(ranks), timeout=_TIMEOUT_S)
+    return simulate(ranks, lambda comm: list(work(comm)), ranks_per_host=two_hosts(ranks), timeout=_TIMEOUT_S)
 
 
-def _two_hosts(ranks: int) -> int:
+def two_hosts(ranks: int) -> int:
     """The ranks of a host, as if there were two; all of them if their number is odd."""
     return ranks if ranks % 2 else ranks // 2
 
@@ -274,7 +274,7 @@ def _gpu_rank(rank: int, ranks: int, port: int, size: _Size, answers: Any) -> No
         cupy.cuda.Device(rank).use()
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         environment["MASTER_ADDR"] = "127.0.0.1"
-        comm = Communicator.from_env(environment, ranks_per_host=_two_hosts(ranks), timeout=_TIMEOUT_S)
+        comm = Communicator.from_env(environment, ranks_per_host=two_hosts(ranks), timeout=_TIMEOUT_S)
         answers.put((rank, list(_measure(comm, size, cupy, _device_clock))))
     except BaseException:  # the parent prints it and ends the others
         answers.put((rank, traceback.format_exc()))

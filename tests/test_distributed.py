@@ -335,8 +335,7 @@ class TestChoice:
     def test_heads_where_they_can_be_divided_and_else_gather(self, heads, scheme, monkeypatch):
         for other in SCHEMES:
             if other != scheme:
-                monkeypatch.delitem(api._FORWARD, other)
-                monkeypatch.delitem(api._BACKWARD, other)
+                monkeypatch.delitem(api._SCHEMES, other)
         inputs = inputs_of(num_heads=12, num_heads_kv=heads)
         assert_close(ranks.on_ranks(4, inputs, causal=True), ranks.whole_call(inputs, causal=True))
 

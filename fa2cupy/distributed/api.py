@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_of
@@ -27,19 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "backward", "forward"]
 
-_Scheme = Callable[[Run, Operands, Sequence[Array]], None]
-_FORWARD: dict[str, _Scheme] = {
-    "heads": heads.forward,
-    "gather": gather.forward,
-    "ring": ring.forward,
-    "hybrid": hybrid.forward,
-}
-_BACKWARD: dict[str, _Scheme] = {
-    "heads": heads.backward,
-    "gather": gather.backward,
-    "ring": ring.backward,
-    "hybrid": hybrid.backward,
-}
+_SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "ring": ring, "hybrid": hybrid}
 
 
 @takes_features
@@ -388,7 +377,7 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     )
     operands = Operands.of(arguments.arrays, arguments.options.layout)
     views = result_views(names, out, arguments.options.layout, q.ndim)
-    scheme = (_FORWARD if arguments.call == "forward" else _BACKWARD)[request.scheme]
+    scheme = getattr(_SCHEMES[request.scheme], arguments.call)
     try:
         run = Run(comm, request, q)
         scheme(run, operands, views)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..problem.array_types import Array
 from . import gather
+from .gathered import OfHeads
 from .heads import Batch, Heads, HeadShares
 from .operands import Operands
 from .run import Run
@@ -40,9 +41,9 @@ class _Levels:
         self.between = run.among(range(number, run.size, ranks), everyones)
         self.heads = Heads(self.within, operands)
 
-    def of_heads(self, scores: dict[str, Array]) -> gather.OfHeads:
+    def of_heads(self, scores: dict[str, Array]) -> OfHeads:
         """What belongs to the heads of this rank, with their biases and masks."""
-        return gather.OfHeads(self.heads.q_heads(self.within.rank, 0).start, scores)
+        return OfHeads(self.heads.q_heads(self.within.rank, 0).start, scores)
 
 
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:

@@ -8,7 +8,7 @@ import socket
 
 import fa2cupy.distributed as dist
 
-__all__ = ["communicator", "free_ports", "two_hosts"]
+__all__ = ["communicator", "free_ports"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -16,11 +16,6 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]
-
-
-def two_hosts(ranks: int) -> int:
-    """Returns the ranks of a host as if there were two, for the scheme ``hybrid``; all of an odd number."""
-    return ranks if ranks % 2 else ranks // 2
 
 
 def communicator(

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from common.measure import TRAINING, Problem
-from common.ranks import two_hosts
+
+from fa2cupy.scaleout import two_hosts
 
 from .torch_ring import TorchRing
 

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from common.ranks import communicator, free_ports, two_hosts
+from common.ranks import communicator, free_ports
 
 import fa2cupy.distributed as dist
+from fa2cupy.scaleout import two_hosts
 
 from .devices import GpuDevice, HostDevice
 from .jobs import PEER, Job, Measurement
