@@ -78,6 +78,14 @@ struct OnlineSoftmax {
         return true;
     }
 
+    // True if every row of the warp has seen a key. Without, `try_row_shift` is in vain.
+    __device__ bool has_shifts() const {
+        bool has = true;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) has &= row_shift[i] != -infinity<Real>();
+        return __all_sync(kFullWarp, has);
+    }
+
     __device__ __forceinline__ static Real exponent(Real scale_log2, Real score, Real minus_row_shift) {
         return fma(score, scale_log2, minus_row_shift);
     }

@@ -157,8 +157,8 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile that needs the mask. These are few, so the shift is always updated to the row maximum,
-    // without an attempt to keep it.
+    // The same for a key tile that needs the mask. Without a sparse map these are few, so the shift is always updated to
+    // the row maximum, without an attempt to keep it. Under a map they may be most of all.
     __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                 Probabilities& p) {
         issue_both(p);
@@ -166,11 +166,22 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
         mask(scores_, tile, block);
         float rescale[2];
-        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-        pin_exponentials(softmax_);
-        wait_for_output();
-        multiply_output(rescale);
-        p.set(scores_);
+        if constexpr (common::kListsTiles<Spec>) {
+            wait_for_output();
+            const bool kept = softmax_.has_shifts() &&
+                              softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+            if (!kept) {
+                softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+                p.set(scores_);
+                multiply_output(rescale);
+            }
+        } else {
+            softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+            pin_exponentials(softmax_);
+            wait_for_output();
+            multiply_output(rescale);
+            p.set(scores_);
+        }
         drop(tile, block, p);
     }
 
