@@ -226,6 +226,53 @@ def test_maps_of_functions(launched, family, band):
     check(launched, family, **own, block_mask=sparse, **band)
 
 
+def near(b, h, q, k, x, keep):
+    """A function with a float and an int of each position, and a truth value of the key."""
+    return (keep[b, k] & (x[h, q] - 0.25 <= 2 * x[h, k])) | (q // 7 == k // 7) & (k <= q + 3)
+
+
+def listed(b, h, q, k, table):
+    """A function that reads an element for each pair."""
+    return table[q % 5, k % 7] > 0
+
+
+def arguments_of(function, family: str) -> tuple:
+    longest, rng = max(LENGTHS[family]), np.random.default_rng(4)
+    wide = "float64" if DTYPES[family] == "float64" else "float32"
+    if function is listed:
+        return (rng.integers(0, 2, (5, 7)),)
+    return rng.standard_normal((HEADS, longest)).astype(wide), rng.random((2, longest)) < 0.5
+
+
+@pytest.mark.sample(family=("sm80",))
+@pytest.mark.parametrize("function", [near, listed])
+@pytest.mark.parametrize("family", TILES)
+def test_functions_of_several_positions(launched, family, function):
+    own = {"mask_mod": function, "mask_args": arguments_of(function, family)}
+    sparse = fa2cupy.block_mask(function, own["mask_args"], *shape_of(family), tile=(64, 32))
+    check(launched, family, **own, block_mask=sparse, causal=True)
+
+
+def test_float64_terms(launched):
+    inputs = make_inputs("float64", batch=2, seqlen_q=29, seqlen_k=37, num_heads=HEADS, num_heads_kv=2, head_dim=8)
+    x, keep = arguments_of(near, "simt")
+    own = {"mask_mod": near, "mask_args": (x.astype("float64"), keep)}
+    sparse = fa2cupy.block_mask(near, own["mask_args"], *shape_of("simt"), tile=(8, 16))
+    check(launched, "simt", inputs=inputs, **own, block_mask=sparse)
+
+
+@pytest.mark.sample(function=(near,))
+@pytest.mark.parametrize("function", [mods.causal(20), near])
+def test_scores_that_grow_in_masked_tiles(launched, function):
+    """Checks rows whose first tile is hidden wholly, and whose shift has to move in a tile that is masked."""
+    rows, keys = LENGTHS["sm90"]
+    q, k, v, do = make_inputs("bfloat16", batch=1, seqlen_q=rows, seqlen_k=keys, num_heads=2, head_dim=64)
+    k *= np.linspace(9, 0.5, keys)[:, None, None].astype(k.dtype)
+    arrays = () if function is not near else (arguments_of(near, "sm90")[0], arguments_of(near, "sm90")[1][:1])
+    sparse = fa2cupy.block_mask(function, arrays, 1, 2, rows, keys, tile=(64, 64))
+    check(launched, "sm90", inputs=(q, k, v, do), mask_mod=function, mask_args=arrays, block_mask=sparse, methods=())
+
+
 def random_tiles(family: str, heads: int, tile: tuple, batch: int = 2) -> BlockMask:
     rows, columns = (-(-n // size) for n, size in zip(LENGTHS[family], tile, strict=True))
     tiles = np.random.default_rng(2).random((batch, heads, rows, columns)) < 0.4
@@ -406,11 +453,26 @@ MUTANTS = {
         "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
     ),
     "a short function has one row only": (
-        "forward", "if (!is_seen(i, j)) scores(i, j) = value;", "if (!is_seen(0, j)) scores(i, j) = value;", "short",
+        "forward", "Fragment::col(j, 0), rows[i], terms))", "Fragment::col(j, 0), rows[0], terms))", "documents",
     ),
-    "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "documents"),
-    "the first columns again": ("forward", "first_column += Fragment::col(kAtOnce, 0);", "", "documents"),
-    "bits of other rows": ("forward", "visible[i][j / 32] & 1u", "visible[0][j / 32] & 1u", "documents"),
+    "a short function is evaluated at the first row": (
+        "forward", "row + Fragment::row(i, 0), column + Fragment::col(j, 0), rows",
+        "row, column + Fragment::col(j, 0), rows", "short",
+    ),
+    "all quads evaluate the same columns": ("forward", "first += lane / 4 * ", "first += 0 * ", "documents"),
+    "terms of the first quad": ("forward", "of_quad(j / kOwn)", "of_quad(0)", "documents"),
+    "terms of the first column": ("forward", "own_[j % kOwn]", "own_[0]", "documents"),
+    "terms of another lane of the quad": ("forward", "%1, %2, 0x31f,", "%1, %2, 0x01f,", "documents"),
+    "queries are taken for keys": (
+        "backward_dkdv", "head, column, row, of_column, of_row)", "head, row, column, of_column, of_row)", "transposed",
+    ),
+    "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "bits"),
+    "the first columns again": ("forward", "column += Fragment::col(kAtOnce, 0);", "", "bits"),
+    "bits of other rows": ("forward", "visible[i][j / 32] & 1u", "visible[0][j / 32] & 1u", "bits"),
+    "a shift that is too small is kept": ("forward", "if (!kept) {", "if (false) {", "shifts"),
+    "O keeps its scale where the shift moves": (
+        "forward", "p.set(scores_);\n                multiply_output(rescale);", "p.set(scores_);", "shifts",
+    ),
     "keys past the end are not looked for": (
         "forward", "if (first_key + keys > end_key(first_query)) return false;", "", "end",
     ),
@@ -449,12 +511,35 @@ def check_sm80(monkeypatch, patch=None, *, mask_mod, mask_args=(), **more) -> No
     expected.check(o=o, lse=lse)
 
 
+def check_dkdv(monkeypatch, patch=None) -> None:
+    inputs = make_inputs("float16", seqlen_q=90, seqlen_k=100, num_heads=2, head_dim=8)
+    own = {
+        "mask_mod": mods.causal(5),
+        "block_mask": fa2cupy.block_mask(mods.causal(5), (), 1, 2, 90, 100, tile=(64, 64)),
+    }
+    expected = Expectation(*inputs, **own)
+    q, k, v, do = map(place, inputs)
+    own |= {"config": TILES["sm80"], "family": "sm80"}
+    with simulated_gpu(monkeypatch, patch=patch):
+        o, lse = forward(q, k, v, **on_gpu(own))
+        gradients = backward(q, k, v, o, lse, do, **on_gpu(own), method="two_pass")
+    expected.check(spec="two_pass", **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+def check_shifts(monkeypatch, patch=None) -> None:
+    with simulated_gpu(monkeypatch, FEW, patch=patch) as launched:
+        test_scores_that_grow_in_masked_tiles(launched, mods.causal(20))
+
+
 CHECKS = {
     "maps": check_maps,
     "lists": lambda monkeypatch, patch=None: check_lists(monkeypatch, {"causal": True}, (8, 8), patch),
     "results": check_results,
     "short": functools.partial(check_sm80, mask_mod=mods.causal(5)),
     "documents": functools.partial(check_sm80, mask_mod=mods.document, mask_args=(documents("sm80")[:1],)),
+    "bits": functools.partial(check_sm80, mask_mod=listed, mask_args=arguments_of(listed, "sm80")),
+    "transposed": check_dkdv,
+    "shifts": check_shifts,
     # This function shows keys past the end.
     "end": functools.partial(check_sm80, mask_mod=mods.causal(20)),
     "window": functools.partial(check_sm80, mask_mod=mods.causal(5), window=(20, None)),

@@ -527,9 +527,140 @@ def test_what_depends_on_more_is_not(function):
 
 
 def test_the_distance_is_declared_where_the_slope_does_not_need_it():
-    program = traced(lambda s, b, h, q, k: s * s - (q - k))
-    for text in program.text.split("__device__")[1:3]:
-        assert text.count("distance = q - k;") == 1
+    text = traced(lambda s, b, h, q, k: s * s - (q - k) * k).text
+    for name in ("score_value", "score_value_and_slope"):
+        own = text.split(f" {name}(")[1].split("\n}")[0]
+        assert own.count("const int32 distance = q - k;") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda s, b, h, q, k: s + (q - k), "= real_distance.plus(0);"),
+        (lambda s, b, h, q, k: s + 0.5 * (3 - k + q), "= real_distance.plus(3);"),
+        (lambda s, b, h, q, k: s / (k - q - 4), "= real_distance.from(-4);"),
+        (lambda s, b, h, q, k: s - 0.5 * abs(q + 2 - k), "= absolute(real_distance.plus(2));"),
+        (lambda s, b, h, q, k: abs(k - q + 2) * s, "= absolute(real_distance.plus(-2));"),
+    ],
+)
+def test_a_distance_in_floating_point_is_converted_once(function, wanted):
+    whole = traced(function).text
+    for name in ("score_value", "score_value_and_slope"):
+        text = whole.split(f" {name}(")[1].split("{")[1].split("\n}")[0]
+        assert text.count("real_distance") == text.count(wanted) == 1
+        assert "static_cast" not in text
+        assert "int32" not in text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k: s + (q + k),
+        lambda s, b, h, q, k: s + 2 * (q - k),
+        lambda s, b, h, q, k: s + (q - k + h),
+        lambda s, b, h, q, k: s + np.maximum(q - k, 0),
+        lambda s, b, h, q, k: s + q,
+    ],
+)
+def test_other_ints_are_converted_each(function):
+    value = traced(function).text.split(" score_value(")[1].split("{")[1].split("\n}")[0]
+    assert "real_distance" not in value
+    assert "static_cast<Real>" in value
+
+
+def test_the_gradients_of_arguments_know_no_distance_in_floating_point():
+    text = traced(lambda s, b, h, q, k, t: s + t[h] * abs(q - k), np.ones(3, "float32")).text
+    assert "real_distance" not in text.split("add_argument_gradients")[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "adds"),
+    [
+        (lambda s, b, h, q, k: s - 3 * abs(q - k), True),
+        (lambda s, b, h, q, k: s, True),
+        (lambda s, b, h, q, k: 2 * s, False),
+        (lambda s, b, h, q, k: np.where(k > q, -np.inf, s), False),
+        (lambda s, b, h, q, k: 1.0 * q, False),
+    ],
+)
+def test_whether_a_function_only_adds_to_the_score(function, adds):
+    assert traced(function).adds is adds
+
+
+# -------------------------------------------------------------------------------------------------------------- terms
+
+TOKENS, LENGTHS = np.zeros((2, 5), "int32"), np.zeros(2, "int32")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "of_q", "of_k"),
+    [
+        (mods.document, (TOKENS,), ["args.array0, b, q"], ["args.array0, b, k"]),
+        (mods.neighborhood_2d(9, 2), (), ["divide(q, 9)", "modulo(q, 9)"], ["divide(k, 9)", "modulo(k, 9)"]),
+        (mods.sliding_window(9), (), [], []),
+        (mods.dilated_window(9, 3), (), [], []),
+        (mods.prefix_lm, (LENGTHS,), [], []),
+        (lambda b, h, q, k, t: t[b, 2 * k + 1] + 3 < q, (TOKENS,), [], ["args.array0, b, t"]),
+        (lambda b, h, q, k, t: np.where(k > q, t[b, k] > 0, t[b, k] > q), (TOKENS,), [], ["args.array0, b, k", "0 <"]),
+        (lambda b, h, q, k, t: t[b, k] > 0, (TOKENS,), [], ["args.array0, b, k"]),
+        (lambda b, h, q, k, t: t[q, k] > 0, (TOKENS,), [], []),
+        (lambda b, h, q, k, t: t[q].sum() > k, (TOKENS,), ["for (int32 j"], []),
+        (lambda b, h, q, k, t: np.dot(t[q], t[k]) > 0, (TOKENS,), [], []),
+        (lambda b, h, q, k: np.sin(q) < np.sin(k), (), ["sin("], ["sin("]),
+        (lambda b, h, q, k: q % 2 + q % 3 * k + q % 5 * k * k + q % 7 * k**3 + q % 11 * k**4 > 0, (), [], []),
+    ],
+)
+def test_what_depends_on_one_position_alone_is_a_term(function, arguments, of_q, of_k):
+    text = traced(function, *arguments, role="mask_mod").text
+    texts = {name: text.split(f" {name}_terms(")[1].split("\n}")[0] for name in ("query", "key")}
+    for name, wanted in (("query", of_q), ("key", of_k)):
+        assert ("return {};" in texts[name]) is (not wanted)
+        assert all(part in texts[name] for part in wanted)
+    of_pairs = text.split("is_visible(")[1]
+    assert not any(part in of_pairs for part in (*of_q, *of_k) if "args" in part or "(" in part)
+
+
+@pytest.mark.parametrize(
+    ("function", "terms", "value"),
+    [
+        (mods.t5_relative(8), ["element<Real>(args.array0, t8, h);"], "score + of_distance.term0;"),
+        (lambda s, b, h, q, k, t: s + t[h, q - k], ["element<Real>(args.array0, h, distance);"], "score + of_dist"),
+        (lambda s, b, h, q, k, t: s * np.sin(k - q), ["sin("], "score * of_distance.term0;"),
+        (lambda s, b, h, q, k, t: s + np.where(k > q, t[h, k - q], -1.0), ["distance < 0", "element<"], "score + of_d"),
+        (lambda s, b, h, q, k, t: s + t[abs(q - k)].sum(), ["absolute(distance)", "for (int32 j"], "score + of_dist"),
+        (lambda s, b, h, q, k, t: s + t[h, q - k] + t[b, k - q], ["h, distance", "b, t"], "of_distance.term1"),
+        (lambda s, b, h, q, k, t: s - t[b, h] * abs(q - k), [], "absolute(real_distance"),
+        (lambda s, b, h, q, k, t: s + t[h, q], [], "h, q)"),
+        (lambda s, b, h, q, k, t: s + t[h, q + k], [], "h, t1)"),
+        (lambda s, b, h, q, k, t: s + t[k, q - k], [], "k, distance)"),
+        (lambda s, b, h, q, k, t: s + np.sin(s + (q - k)), [], "sin("),
+        (lambda s, b, h, q, k, t: s + np.dot(t[q - k], t[k]), [], "for (int32 j"),
+    ],
+)
+def test_what_a_score_depends_on_by_the_distance_alone_is_a_term(function, terms, value):
+    text = traced(function, T).text
+    of_distance = text.split(" distance_terms(")[1].split("\n}")[0]
+    assert ("return {};" in of_distance) is (not terms)
+    assert all(part in of_distance for part in terms)
+    assert "real_distance" not in of_distance
+    for name in ("score_value", "score_value_and_slope"):
+        of_pairs = text.split(f" {name}(")[1].split("\n}")[0]
+        assert value in of_pairs
+        assert not any(part in of_pairs for part in terms if "(" in part)
+
+
+def test_the_slope_has_the_same_terms():
+    both = traced(lambda s, b, h, q, k, t: s * t[h, q - k] + s * s, T).text.split(" score_value_and_slope(")[1]
+    assert both.split("\n}")[0].count("of_distance.term0") == 2
+    assert "element<" not in both.split("\n}")[0]
+
+
+def test_functions_of_terms_are_short():
+    assert traced(mods.t5_relative(), T).is_short
+    assert traced(mods.document, TOKENS, role="mask_mod").is_short
+    assert traced(lambda b, h, q, k, t: t[q].sum() > t[k].sum(), TOKENS, role="mask_mod").is_short
+    assert not traced(lambda b, h, q, k, t: t[q, k] > 0, TOKENS, role="mask_mod").is_short
+    assert not traced(lambda b, h, q, k, t: np.dot(t[q], t[k]) > 0, TOKENS, role="mask_mod").is_short
 
 
 def test_a_program_shows_what_it_is():

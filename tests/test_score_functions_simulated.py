@@ -87,7 +87,7 @@ def check(
 
 
 @pytest.mark.sample(
-    kind=("sm80 float16",), name=("causal", "softcap", "alibi", "t5_relative", "document", "neighborhood_2d")
+    kind=("sm80 float16",), name=("causal", "bounded", "alibi", "t5_relative", "document", "neighborhood_2d")
 )
 @pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +95,7 @@ def test_ready_made_functions(launched, name, kind):
     check_ready_made(launched, name, kind)
 
 
-@pytest.mark.sample(name=("softcap",))
+@pytest.mark.sample(name=("bounded",))
 @pytest.mark.parametrize(("name", "kind"), [(name, ON_HOPPER[i % 2]) for i, name in enumerate(NAMES)])
 def test_ready_made_functions_on_hopper(launched, name, kind):
     check_ready_made(launched, name, kind)
@@ -134,6 +134,15 @@ def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
 
 @pytest.mark.sample(kind=FAMILIES[1:2])
 @pytest.mark.parametrize("kind", FAMILIES)
+def test_each_distance_has_its_own_terms(launched, kind):
+    """Checks tiles of the default sizes, in which a lane receives terms from all lanes, in several sets."""
+    shape = (1, 2, 140, 170)
+    options = ready_made(*shape, wide=accumulator(KINDS[kind]))["relative"].options
+    check(launched, kind, draw(KINDS[kind], shape), ("score_mod",), with_default_tiles=True, **options)
+
+
+@pytest.mark.sample(kind=FAMILIES[1:2])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_sequences(launched, method, kind):
     offsets = {"cu_seqlens_q": np.array([0, 9, 9, 21], "int32"), "cu_seqlens_k": np.array([0, 13, 20, 30], "int32")}
@@ -163,7 +172,7 @@ def test_dropout_of_weights_of_any_sign(launched, kind, head_dim):
 def test_arrays_over_scores_beside_a_function_on_hopper(launched, array):
     """Checks arrays that warps would hold in shared memory if no other feature needed registers."""
     arrays = {"bias": numbers((21, 30), "float16"), "mask": numbers((21, 30), "float32") < 1.5}
-    options = ready_made(*SHAPE)["softcap"].options | {array: arrays[array]}
+    options = ready_made(*SHAPE)["bounded"].options | {array: arrays[array]}
     check(launched, "sm90 float16", draw("float16"), ("score_mod", array), **options)
 
 

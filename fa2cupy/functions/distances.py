@@ -1,7 +1,8 @@
 """Expressions of q and k that depend on their distance, q - k, alone.
 
 Between the elements of a fragment, q - k differs by constants. Where a comparison such as ``k <= q + 1`` is written in
-terms of it, the compiler compares one difference of positions with a constant for each element.
+terms of it, the compiler compares one difference of positions with a constant for each element. Where a float such as
+``slope * abs(q - k)`` is, elements add a constant to one converted difference instead of converting their own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import NamedTuple
 
 from .expressions import INT, Node
 
-__all__ = ["DISTANCE", "in_distance"]
+__all__ = ["DISTANCE", "REAL_DISTANCE", "in_distance", "in_real_distance"]
 
-#: The name of q - k in texts.
-DISTANCE = "distance"
+#: The names in texts of q - k, and of the same in floating point: a ``RealDistance``.
+DISTANCE, REAL_DISTANCE = "distance", "real_distance"
 _COMPARISONS = {"less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!="}
 #: The factors of the operands of what is linear in them.
 _FACTORS = {"add": (1, 1), "subtract": (1, -1), "negative": (-1,)}
@@ -48,6 +49,23 @@ def in_distance(node: Node) -> str | None:
     if linear.factor < 0:
         return f"{linear.constant} - {DISTANCE}"
     return f"{DISTANCE} + {linear.constant}" if linear.constant else DISTANCE
+
+
+def in_real_distance(node: Node) -> str | None:
+    """CUDA C++ of an int converted to float, in terms of `REAL_DISTANCE`; None if it is not q - k, k - q or |q - k|.
+
+    Constants may be added.
+    """
+    if node.op != "as_float":
+        return None
+    (number,) = node.operands
+    is_magnitude = number.op == "absolute"
+    linear = _linear(number.operands[0] if is_magnitude else number)
+    if linear is None or linear.factor == 0:
+        return None
+    if is_magnitude:
+        return f"absolute({REAL_DISTANCE}.plus({linear.factor * linear.constant}))"
+    return f"{REAL_DISTANCE}.{'plus' if linear.factor > 0 else 'from'}({linear.constant})"
 
 
 def _compared(comparison: str, difference: _Linear) -> str:

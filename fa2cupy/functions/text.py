@@ -2,44 +2,92 @@
 
 A score function becomes
 
+    template <class Real> struct DistanceTerms
     template <class Real, class Arguments>
-    __device__ __forceinline__ Real score_value(args, score, b, h, q, k)
-    __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, slope)
+    __device__ __forceinline__ DistanceTerms<Real> distance_terms(args, b, h, distance)
+    __device__ __forceinline__ Real score_value(args, score, b, h, q, k, real_distance, of_distance)
+    __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, real_distance, of_distance, slope)
     __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient)
 
-and a mask function ``bool is_visible(args, b, h, q, k)``. Real is the type of scores. ``args`` has the members
-``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which ``add_element`` adds; and
-the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``, true for data of 16 bits.
+and a mask function
+
+    template <class Real> struct QueryTerms; struct KeyTerms
+    template <class Real, class Arguments>
+    __device__ __forceinline__ QueryTerms<Real> query_terms(args, b, h, q)
+    __device__ __forceinline__ KeyTerms<Real> key_terms(args, b, h, k)
+    __device__ __forceinline__ bool is_visible(args, b, h, q, k, of_q, of_k)
+    __device__ __forceinline__ bool is_visible(args, b, h, q, k)
+
+of which the structures hold what depends on q - k or on one position alone (``terms.py``). Real is the type of scores.
+``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
+``add_element`` adds; and the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``,
+true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
 so that the text is a pure function of it: the kernel of a function is found on disk by other processes. What depends on
-q - k alone is written in terms of it (``distances.py``).
+q - k alone is written in terms of it, also in terms of ``real_distance``, a ``RealDistance`` (``distances.py``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from .derivatives import Scatter
-from .distances import DISTANCE, in_distance
+from .distances import DISTANCE, REAL_DISTANCE, in_distance, in_real_distance
 from .expressions import BOOL, FLOAT, INT, Node, reachable
 from .operations import OPERATIONS
+from .terms import Terms
 
-__all__ = ["function_text"]
+__all__ = ["mask_text", "score_text"]
 
 _TYPES = {BOOL: "bool", INT: "int32", FLOAT: "Real"}
 _POSITIONS = "int32 b, int32 h, int32 q, int32 k"
 _INDENT = " " * 4
 
 
-def function_text(role: str, result: Node, slope: Node | None = None, scatters: Sequence[Scatter] = ()) -> str:
-    """The device functions of a score function (with its derivatives) or of a mask function."""
-    if role == "mask_mod":
-        body = _Body()
-        body.returns(result)
-        return _function("bool", "is_visible", f"const Arguments& args, {_POSITIONS}", body)
+def mask_text(result: Node, terms: Terms) -> str:
+    """The device functions of a mask function."""
+    names = {node: f"of_q.term{i}" for i, node in enumerate(terms.of_q)}
+    names |= {node: f"of_k.term{i}" for i, node in enumerate(terms.of_k)}
+    of_pair, whole = _Body(given=names), _Body()
+    of_pair.returns(result)
+    inputs = f"const Arguments& args, {_POSITIONS}"
+    rows, columns = (f"{name}_terms<Real>(args, b, h, {position})" for name, position in (("query", "q"), ("key", "k")))
+    whole.lines.append(f"{_INDENT}return is_visible<Real>(args, b, h, q, k, {rows}, {columns});")
+    return "\n".join(
+        (
+            *_terms_text("Query", "q", terms.of_q, "quad"),
+            *_terms_text("Key", "k", terms.of_k, "quad"),
+            _function(
+                "bool", "is_visible", f"{inputs}, const QueryTerms<Real>& of_q, const KeyTerms<Real>& of_k", of_pair
+            ),
+            _function("bool", "is_visible", inputs, whole),
+        )
+    )
+
+
+def _terms_text(name: str, position: str, terms: Sequence[Node], source: str) -> tuple[str, str]:
+    """The structure of a position's terms, which a lane can receive from a quad or lane, and what evaluates them."""
+    members = [f"{_INDENT}{_TYPES[node.kind]} term{i};\n" for i, node in enumerate(terms)]
+    received = ", ".join(f"from_{source}(term{i}, {source})" for i in range(len(terms)))
+    structure = (
+        f"template <class Real>\nstruct {name}Terms {{\n{''.join(members)}"
+        f"{_INDENT}__device__ __forceinline__ {name}Terms of_{source}(int {source}) const {{\n"
+        f"{2 * _INDENT}return {{{received}}};\n{_INDENT}}}\n}};\n"
+    )
+    body = _Body(has_distance=position == DISTANCE)
+    body.returns_all(terms)
+    inputs = f"const Arguments& args, int32 b, int32 h, int32 {position}"
+    return structure, _function(f"{name}Terms<Real>", f"{name.lower()}_terms", inputs, body)
+
+
+def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], terms: Terms) -> str:
+    """The device functions of a score function: its values, its derivative and the gradients of its arguments."""
+    names = {node: f"of_distance.term{i}" for i, node in enumerate(terms.of_distance)}
     inputs = f"const Arguments& args, Real score, {_POSITIONS}"
-    value, both, gradients = _Body(), _Body(), _Body()
+    distances = f"const RealDistance<Real>& {REAL_DISTANCE}, const DistanceTerms<Real>& of_distance"
+    value, both, gradients = _Body(True, given=names), _Body(True, given=names), _Body()
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)
@@ -47,8 +95,9 @@ def function_text(role: str, result: Node, slope: Node | None = None, scatters: 
         gradients.adds(scatter)
     return "\n".join(
         (
-            _function("Real", "score_value", inputs, value),
-            _function("Real", "score_value_and_slope", f"{inputs}, Real& slope", both),
+            *_terms_text("Distance", DISTANCE, terms.of_distance, "lane"),
+            _function("Real", "score_value", f"{inputs}, {distances}", value),
+            _function("Real", "score_value_and_slope", f"{inputs}, {distances}, Real& slope", both),
             _function("void", "add_argument_gradients", f"{inputs}, Real gradient", gradients),
         )
     )
@@ -60,18 +109,31 @@ def _function(result: str, name: str, parameters: str, body: _Body) -> str:
 
 
 class _Body:
-    """The statements of a function, each of which names one node."""
+    """The statements of a function, each of which names one node. Those of `given` have names already.
 
-    def __init__(self) -> None:
+    `has_real_distance` and `has_distance` tell what is a parameter of the function.
+    """
+
+    def __init__(
+        self,
+        has_real_distance: bool = False,
+        has_distance: bool = False,
+        given: Mapping[Node, str] = MappingProxyType({}),
+    ) -> None:
         self.lines: list[str] = []
-        self._names: dict[Node, str] = {}
+        self._given, self._names = given, dict(given)
         self._count = 0
-        self._has_distance = False
+        self._has_distance, self._has_real_distance = has_distance, has_real_distance
 
     def returns(self, result: Node) -> None:
         """Returns an expression."""
         self._define([result])
         self.lines.append(f"{_INDENT}return {self._name(result, self._names)};")
+
+    def returns_all(self, results: Sequence[Node]) -> None:
+        """Returns expressions as the members of a structure."""
+        self._define(results)
+        self.lines.append(f"{_INDENT}return {{{', '.join(self._name(x, self._names) for x in results)}}};")
 
     def assigns(self, name: str, value: Node | None) -> None:
         """Assigns an expression, or 0 for None."""
@@ -100,8 +162,8 @@ class _Body:
 
         What a loop's index does not change is written before the loop.
         """
-        nodes = reachable(roots, operands=_written_operands)
-        if not self._has_distance and any(in_distance(node) for node in nodes):
+        nodes = reachable(roots, operands=self._written_operands)
+        if not self._has_distance and any(node not in self._given and in_distance(node) for node in nodes):
             self._has_distance = True
             self.lines.append(f"{_INDENT}const int32 {DISTANCE} = q - k;")
         for node in nodes:
@@ -140,7 +202,7 @@ class _Body:
         self.lines.append(f"{indent}const {_TYPES[node.kind]} {names[node]} = {text};")
 
     def _expression(self, node: Node, names: Mapping[Node, str]) -> str:
-        distance = in_distance(node)
+        distance = self._in_distance(node)
         if distance is not None:
             return distance
         operands = [self._name(x, names) for x in node.operands]
@@ -151,6 +213,15 @@ class _Body:
         if node.op in ("as_int", "as_float"):
             return f"static_cast<{_TYPES[node.kind]}>({operands[0]})"
         return OPERATIONS[node.op].text.format(*operands)
+
+    def _in_distance(self, node: Node) -> str | None:
+        """The text of a node in terms of q - k, if it depends on nothing else."""
+        in_real = in_real_distance(node) if self._has_real_distance else None
+        return in_distance(node) if in_real is None else in_real
+
+    def _written_operands(self, node: Node) -> tuple[Node, ...]:
+        """The operands that occur in the text of a node."""
+        return () if node in self._given or self._in_distance(node) is not None else node.operands
 
     def _name(self, node: Node, names: Mapping[Node, str]) -> str:
         """The name or the literal of a node."""
@@ -163,11 +234,6 @@ class _Body:
     def _new_name(self) -> str:
         self._count += 1
         return f"t{self._count}"
-
-
-def _written_operands(node: Node) -> tuple[Node, ...]:
-    """The operands that occur in the text of a node."""
-    return node.operands if in_distance(node) is None else ()
 
 
 def _literal(node: Node) -> str:

@@ -16,7 +16,8 @@ from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
 from .symbols import ArgumentSymbol, Symbol, is_array
-from .text import function_text
+from .terms import Terms, distance_terms_of, position_terms_of
+from .text import mask_text, score_text
 
 __all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
 
@@ -75,8 +76,15 @@ class Program:
     def text(self) -> str:
         """CUDA C++: see ``text.py``. It depends on the function's expression and the kinds of its arguments alone."""
         if self.role == "mask_mod":
-            return function_text(self.role, self.result)
-        return function_text(self.role, self.result, self.slope, self.scatters)
+            return mask_text(self.result, self.terms)
+        return score_text(self.result, self.slope, self.scatters, self.terms)
+
+    @functools.cached_property
+    def terms(self) -> Terms:
+        """What of a mask function depends on one position alone, and of a score function on q - k alone."""
+        if self.role == "mask_mod":
+            return position_terms_of(self.result)
+        return distance_terms_of([self.result] if self.slope is None else [self.result, self.slope])
 
     def depends_on(self, name: str) -> bool:
         """True if the result depends on an input: the score, b, h, q or k."""
@@ -86,16 +94,21 @@ class Program:
     def is_short(self) -> bool:
         """True if a kernel may repeat the text for every element of a fragment.
 
-        It has few operations, no sum, and reads no element that depends on the query or the key.
+        Besides its terms, it has few operations, no sum, and reads no element that depends on the query or the key.
         """
-        nodes = reachable([self.result])
-        moving: set[Node] = set()  # what depends on q or k
+        nodes = self.terms.besides(self.result)
+        moving = set(self.terms.all)  # what depends on q or k
         for node in nodes:
             if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
                 moving.add(node)
         if any(node.op == "sum" or (node.op == "element" and node in moving) for node in nodes):
             return False
         return sum(node.op not in ("input", "constant") for node in nodes) <= _SHORT
+
+    @property
+    def adds(self) -> bool:
+        """True if the derivative by the score is 1: the function adds something to the score."""
+        return self.slope is not None and self.slope.is_constant and self.slope.value == 1
 
     @functools.cached_property
     def loops(self) -> list[tuple[int, ...]]:

@@ -117,6 +117,7 @@ def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
         "arrays": arrays,
         "gradients": dict(zip(program.floats, gradients, strict=False)),
         "is_short": program.is_short,
+        "adds": program.adds,
         "text": program.text,
     }
 

@@ -64,7 +64,7 @@ class SavedScores<Spec, Fragment, 2> {
                 if (ds(i, j) == 0) continue;
                 const auto at = mod.position(first_query + Fragment::row(i, lane), first_key + Fragment::col(j, lane));
                 Real slope;
-                const Real called = mod.called(products_(i, j), at, slope);
+                const Real called = mod.called(products_(i, j), at, 0, 0, mod.distance_terms_at(at, 0, 0), slope);
                 const Real gradient = ds(i, j) * mod.derivative(mod.capped(called));
                 if constexpr (Spec::kDscoreArgs)
                     add_argument_gradients<Real>(score_args_of(params), products_(i, j) * natural_scale<Spec>(params),

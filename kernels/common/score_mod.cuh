@@ -7,6 +7,7 @@
 //   P = 2^(score - lse)        O = (keep P) V        dS = P (keep dP - delta), times the derivatives of cap and
 //                                                                         function
 #pragma once
+#include "common/distance_terms.cuh"
 #include "common/dropout.cuh"
 #include "common/functions.cuh.j2"
 #include "common/mask_function.cuh"
@@ -34,17 +35,23 @@ inline constexpr bool kDerivesLater = Spec::kDbias || Spec::kDscoreArgs;
 // True if the backward computes P by `take_weights` (weights.cuh).
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
-// True if scores stay unscaled (products or capped products) up to the FMA in front of the exponential, which scales to
-// base 2 and subtracts at once. Row maxima, and the -inf that `score` writes, are right in unscaled scores only if the
-// scale is positive; that of capped products always is.
+// True if the scores of a function of the caller's, which are natural, stay so up to the FMA in front of the exponential.
 template <class Spec>
-inline constexpr bool kScalesInExponent = sizeof(typename Spec::Element) == 2 && !Spec::kBias && !Spec::kScoreMod &&
-                                          (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
+inline constexpr bool kCalledInExponent =
+    sizeof(typename Spec::Element) == 2 && Spec::kScoreMod && !Spec::kSoftcap && !Spec::kAlibi && !Spec::kBias;
+// True if scores stay unscaled (products, capped products, or what the caller's function returns) up to the FMA in front
+// of the exponential, which scales to base 2 and subtracts at once. Row maxima, and the -inf that `score` writes, are
+// right in unscaled scores only if the scale is positive; that of capped products and of the function always is.
+template <class Spec>
+inline constexpr bool kScalesInExponent =
+    kCalledInExponent<Spec> || (sizeof(typename Spec::Element) == 2 && !Spec::kBias && !Spec::kScoreMod &&
+                                (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>));
 
 // True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
-// products plus added terms; a cap is not linear.
+// products plus added terms; neither a cap nor the caller's function is linear.
 template <class Spec>
-inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap);
+inline constexpr bool kProductsFromLse =
+    !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap && !Spec::kScoreMod);
 
 // True if the accumulators of dO V^T may start from -delta. Dropout rules that out: it multiplies dP before delta is
 // subtracted.
@@ -99,6 +106,8 @@ __device__ __forceinline__ auto score_scale(const Record& params) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     if constexpr (!kScalesInExponent<Spec>)
         return Real(1);
+    else if constexpr (Spec::kScoreMod)
+        return Real(kScoreUnit<Spec>);
     else if constexpr (Spec::kSoftcap)
         return params.capped_log2;
     else
@@ -143,7 +152,8 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     // compile-time constants, so that no element needs an integer conversion, which takes as long as an exponential.
     struct Position {
         int32 query, key;
-        Real distance;  // multiplied by the slope if scores are unscaled
+        Real distance;  // from the diagonal, for ALiBi; multiplied by the slope if scores are unscaled
+        Real apart;     // query - key, for the caller's function
     };
 
     __device__ __forceinline__ ScoreMod(const Record& params, const ScoreTile& tile, const HeadTerms<Spec>& terms)
@@ -158,30 +168,60 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         Real distance = 0;
         if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
         if constexpr (Spec::kAlibi && kScalesInExponent<Spec>) distance *= terms_.slope;
-        return {query, key, distance};
+        return {query, key, distance, Spec::kScoreMod ? static_cast<Real>(query - key) : Real(0)};
     }
 
-    // Calls the caller's function on products, in place: they become natural scores, ahead of the cap.
+    // Calls the caller's function on the products of `tile`, in place: they become natural scores, ahead of the cap.
     template <class Fragment>
-    __device__ __forceinline__ void call(Fragment& x, const Position& first) const {
+    __device__ __forceinline__ void call(Fragment& x, const Position& first, const ScoreTile&) const {
         if constexpr (Spec::kScoreMod)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
 #pragma unroll
-                for (int i = 0; i < Fragment::kRows; ++i)
-                    x(i, j) =
-                        score_value<Real>(score_args_of(params_), x(i, j) * natural_scale<Spec>(params_), batch_, head_,
-                                          first.query + Fragment::row(i, 0), first.key + Fragment::col(j, 0));
+                for (int i = 0; i < Fragment::kRows; ++i) {
+                    const int32 queries = Fragment::row(i, 0), keys = Fragment::col(j, 0);
+                    x(i, j) = called(x(i, j), first, queries, keys, distance_terms_at(first, queries, keys));
+                }
     }
-    // The same for one product, with the derivative by the scaled product, `slope`.
-    __device__ __forceinline__ Real called(Real product, const Position& at, Real& slope) const {
+    template <int kN8>
+    __device__ __forceinline__ void call(QuadFragment<kN8>& x, const Position& first, const ScoreTile& tile) const {
         if constexpr (Spec::kScoreMod) {
-            return score_value_and_slope<Real>(score_args_of(params_), product * natural_scale<Spec>(params_), batch_,
-                                               head_, at.query, at.key, slope);
+            DistanceWalk<kN8, false, Real> walk(score_args_of(params_), tile);
+#pragma unroll
+            for (int j = 0; j < 2 * kN8; ++j) {
+                const auto terms = walk.next(j);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    x(i, j) = called(x(i, j), first, 8 * i, QuadFragment<kN8>::col(j, 0), terms.row[i]);
+            }
+        }
+    }
+    // The same for one product, `queries` rows and `keys` columns from `first`. The second also gives the derivative by
+    // the scaled product, `slope`.
+    template <class Terms>
+    __device__ __forceinline__ Real called(Real product, const Position& first, int32 queries, int32 keys,
+                                           const Terms& of_distance) const {
+        const Real score = product * natural_scale<Spec>(params_);
+        return score_value<Real>(score_args_of(params_), score, batch_, head_, first.query + queries, first.key + keys,
+                                 RealDistance<Real>{first.apart, queries - keys}, of_distance);
+    }
+    template <class Terms>
+    __device__ __forceinline__ Real called(Real product, const Position& first, int32 queries, int32 keys,
+                                           const Terms& of_distance, Real& slope) const {
+        if constexpr (Spec::kScoreMod) {
+            const Real score = product * natural_scale<Spec>(params_);
+            return score_value_and_slope<Real>(score_args_of(params_), score, batch_, head_, first.query + queries,
+                                               first.key + keys, RealDistance<Real>{first.apart, queries - keys},
+                                               of_distance, slope);
         } else {
             slope = 1;
             return product;
         }
+    }
+    // The terms of the function that depend on q - k alone, for one element.
+    __device__ __forceinline__ DistanceTerms<Real> distance_terms_at(const Position& first, int32 queries,
+                                                                     int32 keys) const {
+        return distance_terms<Real>(score_args_of(params_), batch_, head_, first.query + queries - first.key - keys);
     }
 
     // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: unscaled if

@@ -35,7 +35,7 @@ __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragmen
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec, Held::kInMemory>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
-        mod.call(scores, first);
+        mod.call(scores, first, tile);
         mod.cap(scores);
         if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
             score_fragment<true>(scores, mod, first, held);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
-        mod.call(scores, first);
+        mod.call(scores, first, tile);
         mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)

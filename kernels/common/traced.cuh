@@ -30,6 +30,19 @@ struct TracedArray<Item, 0> {
     __device__ __forceinline__ int64 offset() const { return 0; }
 };
 
+// q - k in floating point: that of a fragment's first element, and a distance from it that the compiler knows. Each
+// element so costs an addition; a conversion of its own would take an integer addition and run at half the rate. Exact
+// up to 2^24 in float.
+template <class Real>
+struct RealDistance {
+    Real first;
+    int32 further;
+
+    __device__ __forceinline__ Real plus(int32 constant) const { return first + static_cast<Real>(further + constant); }
+    // The distance subtracted from a constant. A difference of 0 is not negative, as if it were an int converted.
+    __device__ __forceinline__ Real from(int32 constant) const { return static_cast<Real>(constant - further) - first; }
+};
+
 template <class Item>
 __device__ __forceinline__ Item unpacked(Item x) {
     return x;
@@ -95,6 +108,28 @@ __device__ __forceinline__ int32 floor_divide(int32 a, int32 b) {
 __device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) {
     if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
     return b == 0 ? 0 : a - floor_divide(a, b) * b;
+}
+
+// A lane receives x of another lane, of whose number the five lowest bits count.
+template <class T>
+__device__ __forceinline__ T from_lane(T x, int lane) {
+    return __shfl_sync(0xffffffff, x, lane);
+}
+__device__ __forceinline__ bool from_lane(bool x, int lane) { return from_lane(static_cast<int32>(x), lane) != 0; }
+
+// The t-th lane of each quad receives x of the t-th lane of one quad.
+__device__ __forceinline__ int32 from_quad(int32 x, int quad) {
+    // Segment mask 3 takes the two lowest bits of the source lane from the lane itself.
+    int32 y;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=r"(y) : "r"(x), "r"(4 * quad));
+    return y;
+}
+__device__ __forceinline__ bool from_quad(bool x, int quad) { return from_quad(static_cast<int32>(x), quad) != 0; }
+__device__ __forceinline__ float from_quad(float x, int quad) {
+    return __int_as_float(from_quad(__float_as_int(x), quad));
+}
+__device__ __forceinline__ double from_quad(double x, int quad) {
+    return __hiloint2double(from_quad(__double2hiint(x), quad), from_quad(__double2loint(x), quad));
 }
 
 template <class Real>

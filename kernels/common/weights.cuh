@@ -14,6 +14,10 @@ __device__ __forceinline__ float exponential(float score, float scale, float lse
         return exp2_approx(fma(score, scale, -lse));
 }
 
+// True if weights are multiplied by the derivative of the caller's function: not of one that only adds to the score.
+template <class Spec>
+inline constexpr bool kTakesSlope = Spec::kScoreMod && !score_args_arrays::kAdds && !kDerivesLater<Spec>;
+
 // A weight with a mark where dropout drops its element: the sign bit. A function of the caller's may have a negative
 // derivative; the mark is then the lowest bit, and a weight of zero, which dropout does not change, has none.
 template <class Spec, class Real>
@@ -26,9 +30,10 @@ __device__ __forceinline__ Real marked(Real weight, bool keep) {
 
 // Computes P and weights from capped products, for `take_weights`. kByFunction: the caller's mask function hides keys.
 template <bool kTransposed, bool kRegular, bool kByFunction, class Spec, int kN8, class P, class Mod, class Mask,
-          class Lse, class Held>
+          class Lse, class Held, class Walk>
 __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, const Mod& mod, const Mask& mask,
-                                      const typename Mod::Position& first, float scale, Lse lse, const Held& held) {
+                                      const typename Mod::Position& first, float scale, Lse lse, const Held& held,
+                                      Walk walk) {
     // True if weights are P with a sign. P after dropout is then their positive part, which costs rounding nothing.
     constexpr bool kWeightIsP = Spec::kDropout && !Spec::kScoreMod && (Spec::kDbias || !Spec::kSoftcap);
 #pragma unroll
@@ -47,6 +52,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
         for (int e = 0; e < 2; ++e) {
             const int32 column = QuadFragment<kN8>::col(4 * s + e, 0);
             const int32 queries = kTransposed ? column : 0, keys = kTransposed ? 0 : column;
+            const typename Walk::Pair of_distance[2] = {walk.next(4 * s + e), walk.next(4 * s + 2 + e)};
             uint32 kept = 0xf;
             if constexpr (Spec::kDropout) kept = mod.dropout().kept_of_four(draws, e);
 #pragma unroll
@@ -58,8 +64,8 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 held.set(term, part, n8 % 2 * 2 + i, e);
                 float slope = 1;
                 if constexpr (Spec::kScoreMod)
-                    x(i, j) = mod.capped(mod.called(
-                        x(i, j), mod.position(first.query + queries + 8 * a, first.key + keys + 8 * b), slope));
+                    x(i, j) = mod.capped(
+                        mod.called(x(i, j), first, queries + 8 * a, keys + 8 * b, of_distance[n8 % 2].row[i], slope));
                 const float score = mod.score(x(i, j), first, queries + 8 * a, keys + 8 * b, term);
                 bool hidden = masked && mask.hides(first.query + queries + 8 * a, first.key + keys + 8 * b);
                 if constexpr (kByFunction)
@@ -67,8 +73,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
                 const float probability = hidden ? 0.0f : exponential<Spec>(score, scale, lse(i, j));
                 const bool keep = kept >> w & 1;
                 float weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(x(i, j));
-                if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>)
-                    weight = probability == 0 ? 0.0f : weight * slope;
+                if constexpr (kTakesSlope<Spec>) weight = probability == 0 ? 0.0f : weight * slope;
                 x(i, j) = marked<Spec>(weight, keep);
                 const float own = kWeightIsP ? x(i, j) : keep ? probability : 0.0f;
                 if (e == 0)
@@ -98,13 +103,14 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
+    const DistanceWalk<kN8, kTransposed, float> walk(score_args_of(params), tile);
     if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
     if (kMasksByFunction<Spec> && masked)
-        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held);
+        weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk);
     else if (!kTransposed && mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
-        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+        weigh<kTransposed, true, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk);
     else
-        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held);
+        weigh<kTransposed, false, false, Spec>(x, p, masked, mod, mask, first, scale, lse, held, walk);
 }
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
@@ -128,7 +134,8 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const int32 key = first_key + (kTransposed ? row : column);
             const auto position = mod.position(query, key);
             Real slope;
-            const Real capped = mod.capped(mod.called(x(i, j), position, slope));
+            const auto of_distance = mod.distance_terms_at(position, 0, 0);
+            const Real capped = mod.capped(mod.called(x(i, j), position, 0, 0, of_distance, slope));
             const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
             bool hidden = masked && mask.hides(query, key);
             if constexpr (kMasksByFunction<Spec>) hidden = hidden || (masked && mod.hides(query, key));
@@ -137,7 +144,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
             Real weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
             // A function may have no finite derivative for keys that are hidden.
-            if constexpr (Spec::kScoreMod && !kDerivesLater<Spec>) weight = probability == 0 ? Real(0) : weight * slope;
+            if constexpr (kTakesSlope<Spec>) weight = probability == 0 ? Real(0) : weight * slope;
             x(i, j) = marked<Spec>(weight, keep);
             p(i, j) = keep ? probability : Real(0);
         }

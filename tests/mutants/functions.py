@@ -11,31 +11,31 @@ from .problems import Problem
 
 FUNCTIONS = {
     name: Problem(function=name, head_dim=40, lengths=(40, 70))
-    for name in ("softcap", "alibi", "t5_relative", "document")
+    for name in ("bounded", "alibi", "t5_relative", "relative", "document")
 }
 IEEE_FUNCTIONS = {name: dataclasses.replace(problem, dtype="float32") for name, problem in FUNCTIONS.items()}
-DROPPED_FUNCTION = dataclasses.replace(FUNCTIONS["softcap"], feature="dropout")
+DROPPED_FUNCTION = dataclasses.replace(FUNCTIONS["bounded"], feature="dropout")
 
 MUTANTS = (
     *(
         Mutant(f"{family} functions: {name}", operation, old, new, "numbers", problems[function])
         for family, problems in (("sm80", FUNCTIONS), ("simt", IEEE_FUNCTIONS))
         for name, operation, function, old, new in (
-            ("the derivative is 1", "backward_dq", "softcap", "slope = t6;", "slope = 1;"),
+            ("the derivative is 1", "backward_dq", "bounded", "slope = t6;", "slope = 1;"),
             (
                 "the derivative lacks an inner factor",
                 "backward_dkdv",
-                "softcap",
+                "bounded",
                 "slope = t6;",
                 "slope = Real(0.8) * t4;",
             ),
-            ("the derivative of tanh is 1 - tanh", "backward_dkdv", "softcap", "t3 = t2 * t2", "t3 = t2"),
+            ("the derivative of tanh is 1 - tanh", "backward_dkdv", "bounded", "t3 = t2 * t2", "t3 = t2"),
             (
                 "another head's slope",
                 "forward",
                 "alibi",
-                "x(i, j) * natural_scale<Spec>(params_), batch_, head_,",
-                "x(i, j) * natural_scale<Spec>(params_), batch_, 0,",
+                "score_value<Real>(score_args_of(params_), score, batch_, head_,",
+                "score_value<Real>(score_args_of(params_), score, batch_, 0,",
             ),
             (
                 "the gradient of an argument has the other sign",
@@ -73,6 +73,19 @@ MUTANTS = (
                 "first.query + queries, first.key + keys))",
                 "first.query + queries, first.key + keys) && false)",
             ),
+        )
+    ),
+    *(
+        Mutant(f"sm80 functions: {name}", operation, old, new, "numbers", FUNCTIONS["relative"])
+        for name, operation, old, new in (
+            ("the distance of a row below", "forward", "first_(15 - lane_ / 4", "first_(14 - lane_ / 4"),
+            ("the distance of the first column", "forward", "+ lane_ % 4 * 2)", ")"),
+            ("terms of the lane's last distance", "forward", "lane_ < begin ? own_", "false ? own_"),
+            ("terms of the distance before", "backward", "before_[j % 2] = pair.row[0];", ""),
+            ("q - k in the place of k - q", "forward", "kTransposed ? further : -further", "further"),
+            ("k - q in the place of q - k", "backward_dkdv", "kTransposed ? further : -further", "-further"),
+            ("terms of the other row", "backward_dq", "of_distance[n8 % 2].row[i]", "of_distance[n8 % 2].row[1 - i]"),
+            ("terms of the other columns", "backward", "of_distance[n8 % 2].row[i]", "of_distance[0].row[i]"),
         )
     ),
     Mutant(

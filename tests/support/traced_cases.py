@@ -1,4 +1,4 @@
-"""The ready-made functions of fa2cupy.mods with arguments for given sizes."""
+"""The ready-made functions of fa2cupy.mods, and two more, with arguments for given sizes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,18 @@ def on_gpu(options: dict, copied: Callable = place) -> dict:
     return {name: moved(value) for name, value in options.items()}
 
 
+def bounded(score, b, h, q, k):
+    """A function of the score alone that no keyword computes."""
+    return 0.8 * np.tanh(2 * score)
+
+
+def relative(score, b, h, q, k, table):
+    """A function with a number of its own for each distance, by which it multiplies and which it adds."""
+    return score * (1 + 0.1 * table[h, q - k + 200]) + table[h, k - q + 200]
+
+
 def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str = "float32") -> dict[str, Case]:
-    """Returns a case of every function by name."""
+    """Returns a case of every function by name, and those of `bounded` and `relative`."""
     rng = np.random.default_rng(11)
     diagonal, longest = seqlen_k - seqlen_q, max(seqlen_q, seqlen_k)
     slopes = np.linspace(0.4, -0.1, heads).astype(wide)
@@ -49,6 +59,8 @@ def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str =
         "prefix_lm": Case("mask_mod", mods.prefix_lm, (rng.integers(0, longest, batch),)),
         "document": Case("mask_mod", mods.document, (np.sort(rng.integers(0, 4, (batch, longest)), axis=1),)),
         "softcap": Case("score_mod", mods.softcap(0.8), (), {"softcap": 0.8}),
+        "bounded": Case("score_mod", bounded),
+        "relative": Case("score_mod", relative, (rng.standard_normal((heads, 401)).astype(wide),)),
         "alibi": Case("score_mod", mods.alibi(diagonal), (slopes,), {"alibi_slopes": slopes}),
         "t5_relative": Case("score_mod", mods.t5_relative(), (rng.standard_normal((32, heads)).astype(wide),)),
         "t5 of a decoder": Case(

@@ -32,12 +32,15 @@ extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* 
     const Arguments args{{{fields}}};
     const int b = i / (kHeads * kQueries * kKeys), h = i / (kQueries * kKeys) % kHeads, q = i / kKeys % kQueries;
     const int k = i % kKeys;
+    // As in a fragment: from an element at another distance, and from there on.
+    const RealDistance<Real> from_first{{Real(q - k - 5), 5}};
     {call}
 }}
 """
 _CALLS = {
-    "score_mod": "const Real value = score_value<Real>(args, scores[i], b, h, q, k);\n"
-    "    values[i] = score_value_and_slope<Real>(args, scores[i], b, h, q, k, slopes[i]);\n"
+    "score_mod": "const auto of_distance = distance_terms<Real>(args, b, h, q - k);\n"
+    "    const Real value = score_value<Real>(args, scores[i], b, h, q, k, from_first, of_distance);\n"
+    "    values[i] = score_value_and_slope<Real>(args, scores[i], b, h, q, k, from_first, of_distance, slopes[i]);\n"
     "    if (value == value && value != values[i]) __trap();\n"
     "    add_argument_gradients<Real>(args, scores[i], b, h, q, k, Real(1) + Real(k % 3));",
     "mask_mod": "visible[i] = is_visible<Real>(args, b, h, q, k);",

@@ -1,0 +1,104 @@
+"""What of a function depends on less than a pair of positions.
+
+A fragment has many pairs of a query and a key, but few queries, few keys and few distances between them. Kernels
+evaluate the terms of a mask function that depend on the query or on the key alone once for each row and column
+(``kernels/common/mask_function.cuh``), and those of a score function that depend on q - k alone once for each diagonal
+(``kernels/common/distance_terms.cuh``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .distances import in_distance
+from .expressions import Node, reachable
+from .operations import OPERATIONS
+
+__all__ = ["Terms", "distance_terms_of", "position_terms_of"]
+
+#: The most terms of a position or distance: a lane holds those of several in registers.
+_MOST = 4
+
+
+class Terms(NamedTuple):
+    """The terms of an expression.
+
+    Attributes
+    ----------
+    of_q, of_k : tuple of Node
+        They depend on the query but not on the key, and on the key but not on the query.
+    of_distance : tuple of Node
+        They depend on q - k.
+    """
+
+    of_q: tuple[Node, ...] = ()
+    of_k: tuple[Node, ...] = ()
+    of_distance: tuple[Node, ...] = ()
+
+    @property
+    def all(self) -> frozenset[Node]:
+        """The terms of every kind."""
+        return frozenset((*self.of_q, *self.of_k, *self.of_distance))
+
+    def besides(self, result: Node) -> list[Node]:
+        """The nodes of the expression that are no terms, nor parts of terms alone."""
+        terms = self.all
+        nodes = reachable([result], operands=lambda node: () if node in terms else node.operands)
+        return [node for node in nodes if node not in terms]
+
+
+def position_terms_of(result: Node) -> Terms:
+    """The largest parts of an expression that depend on one position and cost more than an addition of ints."""
+    nodes = reachable([result])
+    positions: dict[Node, frozenset[object]] = {}
+    costly: set[Node] = set()
+    for node in nodes:
+        own = {node.value} & {"q", "k"} if node.op == "input" else set()
+        positions[node] = frozenset(own).union(*(positions[x] for x in node.operands))
+        if positions[node] and (_costs(node) or not costly.isdisjoint(node.operands)):
+            costly.add(node)
+
+    def is_term(node: Node) -> bool:
+        return len(positions[node]) == 1 and node in costly and not node.varies
+
+    def below(node: Node) -> tuple[Node, ...]:
+        return () if is_term(node) or in_distance(node) is not None else node.operands
+
+    found: dict[object, list[Node]] = {"q": [], "k": []}
+    for node in reachable([result], operands=below):
+        if is_term(node):
+            (position,) = positions[node]
+            found[position].append(node)
+    if max(map(len, found.values())) > _MOST:
+        return Terms()
+    return Terms(tuple(found["q"]), tuple(found["k"]))
+
+
+def distance_terms_of(roots: Sequence[Node]) -> Terms:
+    """The largest parts of expressions that depend on q - k and on no more, and cost more than an addition of ints."""
+    varying: set[Node] = set()  # what depends on the distance
+    other: set[Node] = set()  # what depends on the score, or on positions in another way
+    costly: set[Node] = set()
+    for node in reachable(roots):
+        if in_distance(node) is not None:
+            varying.add(node)
+            continue
+        if (node.op == "input" and node.value in ("score", "q", "k")) or not other.isdisjoint(node.operands):
+            other.add(node)
+        elif not varying.isdisjoint(node.operands):
+            varying.add(node)
+            if _costs(node) or not costly.isdisjoint(node.operands):
+                costly.add(node)
+
+    def is_term(node: Node) -> bool:
+        return node in costly and not node.varies
+
+    nodes = reachable(roots, operands=lambda node: () if is_term(node) else node.operands)
+    found = tuple(node for node in nodes if is_term(node))
+    return Terms(of_distance=found) if len(found) <= _MOST else Terms()
+
+
+def _costs(node: Node) -> bool:
+    """True for what reads memory, is a loop, or takes several instructions."""
+    return node.op in ("element", "sum") or (node.op in OPERATIONS and OPERATIONS[node.op].rule in ("real", "whole"))

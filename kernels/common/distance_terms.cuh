@@ -1,0 +1,64 @@
+// The terms of the caller's score function that depend on q - k alone, such as learned relative positions, for the
+// elements of a fragment. Of a function without any nothing is left.
+#pragma once
+#include "common/fragment.cuh"
+#include "common/functions.cuh.j2"
+#include "common/score_tile.cuh"
+
+namespace fa2::common {
+
+// In the quad layout a warp's 16 rows and 8 kN8 columns have 8 kN8 + 15 distances, of which a lane has about half: each
+// evaluates every 32nd, and receives the others. Distances are numbered by column - row + 15. Rows are queries, or keys
+// with kTransposed.
+template <int kN8, bool kTransposed, class Real>
+class QuadDistances {
+    static constexpr int kOwn = ceil_div(8 * kN8 + 15, 32);
+
+  public:
+    __device__ __forceinline__ QuadDistances(const score_args_arrays& args, const ScoreTile& tile)
+        : lane_(tile.position.lane), first_(15 - lane_ / 4 + lane_ % 4 * 2) {
+        const int32 distance = tile.position.first_query - tile.position.first_key;
+#pragma unroll
+        for (int m = 0; m < kOwn; ++m) {
+            const int32 further = lane_ + 32 * m - 15;
+            own_[m] = distance_terms<Real>(args, tile.batch, tile.head, distance + (kTransposed ? further : -further));
+        }
+    }
+
+    // The terms of the element `columns` farther from the diagonal than the lane's first one; a compile-time number from
+    // -8 on. The lanes' numbers lie between columns + 8 and columns + 21, so that a lane has at most one of them.
+    __device__ __forceinline__ DistanceTerms<Real> at(int columns) const {
+        const int lowest = columns + 8, own = lowest / 32, begin = lowest % 32;
+        const bool crosses = begin + 13 >= 32;
+        const DistanceTerms<Real> terms = crosses && lane_ < begin ? own_[own + crosses] : own_[own];
+        return terms.of_lane(first_ + (columns & 31));
+    }
+
+  private:
+    const int32 lane_, first_;
+    DistanceTerms<Real> own_[kOwn];
+};
+
+// The terms of a fragment's elements, from left to right: those of elements 8 rows apart are used twice.
+template <int kN8, bool kTransposed, class Real>
+class DistanceWalk {
+  public:
+    __device__ __forceinline__ DistanceWalk(const score_args_arrays& args, const ScoreTile& tile)
+        : distances_(args, tile), before_{distances_.at(-8), distances_.at(-7)} {}
+
+    // The terms of column j, in the lane's first row and in its second.
+    struct Pair {
+        DistanceTerms<Real> row[2];
+    };
+    __device__ __forceinline__ Pair next(int j) {
+        const Pair pair = {distances_.at(QuadFragment<kN8>::col(j, 0)), before_[j % 2]};
+        before_[j % 2] = pair.row[0];
+        return pair;
+    }
+
+  private:
+    const QuadDistances<kN8, kTransposed, Real> distances_;
+    DistanceTerms<Real> before_[2];
+};
+
+}  // namespace fa2::common
