@@ -257,6 +257,12 @@ def settings_of(**options) -> FeatureSettings:
     return problem_from_arrays(*inputs_of("float32")[:3], **options).settings
 
 
+def test_a_function_that_is_a_soft_cap_is_that_setting():
+    assert settings_of(score_mod=mods.softcap(2.0)) == settings_of(softcap=2.0)
+    both = settings_of(score_mod=mods.softcap(2.0), softcap=3.0)
+    assert (both.score_mod, both.softcap) == (SCORE_MOD, 3.0)
+
+
 def test_every_feature_has_its_row_and_its_numbers():
     names = {"cu_seqlens" if name[:3] in ("cu_", "max") else name for name in FeatureKeywords.__annotations__}
     names -= {"seed", "score_args", "mask_args"}

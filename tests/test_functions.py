@@ -587,6 +587,27 @@ def test_whether_a_function_only_adds_to_the_score(function, adds):
     assert traced(function).adds is adds
 
 
+@pytest.mark.parametrize(
+    ("function", "cap"),
+    [
+        (mods.softcap(30), 30.0),
+        (mods.softcap(0.7), 0.7),
+        (lambda s, b, h, q, k: np.tanh(s * 0.125) * 8.0, 8.0),
+        (lambda s, b, h, q, k: np.tanh(s), None),
+        (lambda s, b, h, q, k: 8 * np.tanh(s), None),
+        (lambda s, b, h, q, k: 8 * np.tanh(s / 7), None),
+        (lambda s, b, h, q, k: 8 * np.tanh(q / 8), None),
+        (lambda s, b, h, q, k: 8 * np.sin(s / 8), None),
+        (lambda s, b, h, q, k: 8 * np.tanh(s / 8) + 1, None),
+        (lambda s, b, h, q, k: s * np.tanh(s / 8), None),
+        (mods.softcap(-3.0), None),
+        (mods.softcap(1e-300), None),
+    ],
+)
+def test_which_functions_are_soft_caps(function, cap):
+    assert traced(function).soft_cap == cap
+
+
 # -------------------------------------------------------------------------------------------------------------- terms
 
 TOKENS, LENGTHS = np.zeros((2, 5), "int32"), np.zeros(2, "int32")

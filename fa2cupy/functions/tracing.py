@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .built_in import soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
@@ -109,6 +110,11 @@ class Program:
     def adds(self) -> bool:
         """True if the derivative by the score is 1: the function adds something to the score."""
         return self.slope is not None and self.slope.is_constant and self.slope.value == 1
+
+    @functools.cached_property
+    def soft_cap(self) -> float | None:
+        """The cap if a score function is that of ``softcap=``."""
+        return soft_cap_of(self.result) if self.role == "score_mod" else None
 
     @functools.cached_property
     def loops(self) -> list[tuple[int, ...]]:

@@ -30,8 +30,10 @@ _programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakK
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
-    """``score_mod=`` and ``score_args=``."""
-    return _checked("score_mod", keywords)
+    """``score_mod=`` and ``score_args=``. A function that is a soft cap is the setting of that keyword."""
+    found = _checked("score_mod", keywords)
+    cap = found["score_mod"].program.soft_cap if found else None
+    return found if cap is None or keywords.get("softcap") is not None else {"softcap": cap}
 
 
 def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
