@@ -61,9 +61,11 @@ def default_tile(family: Family, operation: str, problem: AttentionProblem, devi
         No row applies.
     """
     kernel = (operation, problem.dtype, problem.head_dim)
-    used = set(problem.features)
+    used, function = set(problem.features), problem.settings.score_mod
     if problem.settings.block_mask is not None:
         used.discard("mask_mod")  # it is evaluated for mixed tiles alone, beside the main loop
+    if function is not None and function.program.is_short and function.program.adds:
+        used = used - {"score_mod"} | {"alibi_slopes"}  # it needs no more registers than ALiBi
     applying = [
         row.tile
         for row in family.tiles[operation]
