@@ -453,7 +453,7 @@ MUTANTS = {
         "forward", "kMasksByFunction = Spec::kMaskMod", "kMasksByFunction = false", "results",
     ),
     "a short function has one row only": (
-        "forward", "Fragment::col(j, 0), rows[i], terms))", "Fragment::col(j, 0), rows[0], terms))", "documents",
+        "forward", "Fragment::col(j, 0), rows_[i], terms))", "Fragment::col(j, 0), rows_[0], terms))", "documents",
     ),
     "a short function is evaluated at the first row": (
         "forward", "row + Fragment::row(i, 0), column + Fragment::col(j, 0), rows",
@@ -468,10 +468,10 @@ MUTANTS = {
     ),
     "bits of the first columns only": ("forward", "bits[i] << first", "bits[i]", "bits"),
     "the first columns again": ("forward", "column += Fragment::col(kAtOnce, 0);", "", "bits"),
-    "bits of other rows": ("forward", "visible[i][j / 32] & 1u", "visible[0][j / 32] & 1u", "bits"),
+    "bits of other rows": ("forward", "visible_[i][j / 32] & 1u", "visible_[0][j / 32] & 1u", "bits"),
     "a shift that is too small is kept": ("forward", "if (!kept) {", "if (false) {", "shifts"),
     "O keeps its scale where the shift moves": (
-        "forward", "p.set(scores_);\n                multiply_output(rescale);", "p.set(scores_);", "shifts",
+        "forward", "p.set(scores_);\n            multiply_output(rescale);", "p.set(scores_);", "shifts",
     ),
     "keys past the end are not looked for": (
         "forward", "if (first_key + keys > end_key(first_query)) return false;", "", "end",

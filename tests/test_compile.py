@@ -216,7 +216,7 @@ def test_default_kernel_compiles_within_the_hardware_limits(spec, default_kernel
 
 
 #: Largest accepted spills in bytes of kernels with functions: of `single_pass` by (dtype, head_dim), and of all others.
-SPILLED = {("bfloat16", 64): 1100, ("bfloat16", 128): 256, ("float32", 64): 128, ("float32", 128): 640}
+SPILLED = {("bfloat16", 64): 512, ("bfloat16", 128): 128, ("float32", 64): 128, ("float32", 128): 640}
 SPILLED_ELSEWHERE = 640
 
 
@@ -224,8 +224,8 @@ SPILLED_ELSEWHERE = 640
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim"),
     [
-        ("softcap", "bfloat16", 64), ("document", "bfloat16", 128), ("t5_relative", "bfloat16", 64),
-        ("t5_relative", "float32", 64), ("softcap", "float32", 128),
+        ("bounded", "bfloat16", 64), ("document", "bfloat16", 128), ("t5_relative", "bfloat16", 64),
+        ("t5_relative", "float32", 64), ("bounded", "float32", 128),
     ],
 )  # fmt: skip
 def test_kernels_with_functions_do_not_serialise_wgmma(name, dtype, head_dim):

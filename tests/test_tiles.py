@@ -190,6 +190,21 @@ def test_legal_configs_lists_legal_tiles_once_each_and_the_default_among_them(op
         assert choose_tile(operation, family, problem(dtype, head_dim), device) in tiles
 
 
+@pytest.mark.parametrize("operation", ["forward", "backward_dkdv"])
+def test_a_function_that_adds_little_has_the_tile_of_alibi(operation):
+    def tile(dtype: str, **settings) -> TileConfig:
+        call = problem(dtype).with_settings(FeatureSettings(**settings))
+        return choose_tile(operation, "sm90", call, H100)
+
+    slopes, table = np.zeros(4, "float32"), np.zeros((32, 4), "float32")
+    alibi = tile("float16", arrays=("alibi_slopes",))
+    little = bound_function("score_mod", mods.alibi(), (slopes,))
+    more = bound_function("score_mod", mods.t5_relative(), (table,))
+    assert tile("float16", score_mod=little) == alibi != tile("float16", score_mod=more)
+    # A larger tile of float32 would make the compiler serialise products.
+    assert tile("float32", score_mod=little) == tile("float32", score_mod=more)
+
+
 def test_legal_configs_refuses_what_does_not_exist():
     with pytest.raises(ValueError, match="operation: expected one of"):
         legal_configs("sideways", arch="sm_90")

@@ -112,6 +112,11 @@ class Program:
         return self.slope is not None and self.slope.is_constant and self.slope.value == 1
 
     @functools.cached_property
+    def adds_little(self) -> bool:
+        """True if a score function adds something that takes few operations and no registers for terms."""
+        return self.adds and self.is_short and not self.terms.all
+
+    @functools.cached_property
     def soft_cap(self) -> float | None:
         """The cap if a score function is that of ``softcap=``."""
         return soft_cap_of(self.result) if self.role == "score_mod" else None

@@ -15,6 +15,7 @@ class QuadDistances {
     static constexpr int kOwn = ceil_div(8 * kN8 + 15, 32);
 
   public:
+    QuadDistances() = default;
     __device__ __forceinline__ QuadDistances(const score_args_arrays& args, const ScoreTile& tile)
         : lane_(tile.position.lane), first_(15 - lane_ / 4 + lane_ % 4 * 2) {
         const int32 distance = tile.position.first_query - tile.position.first_key;
@@ -35,7 +36,7 @@ class QuadDistances {
     }
 
   private:
-    const int32 lane_, first_;
+    int32 lane_, first_;
     DistanceTerms<Real> own_[kOwn];
 };
 
@@ -43,8 +44,8 @@ class QuadDistances {
 template <int kN8, bool kTransposed, class Real>
 class DistanceWalk {
   public:
-    __device__ __forceinline__ DistanceWalk(const score_args_arrays& args, const ScoreTile& tile)
-        : distances_(args, tile), before_{distances_.at(-8), distances_.at(-7)} {}
+    __device__ __forceinline__ explicit DistanceWalk(const QuadDistances<kN8, kTransposed, Real>& distances)
+        : distances_(distances), before_{distances_.at(-8), distances_.at(-7)} {}
 
     // The terms of column j, in the lane's first row and in its second.
     struct Pair {

@@ -58,12 +58,13 @@ struct MaskFunction {
 template <class Fragment, class Function>
 class ColumnTerms {
   public:
-    __device__ __forceinline__ ColumnTerms(const Function& function, int32 first, int32 lane)
-        : function_(function), first_(first + Fragment::col(0, lane)) {}
-    __device__ __forceinline__ auto at(int j) const { return function_.of_column(first_ + Fragment::col(j, 0)); }
+    __device__ __forceinline__ ColumnTerms(const Function&, int32 first, int32 lane)
+        : first_(first + Fragment::col(0, lane)) {}
+    __device__ __forceinline__ auto at(const Function& function, int j) const {
+        return function.of_column(first_ + Fragment::col(j, 0));
+    }
 
   private:
-    const Function& function_;
     const int32 first_;
 };
 // In the quad layout, eight lanes have the same columns: each evaluates the terms of an eighth of them, and receives the
@@ -78,41 +79,65 @@ class ColumnTerms<QuadFragment<kN8>, Function> {
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) own_[j] = function.of_column(first + QuadFragment<kN8>::col(j, lane));
     }
-    __device__ __forceinline__ auto at(int j) const { return own_[j % kOwn].of_quad(j / kOwn); }
+    __device__ __forceinline__ auto at(const Function&, int j) const { return own_[j % kOwn].of_quad(j / kOwn); }
 
   private:
     decltype(static_cast<const Function*>(nullptr)->of_column(0)) own_[kOwn];
 };
 
-// Writes `value` over every element that the caller's mask function hides. Positions are a lane's first one, which the
-// compiler is to take as it is, and compile-time distances from it: so it finds what differences of positions have in
-// common. The truth values of a function of which much is left for each pair are collected as bits, in a loop that is
-// unrolled by a few columns only: a fragment leaves few registers for temporaries of the function.
-template <bool kTransposed, class Spec, class Fragment, class Record, class Real>
-__device__ __forceinline__ void hide_by_function(Fragment& scores, const Record& params, const ScoreTile& tile,
-                                                 Real value) {
+// What the caller's mask function hides of a fragment. The constructor evaluates what depends on a row or a column alone.
+// Positions are a lane's first one, which the compiler is to take as it is, and compile-time distances from it: so it
+// finds what differences of positions have in common.
+template <bool kTransposed, class Fragment, class Real, bool kIsShort = mask_args_arrays::kIsShort>
+class HiddenByFunction {
     using Function = MaskFunction<kTransposed, Real>;
-    constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols;
-    const auto [first_query, first_key, lane] = tile.position;
-    const Function function = {mask_args_of(params), tile.batch, tile.head};
-    const int32 row = as_if_new((kTransposed ? first_key : first_query) + Fragment::row(0, lane));
-    int32 column = as_if_new((kTransposed ? first_query : first_key) + Fragment::col(0, lane));
-    if constexpr (mask_args_arrays::kIsShort) {
-        const ColumnTerms<Fragment, Function> columns(function, kTransposed ? first_query : first_key, lane);
-        decltype(function.of_row(0)) rows[kRows];
+
+  public:
+    template <class Record>
+    __device__ __forceinline__ HiddenByFunction(const Record& params, const ScoreTile& tile)
+        : function_{mask_args_of(params), tile.batch, tile.head},
+          first_row_(kTransposed ? tile.position.first_key : tile.position.first_query),
+          first_column_(kTransposed ? tile.position.first_query : tile.position.first_key),
+          lane_(tile.position.lane),
+          columns_(function_, first_column_, lane_) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) rows[i] = function.of_row(row + Fragment::row(i, 0));
+        for (int i = 0; i < Fragment::kRows; ++i) rows_[i] = function_.of_row(first_row_ + Fragment::row(i, lane_));
+    }
+
+    __device__ __forceinline__ void hide(Fragment& scores, Real value) const {
+        const int32 row = as_if_new(first_row_ + Fragment::row(0, lane_));
+        const int32 column = as_if_new(first_column_ + Fragment::col(0, lane_));
 #pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-            const auto terms = columns.at(j);
+        for (int j = 0; j < Fragment::kCols; ++j) {
+            const auto terms = columns_.at(function_, j);
 #pragma unroll
-            for (int i = 0; i < kRows; ++i)
-                if (!function.shows(row + Fragment::row(i, 0), column + Fragment::col(j, 0), rows[i], terms))
+            for (int i = 0; i < Fragment::kRows; ++i)
+                if (!function_.shows(row + Fragment::row(i, 0), column + Fragment::col(j, 0), rows_[i], terms))
                     scores(i, j) = value;
         }
-    } else {
-        constexpr int kWords = ceil_div(kCols, 32), kAtOnce = min_of(kCols & -kCols, 8);
-        uint32 visible[kRows][kWords] = {};
+    }
+
+  private:
+    const Function function_;
+    const int32 first_row_, first_column_, lane_;
+    const ColumnTerms<Fragment, Function> columns_;
+    decltype(static_cast<const Function*>(nullptr)->of_row(0)) rows_[Fragment::kRows];
+};
+
+// The truth values of a function of which much is left for each pair are collected as bits, in a loop that is unrolled
+// by a few columns only: a fragment leaves few registers for temporaries of the function.
+template <bool kTransposed, class Fragment, class Real>
+class HiddenByFunction<kTransposed, Fragment, Real, false> {
+    static constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols;
+    static constexpr int kWords = ceil_div(kCols, 32), kAtOnce = min_of(kCols & -kCols, 8);
+
+  public:
+    template <class Record>
+    __device__ __forceinline__ HiddenByFunction(const Record& params, const ScoreTile& tile) {
+        const MaskFunction<kTransposed, Real> function = {mask_args_of(params), tile.batch, tile.head};
+        const auto [first_query, first_key, lane] = tile.position;
+        const int32 row = as_if_new((kTransposed ? first_key : first_query) + Fragment::row(0, lane));
+        int32 column = as_if_new((kTransposed ? first_query : first_key) + Fragment::col(0, lane));
 #pragma unroll
         for (int word = 0; word < kWords; ++word)
 #pragma unroll 1
@@ -124,32 +149,71 @@ __device__ __forceinline__ void hide_by_function(Fragment& scores, const Record&
                     for (int i = 0; i < kRows; ++i)
                         if (function.shows(row + Fragment::row(i, 0), column + Fragment::col(j, 0))) bits[i] |= 1u << j;
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) visible[i][word] |= bits[i] << first;
+                for (int i = 0; i < kRows; ++i) visible_[i][word] |= bits[i] << first;
                 column += Fragment::col(kAtOnce, 0);
             }
+    }
+
+    __device__ __forceinline__ void hide(Fragment& scores, Real value) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
 #pragma unroll
             for (int j = 0; j < kCols; ++j)
-                if (!(visible[i][j / 32] & 1u << j % 32)) scores(i, j) = value;
+                if (!(visible_[i][j / 32] & 1u << j % 32)) scores(i, j) = value;
     }
-}
 
-// Writes `value` over every element of a masked tile that is not visible. Most tiles that are masked for the sake of a
-// function lie inside the limits by position: then these are not looked at.
+  private:
+    uint32 visible_[kRows][kWords] = {};
+};
+
+// The mask of a tile. A main loop that waits for asynchronous products makes it before the wait, because it reads the
+// position of a listed tile and the arrays of the function in memory.
+template <bool kTransposed, class Spec, class Fragment, class Real, bool kByFunction = kMasksByFunction<Spec>>
+class TileMask {
+  public:
+    template <class Record>
+    __device__ __forceinline__ TileMask(const Record&, const ScoreTile& tile) : position_(tile.position) {}
+
+    // Writes `value` over every element that is not visible.
+    template <class Mask>
+    __device__ __forceinline__ void hide(Fragment& scores, const Mask& mask, Real value) const {
+        hide_by_position<kTransposed>(scores, mask, position_, value);
+    }
+
+  protected:
+    const TilePosition position_;
+};
+template <bool kTransposed, class Spec, class Fragment, class Real>
+class TileMask<kTransposed, Spec, Fragment, Real, true> : TileMask<kTransposed, Spec, Fragment, Real, false> {
+    using Base = TileMask<kTransposed, Spec, Fragment, Real, false>;
+    using Base::position_;
+
+  public:
+    template <class Record>
+    __device__ __forceinline__ TileMask(const Record& params, const ScoreTile& tile)
+        : Base(params, tile), hidden_(params, tile) {}
+
+    // Most tiles that are masked for the sake of a function lie inside the limits by position: then these are not looked
+    // at.
+    template <class Mask>
+    __device__ __forceinline__ void hide(Fragment& scores, const Mask& mask, Real value) const {
+        const int32 rows = Fragment::row(Fragment::kRows - 1, 31) + 1;
+        const int32 columns = Fragment::col(Fragment::kCols - 1, 31) + 1;
+        if (!mask.shows_all(position_.first_query, kTransposed ? columns : rows, position_.first_key,
+                            kTransposed ? rows : columns))
+            Base::hide(scores, mask, value);
+        hidden_.hide(scores, value);
+    }
+
+  private:
+    const HiddenByFunction<kTransposed, Fragment, Real> hidden_;
+};
+
+// Writes `value` over every element of a masked tile that is not visible.
 template <bool kTransposed, class Spec, class Fragment, class Mask, class Record, class Real>
 __device__ __forceinline__ void hide_scores(Fragment& scores, const Mask& mask, const Record& params,
                                             const ScoreTile& tile, Real value) {
-    if constexpr (kMasksByFunction<Spec>) {
-        const int32 rows = Fragment::row(Fragment::kRows - 1, 31) + 1;
-        const int32 columns = Fragment::col(Fragment::kCols - 1, 31) + 1;
-        if (!mask.shows_all(tile.position.first_query, kTransposed ? columns : rows, tile.position.first_key,
-                            kTransposed ? rows : columns))
-            hide_by_position<kTransposed>(scores, mask, tile.position, value);
-        hide_by_function<kTransposed, Spec>(scores, params, tile, value);
-    } else {
-        hide_by_position<kTransposed>(scores, mask, tile.position, value);
-    }
+    TileMask<kTransposed, Spec, Fragment, Real>(params, tile).hide(scores, mask, value);
 }
 
 }  // namespace fa2::common

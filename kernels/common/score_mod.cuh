@@ -126,6 +126,9 @@ struct HeadTerms<Spec, true> {
 
 template <class Spec>
 inline constexpr bool kHasHeadTerms = Spec::kAlibi;
+// The same for the terms of the caller's function (distance_terms.cuh), which are those of a tile.
+template <class Spec>
+inline constexpr bool kHasDistanceTerms = Spec::kScoreMod;
 
 template <class Spec, class Record>
 __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {
@@ -171,9 +174,9 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         return {query, key, distance, Spec::kScoreMod ? static_cast<Real>(query - key) : Real(0)};
     }
 
-    // Calls the caller's function on the products of `tile`, in place: they become natural scores, ahead of the cap.
+    // Calls the caller's function on products, in place: they become natural scores, ahead of the cap.
     template <class Fragment>
-    __device__ __forceinline__ void call(Fragment& x, const Position& first, const ScoreTile&) const {
+    __device__ __forceinline__ void call(Fragment& x, const Position& first) const {
         if constexpr (Spec::kScoreMod)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
@@ -184,9 +187,10 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
                 }
     }
     template <int kN8>
-    __device__ __forceinline__ void call(QuadFragment<kN8>& x, const Position& first, const ScoreTile& tile) const {
+    __device__ __forceinline__ void call(QuadFragment<kN8>& x, const Position& first,
+                                         const QuadDistances<kN8, false, Real>& distances) const {
         if constexpr (Spec::kScoreMod) {
-            DistanceWalk<kN8, false, Real> walk(score_args_of(params_), tile);
+            DistanceWalk<kN8, false, Real> walk(distances);
 #pragma unroll
             for (int j = 0; j < 2 * kN8; ++j) {
                 const auto terms = walk.next(j);

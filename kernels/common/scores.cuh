@@ -25,17 +25,20 @@ __device__ __forceinline__ void score_fragment(QuadFragment<kN8>& x, const Mod& 
         }
 }
 
-// Turns products into scores, which `score_scale` must still multiply. `terms`: the HeadTerms, if already loaded.
-// `held`: the score array that the warp holds, or ArraysInMemory (held_array.cuh).
+// Turns products into scores, which `score_scale` must still multiply. `distances`: the terms of the caller's function
+// that depend on the distance. `terms`: the HeadTerms, if already loaded. `held`: the score array that the warp holds, or
+// ArraysInMemory (held_array.cuh).
 template <class Spec, int kN8, class Record, class Held, class... Terms>
 __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragment<kN8>& scores, const Record& params,
-                                                   const ScoreTile& tile, const Terms&... terms) {
+                                                   const ScoreTile& tile,
+                                                   const QuadDistances<kN8, false, float>& distances,
+                                                   const Terms&... terms) {
     if constexpr (kModifiesScores<Spec>) {
         using Fragment = QuadFragment<kN8>;
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec, Held::kInMemory>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
-        mod.call(scores, first, tile);
+        mod.call(scores, first, distances);
         mod.cap(scores);
         if (mod.template is_regular<8 * (kN8 - 1) + 1>(first.query, first.key))
             score_fragment<true>(scores, mod, first, held);
@@ -46,7 +49,7 @@ __device__ __forceinline__ void modify_scores_with(const Held& held, QuadFragmen
 template <class Spec, int kN8, class Record, class... Terms>
 __device__ __forceinline__ void modify_scores(QuadFragment<kN8>& scores, const Record& params, const ScoreTile& tile,
                                               const Terms&... terms) {
-    modify_scores_with<Spec>(ArraysInMemory{}, scores, params, tile, terms...);
+    modify_scores_with<Spec>(ArraysInMemory{}, scores, params, tile, {score_args_of(params), tile}, terms...);
 }
 // The same for other fragments, one element at a time.
 template <class Spec, class Fragment, class Record, class... Terms>
@@ -56,7 +59,7 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec>(params, tile, terms...);
         const auto first = mod.position(first_query + Fragment::row(0, lane), first_key + Fragment::col(0, lane));
-        mod.call(scores, first, tile);
+        mod.call(scores, first);
         mod.cap(scores);
 #pragma unroll
         for (int j = 0; j < Fragment::kCols; ++j)

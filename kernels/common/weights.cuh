@@ -95,6 +95,7 @@ __device__ __forceinline__ void weigh(QuadFragment<kN8>& x, P& p, bool masked, c
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class Held, class... Terms>
 __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment<kN8>& x, P& p, bool masked,
                                                   const Record& params, const ScoreTile& tile, Lse lse,
+                                                  const QuadDistances<kN8, kTransposed, float>& distances,
                                                   const Terms&... terms) {
     using Fragment = QuadFragment<kN8>;
     const auto [first_query, first_key, lane] = tile.position;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
     const auto first = mod.position(first_query + (kTransposed ? Fragment::col(0, lane) : Fragment::row(0, lane)),
                                     first_key + (kTransposed ? Fragment::row(0, lane) : Fragment::col(0, lane)));
     const float scale = score_scale<Spec>(params);
-    const DistanceWalk<kN8, kTransposed, float> walk(score_args_of(params), tile);
+    const DistanceWalk<kN8, kTransposed, float> walk(distances);
     if constexpr (!Spec::kScoreMod) mod.cap(x);  // otherwise the function comes first
     if (kMasksByFunction<Spec> && masked)
         weigh<kTransposed, false, kMasksByFunction<Spec>, Spec>(x, p, true, mod, mask, first, scale, lse, held, walk);
@@ -115,7 +116,8 @@ __device__ __forceinline__ void take_weights_with(const Held& held, QuadFragment
 template <bool kTransposed, class Spec, int kN8, class P, class Record, class Lse, class... Terms>
 __device__ __forceinline__ void take_weights(QuadFragment<kN8>& x, P& p, bool masked, const Record& params,
                                              const ScoreTile& tile, Lse lse, const Terms&... terms) {
-    take_weights_with<kTransposed, Spec>(ArraysInMemory{}, x, p, masked, params, tile, lse, terms...);
+    take_weights_with<kTransposed, Spec>(ArraysInMemory{}, x, p, masked, params, tile, lse,
+                                         {score_args_of(params), tile}, terms...);
 }
 // The same for other fragments, one element at a time.
 template <bool kTransposed, class Spec, class Fragment, class P, class Record, class Lse>

@@ -107,6 +107,9 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
         Base::template start_scores<kFromStatistic>(scores, statistic);
         Base::template issue_scores<kFromStatistic>(scores, own_operand_, scores_operand_ + offset, statistic);
+        constexpr bool kMasksScores = kProbability && kMasked;
+        const auto mask = Base::template mask_ahead<kMasksScores>(step, own_.first_key);
+        const auto distances = Base::distances_ahead(step, own_.first_key);
         wgmma_wait<0>();
         pin(scores);
         // If the product does not start from the statistic, it is read later, with P or dS: the stage is released then.
@@ -114,11 +117,12 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         if constexpr (!kReadsStatistic) arrive(kProbability ? empty_query : empty_dout);
         Rounded rounded;
         if constexpr (kProbability && common::kTakesWeights<Spec>) {
-            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms);
+            Base::template take_weights<kMasked>(scores, rounded, step, own_.first_key, memory_.lse(stage), terms,
+                                                 distances);
             give_p(scores);
         } else {
             if constexpr (kProbability) {
-                Base::template exponentiate<kMasked>(scores, step, own_.first_key);
+                Base::template exponentiate<kMasked>(scores, step, own_.first_key, mask);
                 give_p(scores);
             } else {
                 take_p(scores, step, memory_.delta(stage));

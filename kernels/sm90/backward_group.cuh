@@ -121,13 +121,27 @@ class BackwardGroup {
         pin(x);
     }
 
-    // Replaces S^T - lse / scale by P^T. Masked elements and queries without a visible key have -inf, and thus P = 0.
+    // The mask of a step's scores. Under a sparse map it is made while S^T is in flight, or else where it is needed.
+    static constexpr bool kMasksAhead = common::kListsTiles<Spec> && !common::kTakesWeights<Spec>;
+    using TileMask = common::TileMask<true, Spec, Scores, float>;
+    struct NoMask {};
     template <bool kMasked>
-    __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key) const {
-        if (needs_mask<kMasked>(step)) {
-            common::hide_scores<true, Spec>(x, common::mask_of<Spec>(params_), params_, score_tile(step, first_key),
-                                            -common::infinity<float>());
-        }
+    __device__ __forceinline__ auto mask_ahead(const QueryStep& step, int32 first_key) const {
+        if constexpr (kMasked && kMasksAhead)
+            return TileMask(params_, score_tile(step, first_key));
+        else
+            return NoMask{};
+    }
+
+    // Replaces S^T - lse / scale by P^T. Masked elements and queries without a visible key have -inf, and thus P = 0.
+    template <bool kMasked, class MaskAhead>
+    __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key,
+                                                 const MaskAhead& ahead) const {
+        const auto mask = common::mask_of<Spec>(params_);
+        if constexpr (kMasked && kMasksAhead)
+            ahead.hide(x, mask, -common::infinity<float>());
+        else if (needs_mask<kMasked>(step))
+            common::hide_scores<true, Spec>(x, mask, params_, score_tile(step, first_key), -common::infinity<float>());
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
@@ -138,27 +152,38 @@ class BackwardGroup {
         return common::head_terms<Spec>(params_, own_.batch, own_.at(step).head);
     }
 
+    // The terms of the caller's score function that depend on the distance: made while S^T is in flight.
+    using Distances = common::QuadDistances<kBr / 8, true, float>;
+    __device__ __forceinline__ Distances distances_ahead(const QueryStep& step, int32 first_key) const {
+        if constexpr (common::kHasDistanceTerms<Spec>)
+            return {common::score_args_of(params_), score_tile(step, first_key)};
+        else
+            return {};
+    }
+
     // Replaces S^T by the factor of dP^T - delta, and writes P^T for dV, rounded, to `p` (common/weights.cuh).
     template <bool kMasked>
     __device__ __forceinline__ void take_weights(Scores& x, Rounded& p, const QueryStep& step, int32 first_key,
-                                                 uint32 statistic, const common::HeadTerms<Spec>& terms) const {
+                                                 uint32 statistic, const common::HeadTerms<Spec>& terms,
+                                                 const Distances& distances) const {
         if constexpr (Shape::kHoldsArray) {
             if (Held::Tile::takes(params_)) {
                 Held::Tile::wait(held_address(first_key), lane_);
                 take_weights_with<kMasked>(Held(held_address(first_key), lane_), x, p, step, first_key, statistic,
-                                           terms);
+                                           terms, distances);
                 return;
             }
         }
-        take_weights_with<kMasked>(common::ArraysInMemory{}, x, p, step, first_key, statistic, terms);
+        take_weights_with<kMasked>(common::ArraysInMemory{}, x, p, step, first_key, statistic, terms, distances);
     }
     template <bool kMasked, class Held>
     __device__ __forceinline__ void take_weights_with(const Held& held, Scores& x, Rounded& p, const QueryStep& step,
                                                       int32 first_key, uint32 statistic,
-                                                      const common::HeadTerms<Spec>& terms) const {
+                                                      const common::HeadTerms<Spec>& terms,
+                                                      const Distances& distances) const {
         common::take_weights_with<true, Spec>(
             held, x, p, needs_mask<kMasked>(step), params_, score_tile(step, first_key),
-            [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, terms);
+            [&](int, int j) { return kFromLse ? 0.0f : -statistic_of(statistic, j); }, distances, terms);
     }
 
     // Starts to load the score array of the first step for this warp's 16 keys, of the group's from `first_key` on.

@@ -114,6 +114,8 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
         mbarrier_wait(memory_.full_dout(stage), parity);
         Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
+        const auto mask = Base::template mask_ahead<kMasked>(step, own_.first_key + kGroup * kGroupRows);
+        const auto distances = Base::distances_ahead(step, own_.first_key + kGroup * kGroupRows);
         wgmma_wait<0>();
         pin(scores);
         Base::template issue_scores<Base::kFromDelta>(derivatives, value_operand_, dout_operand_ + offset,
@@ -121,9 +123,9 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         if (kWithDq && is_first_ && kGroup == 0) barrier_arrive(Base::kStartBarrier, 2 * kGroupThreads);
         if constexpr (common::kTakesWeights<Spec>) {
             Base::template take_weights<kMasked>(scores, p, step, own_.first_key + kGroup * kGroupRows,
-                                                 memory_.lse(stage), terms);
+                                                 memory_.lse(stage), terms, distances);
         } else {
-            Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows);
+            Base::template exponentiate<kMasked>(scores, step, own_.first_key + kGroup * kGroupRows, mask);
             p.set(scores);
         }
         Base::issue_gradient(dv_, p, dout_operand_ + offset + kQueryRows);

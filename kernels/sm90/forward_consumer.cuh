@@ -35,7 +35,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::wait_for_box;
+        Base::output_box, Base::score_tile, Base::tile_mask, Base::wait_for_box, typename Base::TileMask;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -107,7 +107,9 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             if (Shape::kQueryBuffers == 2 && !is_last) {
                 skip_keys(keys);
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-                issue_both(p);
+                start_both(p);
+                load_distances(next, keys.end - 1);
+                wait_for_scores();
                 begin_rows(next, keys, next_softmax);
                 pin_exponentials(next_softmax);
                 wait_for_output();
@@ -143,7 +145,9 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // From P of the present key tile to P of the next one, `block`, which needs no mask.
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
-        issue_both(present);
+        start_both(present);
+        load_distances(tile, block);
+        wait_for_scores();
         if constexpr (!common::kCapsLate<Spec>) modify(tile, block, is_last);
         if (is_last) release_query();
         float rescale[2];
@@ -157,30 +161,46 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (__builtin_expect(!kept, 0)) multiply_output(rescale);
     }
 
-    // The same for a key tile that needs the mask. Without a sparse map these are few, so the shift is always updated to
-    // the row maximum, without an attempt to keep it. Under a map they may be most of all.
+    // The same for a key tile that needs the mask. These are few, so the shift is always updated to the row maximum,
+    // without an attempt to keep it.
     __device__ __forceinline__ void masked_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                 Probabilities& p) {
-        issue_both(p);
+        if constexpr (common::kListsTiles<Spec>) {
+            masked_listed_step(tile, block, p);
+            return;
+        }
+        start_both(p);
+        load_distances(tile, block);
+        wait_for_scores();
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        mask(scores_, tile, block);
+        mask(scores_, tile, tile_mask(tile, block));
         float rescale[2];
-        if constexpr (common::kListsTiles<Spec>) {
-            wait_for_output();
-            const bool kept = softmax_.has_shifts() &&
-                              softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
-            if (!kept) {
-                softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-                p.set(scores_);
-                multiply_output(rescale);
-            }
-        } else {
+        softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
+        pin_exponentials(softmax_);
+        wait_for_output();
+        multiply_output(rescale);
+        p.set(scores_);
+        drop(tile, block, p);
+    }
+
+    // The same under a sparse map, where the tiles that need the mask may be most of all.
+    __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
+        start_both(p);
+        const TileMask of_tile = tile_mask(tile, block);
+        load_distances(tile, block);
+        wait_for_scores();
+        if (block == 0) release_query();
+        modify(tile, block, block == 0);
+        mask(scores_, tile, of_tile);
+        wait_for_output();
+        float rescale[2];
+        const bool kept =
+            softmax_.has_shifts() && softmax_.template try_row_shift<2>(scores_, common::score_scale<Spec>(params_), p);
+        if (!kept) {
             softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
-            pin_exponentials(softmax_);
-            wait_for_output();
-            multiply_output(rescale);
             p.set(scores_);
+            multiply_output(rescale);
         }
         drop(tile, block, p);
     }
@@ -204,6 +224,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         issue_scores();
+        load_distances(tile, keys.end - 1);
         wgmma_wait<0>();
         pin(scores_);
         release_key();
@@ -215,7 +236,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
         if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
-            mask(scores_, tile, block);
+            mask(scores_, tile, tile_mask(tile, block));
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
@@ -232,10 +253,15 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void modify(const TileInSlot& tile, int32 block, bool is_last) {
         if constexpr (common::kModifiesScores<Spec>) Base::with_array(*this, tile, block, false, is_last);
     }
+    // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
+    __device__ __forceinline__ void load_distances(const TileInSlot& tile, int32 block) {
+        if constexpr (common::kHasDistanceTerms<Spec>)
+            distances_ = {common::score_args_of(params_), score_tile(tile, block)};
+    }
     template <class Held>
     __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
         common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                         static_cast<const Terms&>(*this));
+                                         distances_, static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
@@ -276,14 +302,16 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------------------- products
 
-    // On return the scores are complete; the output is still in flight.
-    __device__ __forceinline__ void issue_both(const Probabilities& p) {
+    __device__ __forceinline__ void start_both(const Probabilities& p) {
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         if constexpr (kTakeTurns) wait_for_turn();
         issue_scores();
         mbarrier_wait(memory_.full_value(values_.slot()), values_.parity());
         issue_output(p);
         if constexpr (kTakeTurns) pass_turn();
+    }
+    // On return the scores are complete; the output is still in flight.
+    __device__ __forceinline__ void wait_for_scores() {
         wgmma_wait<1>();
         pin(scores_);
         release_key();
@@ -396,6 +424,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     Scores scores_;
     Output output_;
     Softmax softmax_;
+    common::QuadDistances<kBc / 8, false, float> distances_;  // of the scores that are computed next
 };
 
 }  // namespace fa2::sm90
