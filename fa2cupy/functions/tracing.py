@@ -147,6 +147,10 @@ class Program:
         )
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # each call with the function looks it up
         return hash((self.role, self.text))
 
     @property

@@ -121,14 +121,17 @@ def _split(
 
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
-    keywords = _with_programs(keywords)
     arrays: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     for name, x in keywords.items():
-        if not (name in _ARRAYS or name.endswith("]")):
+        if name in _ARRAYS:
+            if x is not None:
+                arrays[name] = x
+        elif name not in _OF_FUNCTIONS:
             scalars[name] = x
-        elif x is not None:
-            arrays[name] = x
+    if not _OF_FUNCTIONS.isdisjoint(keywords):
+        for role, args in _ROLES:
+            _add_function(role, args, keywords, arrays, scalars)
     sparse = scalars.get("block_mask")
     if isinstance(sparse, BlockMask):
         arrays["block_mask"], scalars["block_mask"] = sparse.states, sparse.layout
@@ -143,26 +146,25 @@ def _split(
     return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
 
 
-def _with_programs(keywords: Mapping[str, object]) -> Mapping[str, object]:
-    """The keywords, with traced functions for those of the caller's, and each of their arrays under its own name.
+def _add_function(
+    role: str, args: str, keywords: Mapping[str, object], arrays: dict[str, Any], scalars: dict[str, Any]
+) -> None:
+    """Adds the traced function of a role to the scalars, and each of its arrays under its own name.
 
     A call is then prepared once for functions that compute the same, and prepared calls keep no function alive.
     """
-    if _OF_FUNCTIONS.isdisjoint(keywords):
-        return keywords
-    found = {name: x for name, x in keywords.items() if name not in _OF_FUNCTIONS}
-    for role, args in _ROLES:
-        function: Any = keywords.get(role)
-        given = sequence_of(args, keywords.get(args, ()))
-        if function is not None:
-            found[role] = program_of(role, function, given)
-        elif given:
-            raise ValueError(f"{args}: there is no {role}")
-        for name, array in zip(_names(args, len(given)), given, strict=True):
-            if array.size == 0:
-                raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
-            found[name] = array
-    return found
+    function: Any = keywords.get(role)
+    given: Any = keywords.get(args, ())
+    if function is not None:
+        scalars[role] = program_of(role, function, given)
+    elif sequence_of(args, given):
+        raise ValueError(f"{args}: there is no {role}")
+    if not given:
+        return
+    for name, array in zip(_names(args, len(given)), given, strict=True):
+        if array.size == 0:
+            raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
+        arrays[name] = array
 
 
 @functools.lru_cache(maxsize=None)

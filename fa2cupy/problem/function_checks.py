@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 
+#: Keywords of arrays, by role.
+_ARGS = {"score_mod": "score_args", "mask_mod": "mask_args"}
 #: Programs whose arrays have been checked, by function.
 _programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +44,7 @@ def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, An
 
 
 def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    function, name = keywords.get(role), _args_name(role)
+    function, name = keywords.get(role), _ARGS[role]
     arrays = sequence_of(name, keywords.get(name, ()))
     if function is None:
         if arrays:
@@ -56,7 +58,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
 
     The checks of CuPy arrays depend on what the key has of them, so that they are made once.
     """
-    given = sequence_of(_args_name(role), arrays)
+    given = sequence_of(_ARGS[role], arrays)
     try:
         key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in given]))
         return _programs[function][key]
@@ -69,7 +71,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
 
 
 def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Program:
-    name = _args_name(role)
+    name = _ARGS[role]
     named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
     if named:
         array_backend(named)
@@ -83,7 +85,7 @@ def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Prog
 def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
     """The same with what kernels depend on of the arrays."""
     program = program_of(role, function, arrays)
-    given = sequence_of(_args_name(role), arrays)
+    given = sequence_of(_ARGS[role], arrays)
     summed = {axis for axes in program.loops for axis in axes}
     lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
     return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
@@ -104,10 +106,6 @@ def floating_arguments(keywords: Mapping[str, Any]) -> dict[str, Array]:
     if arrays:
         array_backend(arrays)
     return {name: array for name, array in arrays.items() if argument_kind(name, array).kind == FLOAT}
-
-
-def _args_name(role: str) -> str:
-    return role.replace("mod", "args")
 
 
 def sequence_of(name: str, arrays: Any) -> Sequence[Any]:
