@@ -47,20 +47,21 @@ class BackwardProducer {
     }
 
     __device__ void load_tiles() const {
-        QueryStep step = own_.first_step();
+        QueryStep step = own_.first_step(), own = own_.at(step);
         RingPosition<Shape::kStages> ring;
         load_keys(maps_.k, memory_.key(), memory_.full_key());
-        load_queries(maps_.q, memory_.query(0), memory_.full_query(0), step);
+        load_queries(maps_.q, memory_.query(0), memory_.full_query(0), own);
         load_keys(maps_.v, memory_.value(), memory_.full_value());
-        load_queries(maps_.dout, memory_.dout(0), memory_.full_dout(0), step);
+        load_queries(maps_.dout, memory_.dout(0), memory_.full_dout(0), own);
 #pragma unroll 1
         for (advance(step); is_valid(step); advance(step)) {
             ring.advance();
             const uint32 stage = ring.slot();
+            own = own_.at(step);  // reads a list's entry ahead of the wait
             mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);
-            load_queries(maps_.q, memory_.query(stage), memory_.full_query(stage), step);
+            load_queries(maps_.q, memory_.query(stage), memory_.full_query(stage), own);
             mbarrier_wait(memory_.empty_dout(stage), ring.parity() ^ 1);
-            load_queries(maps_.dout, memory_.dout(stage), memory_.full_dout(stage), step);
+            load_queries(maps_.dout, memory_.dout(stage), memory_.full_dout(stage), own);
         }
     }
 
@@ -72,8 +73,7 @@ class BackwardProducer {
                            own_.head, own_.batch);
     }
 
-    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& step) const {
-        const QueryStep own = own_.at(step);
+    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& own) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
