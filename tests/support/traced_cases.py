@@ -43,7 +43,7 @@ def bounded(score, b, h, q, k):
 
 def relative(score, b, h, q, k, table):
     """A function with a number of its own for each distance, by which it multiplies and which it adds."""
-    return score * (1 + 0.1 * table[h, q - k + 200]) + table[h, k - q + 200]
+    return score * (1 + 0.1 * table[h, (q - k) % 401]) + table[h, (k - q) % 401]
 
 
 def ready_made(batch: int, heads: int, seqlen_q: int, seqlen_k: int, wide: str = "float32") -> dict[str, Case]:
