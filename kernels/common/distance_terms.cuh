@@ -40,6 +40,18 @@ class QuadDistances {
     DistanceTerms<Real> own_[kOwn];
 };
 
+// Those of the tile whose scores a main loop computes next; empty for a kernel without a function.
+template <class Spec, int kN8, bool kTransposed, bool kHasTerms = Spec::kScoreMod>
+struct TileDistances {
+    __device__ __forceinline__ QuadDistances<kN8, kTransposed, float> distances() const { return {}; }
+};
+template <class Spec, int kN8, bool kTransposed>
+struct TileDistances<Spec, kN8, kTransposed, true> {
+    QuadDistances<kN8, kTransposed, float> terms;
+
+    __device__ __forceinline__ const QuadDistances<kN8, kTransposed, float>& distances() const { return terms; }
+};
+
 // The terms of a fragment's elements, from left to right: those of elements 8 rows apart are used twice.
 template <int kN8, bool kTransposed, class Real>
 class DistanceWalk {

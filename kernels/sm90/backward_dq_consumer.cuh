@@ -52,7 +52,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     using Memory = QueryTileMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::tile_mask;
+        Base::output_box, Base::score_tile;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -163,7 +163,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             Base::with_array(*this, tile, block, masked, block == (kLeftLimit ? keys.begin : 0));
             return;
         }
-        if (masked) mask(scores_, tile, tile_mask(tile, block));
+        if (masked) mask(scores_, tile, block);
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
@@ -177,8 +177,15 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         common::Unused unused;
         common::take_weights_with<false, Spec>(
             held, scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
-            [&](int i, int) { return -minus_lse_[i]; }, {common::score_args_of(params_), score_tile(tile, block)},
-            static_cast<const Terms&>(*this));
+            [&](int i, int) { return -minus_lse_[i]; }, distances(tile, block), static_cast<const Terms&>(*this));
+    }
+
+    __device__ __forceinline__ common::QuadDistances<kBc / 8, false, float> distances(const TileInSlot& tile,
+                                                                                      int32 block) const {
+        if constexpr (common::kHasDistanceTerms<Spec>)
+            return {common::score_args_of(params_), score_tile(tile, block)};
+        else
+            return {};
     }
 
     __device__ __forceinline__ void finish_ds(const TileInSlot& tile, const GroupKeys& keys, int32 block) {

@@ -26,16 +26,17 @@
 
 namespace fa2::sm90 {
 
-// HeadTerms is a base class so that it takes no space when empty (empty-base optimisation).
+// HeadTerms and TileDistances are base classes so that they take no space when empty (empty-base optimisation).
 template <class Spec>
 class ForwardConsumer : common::HeadTerms<Spec>,
+                        common::TileDistances<Spec, Spec::kBc / 8, false>,
                         QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileConsumer<Spec, Shape, Memory>;
     using Base::first_row, Base::load_array, Base::make_positions_uniform, Base::mask, Base::multiply_keys,
-        Base::output_box, Base::score_tile, Base::tile_mask, Base::wait_for_box, typename Base::TileMask;
+        Base::output_box, Base::score_tile, Base::wait_for_box, typename Base::TileMask;
     using Base::group_, Base::lane_, Base::memory_, Base::params_, Base::warp_;
     using Base::kBc, Base::kBr, Base::kD, Base::kLeftLimit, Base::kRightLimit;
     using Base::keys_, Base::queries_, Base::release_key, Base::release_value, Base::tiles_, Base::values_;
@@ -107,9 +108,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             if (Shape::kQueryBuffers == 2 && !is_last) {
                 skip_keys(keys);
                 mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
-                start_both(p);
-                load_distances(next, keys.end - 1);
-                wait_for_scores();
+                issue_both(p, next, keys.end - 1);
                 begin_rows(next, keys, next_softmax);
                 pin_exponentials(next_softmax);
                 wait_for_output();
@@ -145,9 +144,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // From P of the present key tile to P of the next one, `block`, which needs no mask.
     __device__ __forceinline__ void step(const TileInSlot& tile, int32 block, Probabilities& present,
                                          Probabilities& next, bool is_last) {
-        start_both(present);
-        load_distances(tile, block);
-        wait_for_scores();
+        issue_both(present, tile, block);
         if constexpr (!common::kCapsLate<Spec>) modify(tile, block, is_last);
         if (is_last) release_query();
         float rescale[2];
@@ -169,12 +166,10 @@ class ForwardConsumer : common::HeadTerms<Spec>,
             masked_listed_step(tile, block, p);
             return;
         }
-        start_both(p);
-        load_distances(tile, block);
-        wait_for_scores();
+        issue_both(p, tile, block);
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
-        mask(scores_, tile, tile_mask(tile, block));
+        mask(scores_, tile, block);
         float rescale[2];
         softmax_.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
         pin_exponentials(softmax_);
@@ -187,7 +182,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // The same under a sparse map, where the tiles that need the mask may be most of all.
     __device__ __forceinline__ void masked_listed_step(const TileInSlot& tile, int32 block, Probabilities& p) {
         start_both(p);
-        const TileMask of_tile = tile_mask(tile, block);
+        const TileMask of_tile(params_, score_tile(tile, block));
         load_distances(tile, block);
         wait_for_scores();
         if (block == 0) release_query();
@@ -236,7 +231,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         if (block == (kLeftLimit ? keys.begin : 0)) release_query();
         modify(tile, block, block == (kLeftLimit ? keys.begin : 0));
         if (block >= keys.full_end || (kLeftLimit && block < (kLeftLimit ? keys.full_begin : 0)))
-            mask(scores_, tile, tile_mask(tile, block));
+            mask(scores_, tile, block);
         float rescale[2];
         softmax.reset();
         softmax.update_raw(scores_, common::score_scale<Spec>(params_), rescale);
@@ -256,12 +251,12 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
     __device__ __forceinline__ void load_distances(const TileInSlot& tile, int32 block) {
         if constexpr (common::kHasDistanceTerms<Spec>)
-            distances_ = {common::score_args_of(params_), score_tile(tile, block)};
+            this->terms = {common::score_args_of(params_), score_tile(tile, block)};
     }
     template <class Held>
     __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {
         common::modify_scores_with<Spec>(held, scores_, record_of<Spec>(params_, tile), score_tile(tile, block),
-                                         distances_, static_cast<const Terms&>(*this));
+                                         this->distances(), static_cast<const Terms&>(*this));
     }
     __device__ __forceinline__ void drop(const TileInSlot& tile, int32 block, Probabilities& p) const {
         if constexpr (common::kDrops<Spec>) common::drop<Spec>(p, params_, score_tile(tile, block));
@@ -302,6 +297,12 @@ class ForwardConsumer : common::HeadTerms<Spec>,
 
     // ------------------------------------------------------------------------------------------------------- products
 
+    // On return the scores of key tile `block` are complete; the output is still in flight.
+    __device__ __forceinline__ void issue_both(const Probabilities& p, const TileInSlot& tile, int32 block) {
+        start_both(p);
+        load_distances(tile, block);
+        wait_for_scores();
+    }
     __device__ __forceinline__ void start_both(const Probabilities& p) {
         mbarrier_wait(memory_.full_key(keys_.slot()), keys_.parity());
         if constexpr (kTakeTurns) wait_for_turn();
@@ -310,7 +311,6 @@ class ForwardConsumer : common::HeadTerms<Spec>,
         issue_output(p);
         if constexpr (kTakeTurns) pass_turn();
     }
-    // On return the scores are complete; the output is still in flight.
     __device__ __forceinline__ void wait_for_scores() {
         wgmma_wait<1>();
         pin(scores_);
@@ -424,7 +424,6 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     Scores scores_;
     Output output_;
     Softmax softmax_;
-    common::QuadDistances<kBc / 8, false, float> distances_;  // of the scores that are computed next
 };
 
 }  // namespace fa2::sm90

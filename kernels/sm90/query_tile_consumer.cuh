@@ -59,18 +59,20 @@ class QueryTileConsumer {
         own.use_array(common::ArraysInMemory{}, tile, block, masked);
     }
 
-    // The mask of this warp's scores of key tile `block`, and what hides them by it.
-    using TileMask = common::TileMask<false, Spec, QuadFragment<kBc / 8>, float>;
-    __device__ __forceinline__ TileMask tile_mask(const TileInSlot& tile, int32 block) const {
+    template <class Scores>
+    __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, int32 block) const {
         if constexpr (common::kListsTiles<Spec>) {
-            return {params_, score_tile(tile, block)};
+            mask(scores, tile, TileMask(params_, score_tile(tile, block)));
         } else {  // reads neither batch nor head from the slot
             if constexpr (Spec::kSplit) block += tile.first_key_tile();
-            return {params_, {0, 0, {first_row(tile), block * kBc, lane_}}};
+            common::mask_scores(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)),
+                                {first_row(tile), block * kBc, lane_}, -common::infinity<float>());
         }
     }
-    __device__ __forceinline__ void mask(QuadFragment<kBc / 8>& scores, const TileInSlot& tile,
-                                         const TileMask& of_tile) const {
+    // The same for a listed key tile whose mask has been made.
+    using TileMask = common::TileMask<false, Spec, QuadFragment<kBc / 8>, float>;
+    template <class Scores>
+    __device__ __forceinline__ void mask(Scores& scores, const TileInSlot& tile, const TileMask& of_tile) const {
         of_tile.hide(scores, common::mask_of<Spec>(record_of<Spec>(params_, tile)), -common::infinity<float>());
     }
 

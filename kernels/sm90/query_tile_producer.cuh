@@ -38,7 +38,8 @@ class QueryTileProducer {
 
     __device__ void load_key(const Tile& tile, int32 block) {
         const uint32 stage = keys_.slot();
-        const int32 key_tile = key_tile_at(tile, block);
+        int32 key_tile = block;
+        if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_key(stage), keys_.parity() ^ 1);
         load_keys(params_.k, memory_.key(stage), memory_.full_key(stage), tile, key_tile);
         keys_.advance();
@@ -46,7 +47,8 @@ class QueryTileProducer {
 
     __device__ void load_value(const Tile& tile, int32 block) {
         const uint32 stage = values_.slot();
-        const int32 key_tile = key_tile_at(tile, block);
+        int32 key_tile = block;
+        if constexpr (common::kListsTiles<Spec>) key_tile = tile.list.entries[block];  // ahead of the wait
         mbarrier_wait(memory_.empty_value(stage), values_.parity() ^ 1);
         load_keys(params_.v, memory_.value(stage), memory_.full_value(stage), tile, key_tile);
         values_.advance();
@@ -60,12 +62,6 @@ class QueryTileProducer {
     RingPosition<kTileSlots> tiles_;
 
   private:
-    // Reads a list's entry ahead of the wait for a stage.
-    __device__ static int32 key_tile_at(const Tile& tile, int32 block) {
-        if constexpr (common::kListsTiles<Spec>) return tile.list.entries[block];
-        return block;
-    }
-
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile, int32 key_tile) const {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll

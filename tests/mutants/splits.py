@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "sm90: masked by the positions of another share",
         "forward",
-        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n            return {params_",
-        "return {params_",
+        "if constexpr (Spec::kSplit) block += tile.first_key_tile();\n            common::mask_scores",
+        "common::mask_scores",
         "numbers",
         HOPPER_SHARES,
     ),
