@@ -87,7 +87,8 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
     names = {node: f"of_distance.term{i}" for i, node in enumerate(terms.of_distance)}
     inputs = f"const Arguments& args, Real score, {_POSITIONS}"
     distances = f"const RealDistance<Real>& {REAL_DISTANCE}, const DistanceTerms<Real>& of_distance"
-    value, both, gradients = _Body(True, given=names), _Body(True, given=names), _Body()
+    value, both = (_Body(has_real_distance=True, given=names) for _ in range(2))
+    gradients = _Body()
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)

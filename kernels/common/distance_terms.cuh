@@ -7,6 +7,9 @@
 
 namespace fa2::common {
 
+// True if the function has such terms. A main loop that waits for asynchronous products evaluates them before the wait.
+inline constexpr bool kHasDistanceTerms = !__is_empty(DistanceTerms<float>);
+
 // In the quad layout a warp's 16 rows and 8 kN8 columns have 8 kN8 + 15 distances, of which a lane has about half: each
 // evaluates every 32nd, and receives the others. Distances are numbered by column - row + 15. Rows are queries, or keys
 // with kTransposed.
@@ -40,16 +43,16 @@ class QuadDistances {
     DistanceTerms<Real> own_[kOwn];
 };
 
-// Those of the tile whose scores a main loop computes next; empty for a kernel without a function.
-template <class Spec, int kN8, bool kTransposed, bool kHasTerms = Spec::kScoreMod>
-struct TileDistances {
-    __device__ __forceinline__ QuadDistances<kN8, kTransposed, float> distances() const { return {}; }
+// Those of the tile whose scores a main loop computes next; empty if there are no terms.
+template <int kN8, bool kHasTerms = kHasDistanceTerms>
+struct NextDistances {
+    __device__ __forceinline__ QuadDistances<kN8, false, float> distances() const { return {}; }
 };
-template <class Spec, int kN8, bool kTransposed>
-struct TileDistances<Spec, kN8, kTransposed, true> {
-    QuadDistances<kN8, kTransposed, float> terms;
+template <int kN8>
+struct NextDistances<kN8, true> {
+    QuadDistances<kN8, false, float> terms;
 
-    __device__ __forceinline__ const QuadDistances<kN8, kTransposed, float>& distances() const { return terms; }
+    __device__ __forceinline__ const QuadDistances<kN8, false, float>& distances() const { return terms; }
 };
 
 // The terms of a fragment's elements, from left to right: those of elements 8 rows apart are used twice.

@@ -126,9 +126,6 @@ struct HeadTerms<Spec, true> {
 
 template <class Spec>
 inline constexpr bool kHasHeadTerms = Spec::kAlibi;
-// The same for the terms of the caller's function (distance_terms.cuh), which are those of a tile.
-template <class Spec>
-inline constexpr bool kHasDistanceTerms = Spec::kScoreMod;
 
 template <class Spec, class Record>
 __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {

@@ -177,15 +177,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         common::Unused unused;
         common::take_weights_with<false, Spec>(
             held, scores_, unused, masked, record_of<Spec>(params_, tile), score_tile(tile, block),
-            [&](int i, int) { return -minus_lse_[i]; }, distances(tile, block), static_cast<const Terms&>(*this));
-    }
-
-    __device__ __forceinline__ common::QuadDistances<kBc / 8, false, float> distances(const TileInSlot& tile,
-                                                                                      int32 block) const {
-        if constexpr (common::kHasDistanceTerms<Spec>)
-            return {common::score_args_of(params_), score_tile(tile, block)};
-        else
-            return {};
+            [&](int i, int) { return -minus_lse_[i]; }, Base::distances_of(tile, block),
+            static_cast<const Terms&>(*this));
     }
 
     __device__ __forceinline__ void finish_ds(const TileInSlot& tile, const GroupKeys& keys, int32 block) {

@@ -155,7 +155,7 @@ class BackwardGroup {
     // The terms of the caller's score function that depend on the distance: made while S^T is in flight.
     using Distances = common::QuadDistances<kBr / 8, true, float>;
     __device__ __forceinline__ Distances distances_ahead(const QueryStep& step, int32 first_key) const {
-        if constexpr (common::kHasDistanceTerms<Spec>)
+        if constexpr (common::kHasDistanceTerms)
             return {common::score_args_of(params_), score_tile(step, first_key)};
         else
             return {};

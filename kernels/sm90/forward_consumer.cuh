@@ -26,10 +26,10 @@
 
 namespace fa2::sm90 {
 
-// HeadTerms and TileDistances are base classes so that they take no space when empty (empty-base optimisation).
+// HeadTerms and NextDistances are base classes so that they take no space when empty (empty-base optimisation).
 template <class Spec>
 class ForwardConsumer : common::HeadTerms<Spec>,
-                        common::TileDistances<Spec, Spec::kBc / 8, false>,
+                        common::NextDistances<Spec::kBc / 8>,
                         QueryTileConsumer<Spec, ForwardShape<Spec>, ForwardMemory<ForwardShape<Spec>>> {
     using Terms = common::HeadTerms<Spec>;
     using Shape = ForwardShape<Spec>;
@@ -250,8 +250,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     }
     // Evaluates the terms of the caller's function that depend on the distance, while the scores are in flight.
     __device__ __forceinline__ void load_distances(const TileInSlot& tile, int32 block) {
-        if constexpr (common::kHasDistanceTerms<Spec>)
-            this->terms = {common::score_args_of(params_), score_tile(tile, block)};
+        if constexpr (common::kHasDistanceTerms) this->terms = Base::distances_of(tile, block);
     }
     template <class Held>
     __device__ __forceinline__ void use_array(const Held& held, const TileInSlot& tile, int32 block, bool) {

@@ -30,6 +30,15 @@ class QueryTileConsumer {
         return {tile.batch(), tile.head(), first_row(tile), block * kBc, lane_};
     }
 
+    // The terms of these scores that depend on the distance. The tile's slot is not read if there are none.
+    __device__ __forceinline__ common::QuadDistances<kBc / 8, false, float> distances_of(const TileInSlot& tile,
+                                                                                         int32 block) const {
+        if constexpr (common::kHasDistanceTerms)
+            return {common::score_args_of(params_), score_tile(tile, block)};
+        else
+            return {};
+    }
+
     using Held = common::HeldOfQueries<Spec, kBc>;
     __device__ __forceinline__ uint32 held_address() const {
         return memory_.held() + (group_ * 4 + warp_) * Held::Tile::kBytes;
