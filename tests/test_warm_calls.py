@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +23,7 @@ from fa2cupy import TileConfig, api, mods
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.gpu import calls as gpu_calls
 from fa2cupy.gpu import prepare, signatures
+from fa2cupy.problem import function_checks
 from fa2cupy.problem.features import FeatureKeywords
 
 #: As many heads as rows, so that both layouts are legal.
@@ -649,3 +652,30 @@ def test_functions_that_are_known_refuse_what_new_ones_do(calls, options, kind, 
         calls.of("forward", arrays, **legal)
         with pytest.raises(kind, match=match):
             calls.of("forward", arrays, **(legal | wrong))
+
+
+def test_a_warm_call_looks_for_no_program_and_keeps_no_function_alive(calls, monkeypatch):
+    def doubled(score, b, h, q, k):
+        return 2 * score
+
+    arrays = arrays_of()
+    first = calls.of("forward", arrays, score_mod=doubled)
+    monkeypatch.setattr(function_checks, "program_of", None)  # cannot be called
+    assert calls.of("forward", arrays, score_mod=doubled) == first
+    alive = weakref.ref(doubled)
+    del doubled
+    gc.collect()
+    assert alive() is None
+
+
+def test_functions_that_cannot_be_hashed_are_traced_by_each_call_and_share_a_prepared_one(calls):
+    class Scaled:
+        __hash__ = None
+
+        def __call__(self, score, b, h, q, k):
+            return 2 * score
+
+    arrays = arrays_of()
+    first = calls.of("forward", arrays, score_mod=Scaled())
+    assert calls.of("forward", arrays, score_mod=Scaled()) == first
+    assert len(signatures._prepared) == 1

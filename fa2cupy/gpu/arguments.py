@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..problem.arguments import array_backend, output_name
+from ..problem.function_checks import ARGUMENTS
 
 if TYPE_CHECKING:
     import cupy
 
-__all__ = ["Arguments", "arguments_of", "kernel_name"]
+__all__ = ["Arguments", "arguments_of", "function_arguments", "kernel_name"]
 
 #: By call: its inputs, those inputs that may be None, and its results.
 _ARRAYS = {
@@ -29,6 +31,14 @@ _ARRAYS = {
 def kernel_name(name: str) -> str:
     """The kernels' name of an array: ``do`` is a C++ keyword, and ``score_args[0]`` no name."""
     return "dout" if name == "do" else name.replace("[", "").replace("]", "")
+
+
+def function_arguments(named: Mapping[str, cupy.ndarray | None]) -> dict[str, tuple[cupy.ndarray | None, ...]]:
+    """The arrays of the caller's functions, which are numbered, as the keywords that they come from."""
+    return {
+        keyword: tuple(array for name, array in named.items() if name.startswith(keyword))
+        for keyword in ARGUMENTS.values()
+    }
 
 
 class Arguments:

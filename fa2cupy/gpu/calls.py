@@ -13,11 +13,11 @@ from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
-from ..problem.function_checks import program_of, sequence_of
+from ..problem.function_checks import ARGUMENTS, function_key, program_of, sequence_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
-from .signatures import run
+from .signatures import Items, run
 from .tile_states import tile_states
 
 __all__ = ["backward", "decode", "delta", "forward", "merge", "tile_states"]
@@ -26,8 +26,7 @@ _FORWARD, _DELTA, _BACKWARD = map(arguments_of, ("forward", "delta", "backward")
 _DECODE, _MERGE = map(arguments_of, ("decode", "merge"))
 
 _ARRAYS = frozenset((*ARRAY_KEYWORDS, "dlse"))
-_ROLES = (("score_mod", "score_args"), ("mask_mod", "mask_args"))
-_OF_FUNCTIONS = frozenset(name for names in _ROLES for name in names)
+_FUNCTIONS = {args: role for role, args in ARGUMENTS.items()}
 
 
 def forward(
@@ -42,8 +41,8 @@ def forward(
     o, lse = (None, None) if out is None else unpack_out(out, _FORWARD.results)
     if not keywords:
         return run(_FORWARD, (q, k, v, o, lse), options)
-    names, arrays, scalars, seed = _split(keywords)
-    return run(arguments_of("forward", names), (q, k, v, *arrays, o, lse), options, scalars, seed)
+    names, arrays, scalars, functions, seed = _split(keywords)
+    return run(arguments_of("forward", names), (q, k, v, *arrays, o, lse), options, scalars, functions, seed)
 
 
 def delta(o: cupy.ndarray, do: cupy.ndarray, out: cupy.ndarray | None, options: CallOptions) -> cupy.ndarray:
@@ -67,7 +66,7 @@ def decode(
     o, lse = (None, None) if out is None else unpack_out(out, _DECODE.results)
     if not keywords:
         return run(_DECODE, (q, k_cache, v_cache, cache_seqlens, k, v, block_table, o, lse), options)
-    names, arrays, scalars, _ = _split(keywords)
+    names, arrays, scalars, *_ = _split(keywords)
     inputs = (q, k_cache, v_cache, cache_seqlens, k, v, block_table, *arrays)
     return run(arguments_of("decode", names), (*inputs, o, lse), options, scalars)
 
@@ -102,11 +101,15 @@ def backward(
     if given_delta is not None and dlse is not None and _alike(given_delta, dlse):
         with cupy.cuda.Device(given_delta.data.device_id), temporaries():
             given_delta, dlse = given_delta - dlse, None
-    gradients = tuple(extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args))
-    names, arrays, scalars, seed = _split({**keywords, "dlse": dlse})
+    gradients: tuple[str, ...] = ()
+    if _has_extra(options):
+        gradients = tuple(
+            extra_gradients(keywords, options.return_dbias, options.return_dsink, options.return_dscore_args)
+        )
+    names, arrays, scalars, functions, seed = _split(keywords if dlse is None else {**keywords, "dlse": dlse})
     arguments = arguments_of("backward", names, gradients)
     results = unpack_out(out, arguments.results)
-    return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, scalars, seed)
+    return run(arguments, (q, k, v, o, lse, do, given_delta, *arrays, *results), options, scalars, functions, seed)
 
 
 def _has_extra(options: CallOptions) -> bool:
@@ -116,55 +119,45 @@ def _has_extra(options: CallOptions) -> bool:
 
 def _split(
     keywords: Mapping[str, object],
-) -> tuple[tuple[str, ...], tuple[cupy.ndarray | None, ...], tuple[tuple[str, object], ...], int | None]:
-    """Splits the keywords of features into names of arrays, arrays, scalars and the seed.
+) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items, Items, int | None]:
+    """Splits the keywords of features into names of arrays, arrays, scalars, keys of functions and the seed.
 
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
-    arrays: dict[str, Any] = {}
-    scalars: dict[str, Any] = {}
+    names: list[str] = []
+    arrays: list[Any] = []
+    scalars: list[tuple[str, object]] = []
+    functions: list[tuple[str, object]] = []
+    seed = None
     for name, x in keywords.items():
         if name in _ARRAYS:
             if x is not None:
-                arrays[name] = x
-        elif name not in _OF_FUNCTIONS:
-            scalars[name] = x
-    if not _OF_FUNCTIONS.isdisjoint(keywords):
-        for role, args in _ROLES:
-            _add_function(role, args, keywords, arrays, scalars)
-    sparse = scalars.get("block_mask")
-    if isinstance(sparse, BlockMask):
-        arrays["block_mask"], scalars["block_mask"] = sparse.states, sparse.layout
-    window = scalars.get("window")
-    if isinstance(window, list):  # a list cannot be hashed
-        scalars["window"] = tuple(window)
-    seed = scalars.get("seed")
-    number = -1 if seed is None or isinstance(seed, bool) or not isinstance(seed, numbers.Integral) else int(seed)
-    if not 0 <= number < 2**64:
-        return tuple(arrays), tuple(arrays.values()), tuple(scalars.items()), None  # the checks will report it
-    scalars["seed"] = 0
-    return (*arrays, "seed"), (*arrays.values(), None), tuple(scalars.items()), number
-
-
-def _add_function(
-    role: str, args: str, keywords: Mapping[str, object], arrays: dict[str, Any], scalars: dict[str, Any]
-) -> None:
-    """Adds the traced function of a role to the scalars, and each of its arrays under its own name.
-
-    A call is then prepared once for functions that compute the same, and prepared calls keep no function alive.
-    """
-    function: Any = keywords.get(role)
-    given: Any = keywords.get(args, ())
-    if function is not None:
-        scalars[role] = program_of(role, function, given)
-    elif sequence_of(args, given):
-        raise ValueError(f"{args}: there is no {role}")
-    if not given:
-        return
-    for name, array in zip(_names(args, len(given)), given, strict=True):
-        if array.size == 0:
-            raise ValueError(f"{name}: expected at least one element, got shape {array.shape}")
-        arrays[name] = array
+                names.append(name)
+                arrays.append(x)
+        elif name in ARGUMENTS:
+            if x is not None:
+                given: Any = keywords.get(ARGUMENTS[name], ())
+                functions.append((name, function_key(x) or program_of(name, x, given)))
+        elif name in _FUNCTIONS:
+            given = x if type(x) is tuple else sequence_of(name, x)
+            if given:
+                if keywords.get(_FUNCTIONS[name]) is None:
+                    raise ValueError(f"{name}: there is no {_FUNCTIONS[name]}")
+                names += _names(name, len(given))
+                arrays += given
+        elif name == "block_mask" and isinstance(x, BlockMask):
+            names.append(name)
+            arrays.append(x.states)
+            scalars.append((name, x.layout))
+        elif name == "seed" and isinstance(x, numbers.Integral) and not isinstance(x, bool) and 0 <= int(x) < 2**64:
+            seed = int(x)
+            scalars.append((name, 0))
+        else:
+            scalars.append((name, tuple(x) if isinstance(x, list) else x))  # a list cannot be hashed
+    if seed is not None:
+        names.append("seed")
+        arrays.append(None)
+    return tuple(names), arrays, tuple(scalars), tuple(functions), seed
 
 
 @functools.lru_cache(maxsize=None)

@@ -29,14 +29,13 @@ from ..problem.strides import (
     is_full,
     score_strides,
 )
-from .arguments import Arguments, kernel_name
+from .arguments import Arguments, function_arguments, kernel_name
 from .copies import CopyingCall
 from .placement import device_of, takes_rows
 from .prepared import KernelCall, overlap_check
 
 __all__ = ["prepare"]
 
-_OF_FUNCTIONS = ("score_args", "mask_args")
 _CONTIGUOUS = ("lse", "delta", "dlse", "dsink", *OFFSETS)
 
 
@@ -66,7 +65,7 @@ def prepare(
     arguments.check_backend(arrays)
     named = arguments.named(arrays)
     features = feature_arrays(named)
-    keywords = dict(scalars) | features | _function_arguments(named)
+    keywords = dict(scalars) | features | function_arguments(named)
     problem, results = _check(arguments.call, named, options, keywords)
     ordinal, device = device_of(arguments, named)
     check_outputs(results, tuple(named[name] for name in arguments.results))
@@ -113,7 +112,7 @@ class _Kernels:
         self._call = arguments.call
         self._tensors = [name for name in arguments.names if _is_tensor(name)]
         self._features = feature_arrays(named)
-        self._arguments = _function_arguments(named)
+        self._arguments = function_arguments(named)
         self._with_delta = named.get("delta") is None
         self._options, self._device, self._extras = options, device, extras
 
@@ -140,13 +139,6 @@ class _Kernels:
             shape = self._features["bias"].shape
             strides["dbias"] = contiguous_score_strides(shape) if given is None else score_strides("dbias", given)
         return strides
-
-
-def _function_arguments(named: Mapping[str, cupy.ndarray | None]) -> dict[str, tuple[cupy.ndarray | None, ...]]:
-    """The arrays of the caller's functions, which are numbered, as the keywords that they come from."""
-    return {
-        keyword: tuple(array for name, array in named.items() if name.startswith(keyword)) for keyword in _OF_FUNCTIONS
-    }
 
 
 def _check(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from ..problem.function_checks import ARGUMENTS, FunctionKey
 from ..problem.options import CallOptions
 from ..system.locks import new_lock
-from .arguments import Arguments
+from .arguments import Arguments, function_arguments
 from .prepare import prepare
 from .prepare_decode import prepare_decode
 from .prepare_merge import prepare_merge
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from .copies import CopyingCall
     from .prepared import KernelCall
 
-__all__ = ["run"]
+__all__ = ["Items", "run"]
+
+#: Names and values.
+Items = tuple[tuple[str, object], ...]
 
 #: What prepares calls that are not attention.
 _PREPARE = {"decode": prepare_decode, "merge": prepare_merge}
@@ -36,7 +40,8 @@ def run(
     arguments: Arguments,
     arrays: tuple[cupy.ndarray | None, ...],
     options: CallOptions,
-    scalars: tuple[tuple[str, object], ...] = (),
+    scalars: Items = (),
+    functions: Items = (),
     seed: int | None = None,
 ) -> tuple[cupy.ndarray, ...]:
     """The results of a call.
@@ -49,13 +54,15 @@ def run(
     options : CallOptions
     scalars : tuple of (name, value), optional
         Keywords of features that are not arrays.
+    functions : tuple of (name, FunctionKey or Program), optional
+        The caller's functions by role.
     seed : int, optional
         Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
     """
     addresses = []
     # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
     types = _types(tuple([value for _, value in scalars])) if scalars else ()
-    signature = [arguments, options, scalars, types]
+    signature = [functions, arguments, options, scalars, types]
     try:
         for array in arrays:
             if array is None:
@@ -75,23 +82,40 @@ def run(
     try:
         prepared = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed is not legal: the checks will report it
-        return _prepare(arguments, arrays, options, scalars)(arrays, addresses)
+        prepared = _prepare(arguments, arrays, options, (*scalars, *_programs_of(functions, arguments, arrays)))
+        return prepared(arrays, addresses)
     if prepared is None:
-        prepared = _prepare(arguments, arrays, options, scalars)
+        programs = _programs_of(functions, arguments, arrays)
+        signature[0] = programs  # functions that compute the same share a prepared call
+        key_of_programs = tuple(signature)
+        prepared = _prepared.get(key_of_programs) or _prepare(arguments, arrays, options, (*scalars, *programs))
         with _lock:
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
-            _prepared[key] = prepared
+            _prepared[key] = _prepared[key_of_programs] = prepared
     return prepared(arrays, addresses)
 
 
 def _prepare(
-    arguments: Arguments,
-    arrays: tuple[cupy.ndarray | None, ...],
-    options: CallOptions,
-    scalars: tuple[tuple[str, object], ...],
+    arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...], options: CallOptions, scalars: Items
 ) -> KernelCall | CopyingCall:
     return _PREPARE.get(arguments.call, prepare)(arguments, arrays, options, scalars)
+
+
+def _programs_of(functions: Items, arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> Items:
+    """The traced functions by role, after checks of their arrays."""
+    if not functions:
+        return ()
+    arguments.check_backend(arrays)
+    named = function_arguments(arguments.named(arrays))
+    for name, given in named.items():
+        for number, array in enumerate(given):
+            if array is not None and array.size == 0:
+                raise ValueError(f"{name}[{number}]: expected at least one element, got shape {array.shape}")
+    return tuple(
+        (role, key.program(role, named[ARGUMENTS[role]]) if isinstance(key, FunctionKey) else key)
+        for role, key in functions
+    )
 
 
 def _types(values: tuple[object, ...]) -> tuple[object, ...]:

@@ -15,20 +15,51 @@ from .arguments import array_backend
 from .array_types import Array
 
 __all__ = [
+    "ARGUMENTS",
+    "FunctionKey",
     "bound_function",
     "check_mask_mod",
     "check_score_mod",
     "floating_arguments",
     "function_arrays",
+    "function_key",
     "program_of",
     "sequence_of",
 ]
 
 
 #: Keywords of arrays, by role.
-_ARGS = {"score_mod": "score_args", "mask_mod": "mask_args"}
+ARGUMENTS = {"score_mod": "score_args", "mask_mod": "mask_args"}
 #: Programs whose arrays have been checked, by function.
 _programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
+
+
+class FunctionKey:
+    """Stands for a function in the keys of calls, which so keep no function alive.
+
+    A program depends on the kinds of its arrays, too. Keys of calls have these anyway, so that a warm call looks for no
+    program.
+    """
+
+    def __init__(self, function: object):
+        self._function = weakref.ref(function)
+
+    def program(self, role: str, arrays: Sequence[Any]) -> Program:
+        """The traced function of a role and its arrays, while the function is alive."""
+        return program_of(role, self._function(), arrays)
+
+
+_keys: weakref.WeakKeyDictionary[Any, FunctionKey] = weakref.WeakKeyDictionary()
+
+
+def function_key(function: object) -> FunctionKey | None:
+    """The key of a function, always the same; None for what cannot be hashed or referred to weakly."""
+    try:
+        return _keys[function]
+    except KeyError:
+        return _keys.setdefault(function, FunctionKey(function))
+    except TypeError:
+        return None
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
@@ -44,7 +75,7 @@ def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, An
 
 
 def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    function, name = keywords.get(role), _ARGS[role]
+    function, name = keywords.get(role), ARGUMENTS[role]
     arrays = sequence_of(name, keywords.get(name, ()))
     if function is None:
         if arrays:
@@ -58,7 +89,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
 
     The checks of CuPy arrays depend on what the key has of them, so that they are made once.
     """
-    given = sequence_of(_ARGS[role], arrays)
+    given = sequence_of(ARGUMENTS[role], arrays)
     try:
         key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in given]))
         return _programs[function][key]
@@ -71,7 +102,7 @@ def program_of(role: str, function: object, arrays: object) -> Program:
 
 
 def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Program:
-    name = _ARGS[role]
+    name = ARGUMENTS[role]
     named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
     if named:
         array_backend(named)
@@ -85,7 +116,7 @@ def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Prog
 def bound_function(role: str, function: object, arrays: object) -> BoundFunction:
     """The same with what kernels depend on of the arrays."""
     program = program_of(role, function, arrays)
-    given = sequence_of(_ARGS[role], arrays)
+    given = sequence_of(ARGUMENTS[role], arrays)
     summed = {axis for axes in program.loops for axis in axes}
     lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
     return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
@@ -95,7 +126,7 @@ def function_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:
     """The arrays of functions by names such as ``"score_args[0]"``."""
     return {
         f"{name}[{number}]": array
-        for name in ("score_args", "mask_args")
+        for name in ARGUMENTS.values()
         for number, array in enumerate(sequence_of(name, keywords.get(name, ())))
     }
 
