@@ -24,6 +24,7 @@ from fa2cupy.jit.compiler import compile_source
 from fa2cupy.jit.source import render_kernel
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.problem.attention import AttentionProblem
+from fa2cupy.problem.block_mask import MapLayout
 from fa2cupy.problem.features import NO_SETTINGS, FeatureSettings
 from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.problem.options import CallOptions
@@ -203,6 +204,31 @@ def test_a_function_that_adds_little_has_the_tile_of_alibi(operation):
     assert tile("float16", score_mod=little) == alibi != tile("float16", score_mod=more)
     # A larger tile of float32 would make the compiler serialise products.
     assert tile("float32", score_mod=little) == tile("float32", score_mod=more)
+
+
+@pytest.mark.parametrize(
+    ("operation", "score_mod", "has_function", "wanted"),
+    [
+        ("forward", None, True, (192, 128)),  # more queries than the map's tiles
+        ("forward", mods.alibi(), True, (192, 128)),
+        ("forward", mods.t5_relative(), True, (128, 128)),  # it needs registers
+        ("forward", None, False, (128, 128)),  # no function tells what tiles of another size show
+        ("backward", None, True, (128, 128)),
+        ("backward_dkdv", mods.t5_relative(), True, (128, 128)),  # steps of 96 queries would meet two tiles of the map
+    ],
+)
+def test_the_tiles_that_blocks_own_may_be_larger_than_those_of_a_map_with_a_function(
+    operation, score_mod, has_function, wanted
+):
+    causal = bound_function("mask_mod", mods.causal(), ())
+    settings = {"block_mask": MapLayout((1, 1, 8, 8), 1024, 1024, (128, 128), causal.program if has_function else None)}
+    if has_function:
+        settings["mask_mod"] = causal
+    if score_mod is not None:
+        array = np.zeros(4, "float32") if score_mod is mods.alibi() else np.zeros((32, 4), "float32")
+        settings["score_mod"] = bound_function("score_mod", score_mod, (array,))
+    tile = choose_tile(operation, "sm90", problem("float16", 64).with_settings(FeatureSettings(**settings)), H100)
+    assert (tile.b_r, tile.b_c) == wanted
 
 
 def test_legal_configs_refuses_what_does_not_exist():
