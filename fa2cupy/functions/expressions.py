@@ -198,7 +198,19 @@ class Graph:
         if OPERATIONS[op].commutes:
             operands = tuple(sorted(operands, key=lambda x: x.number))
         simpler = _SIMPLER[op](*operands) if op in _SIMPLER else None
+        if simpler is None and op in ("less", "less_equal"):
+            simpler = self._range(op, *operands)
         return self._node(op, kind, operands) if simpler is None else simpler
+
+    def _range(self, op: str, x: Node, y: Node) -> Node | None:
+        """``-y <= x <= y`` for ``abs(x) <= y`` of an int and a constant: compilers make one comparison of the two."""
+        if x.op != "absolute" or x.kind != INT or not y.is_constant:
+            return None
+        (number,) = x.operands
+        assert isinstance(y.value, int)
+        if y.value < 0:
+            return self.constant(False)
+        return self.apply("logical_and", self.apply(op, number, y), self.apply(op, self.constant(-y.value), number))
 
     def _folded(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
         dtypes = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}

@@ -63,6 +63,10 @@ class ColumnTerms {
     __device__ __forceinline__ auto at(const Function& function, int j) const {
         return function.of_column(first_ + Fragment::col(j, 0));
     }
+    template <class Terms>
+    __device__ __forceinline__ static Terms held(const Terms& of_row, int32) {
+        return of_row;
+    }
 
   private:
     const int32 first_;
@@ -80,6 +84,12 @@ class ColumnTerms<QuadFragment<kN8>, Function> {
         for (int j = 0; j < kOwn; ++j) own_[j] = function.of_column(first + QuadFragment<kN8>::col(j, lane));
     }
     __device__ __forceinline__ auto at(const Function&, int j) const { return own_[j % kOwn].of_quad(j / kOwn); }
+    // A row's terms, received from the lane itself, so that registers hold them: the compiler would evaluate a shift
+    // again for each column, because one instruction shifts and subtracts, and add the bound of a range by another.
+    template <class Terms>
+    __device__ __forceinline__ static Terms held(const Terms& of_row, int32 lane) {
+        return of_row.of_quad(lane / 4);
+    }
 
   private:
     decltype(static_cast<const Function*>(nullptr)->of_column(0)) own_[kOwn];
@@ -91,6 +101,7 @@ class ColumnTerms<QuadFragment<kN8>, Function> {
 template <bool kTransposed, class Fragment, class Real, bool kIsShort = mask_args_arrays::kIsShort>
 class HiddenByFunction {
     using Function = MaskFunction<kTransposed, Real>;
+    using Columns = ColumnTerms<Fragment, Function>;
 
   public:
     template <class Record>
@@ -101,7 +112,8 @@ class HiddenByFunction {
           lane_(tile.position.lane),
           columns_(function_, first_column_, lane_) {
 #pragma unroll
-        for (int i = 0; i < Fragment::kRows; ++i) rows_[i] = function_.of_row(first_row_ + Fragment::row(i, lane_));
+        for (int i = 0; i < Fragment::kRows; ++i)
+            rows_[i] = Columns::held(function_.of_row(first_row_ + Fragment::row(i, lane_)), lane_);
     }
 
     __device__ __forceinline__ void hide(Fragment& scores, Real value) const {
@@ -120,7 +132,7 @@ class HiddenByFunction {
   private:
     const Function function_;
     const int32 first_row_, first_column_, lane_;
-    const ColumnTerms<Fragment, Function> columns_;
+    const Columns columns_;
     decltype(static_cast<const Function*>(nullptr)->of_row(0)) rows_[Fragment::kRows];
 };
 
