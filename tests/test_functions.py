@@ -499,7 +499,8 @@ def test_simplification(function, wanted):
         (lambda b, h, q, k: 2 - q >= 7 - k, "distance <= -5;"),
         (lambda b, h, q, k: q == k + 1, "distance == 1;"),
         (lambda b, h, q, k: k - q != 0, "0 != distance;"),
-        (lambda b, h, q, k: abs(q - k) < 9, "absolute(distance);"),
+        (lambda b, h, q, k: abs(q - k) < 9, "-9 < distance;"),
+        (lambda b, h, q, k: abs(q - k) <= b, "absolute(distance);"),
         (lambda b, h, q, k: (k - q + 4) % 5 == 0, "= 4 - distance;"),
         (lambda b, h, q, k: (q + 1 - (k - 1)) % 5 == 0, "= distance + 2;"),
     ],
@@ -509,6 +510,17 @@ def test_what_depends_on_the_distance_alone_is_written_in_terms_of_it(function, 
     assert text.count("const int32 distance = q - k;") == 1
     assert wanted in text
     assert " q " not in text.split("distance = q - k;")[1]
+
+
+@pytest.mark.parametrize("bound", (-(2**31), -1, 0, 1, 3, 2**31 - 1))
+@pytest.mark.parametrize("function", (lambda x, bound: abs(x) <= bound, lambda x, bound: abs(x) < bound))
+def test_a_bounded_magnitude_is_a_range(function, bound):
+    positions = np.arange(-4, 5)[:, None], np.arange(3)
+    program = traced(lambda b, h, q, k: function(q // 2 - k, bound), role="mask_mod")
+    assert "absolute" not in program.text
+    evaluation = Evaluation(program, (), "float64", np, b=0, h=0, q=positions[0], k=positions[1])
+    seen = np.broadcast_to(evaluation.result(), (9, 3))
+    assert np.array_equal(seen, function(positions[0] // 2 - positions[1], bound))
 
 
 @pytest.mark.parametrize(
@@ -583,8 +595,32 @@ def test_the_gradients_of_arguments_know_no_distance_in_floating_point():
         (lambda s, b, h, q, k: 1.0 * q, False),
     ],
 )
-def test_whether_a_function_only_adds_to_the_score(function, adds):
+def test_whether_the_derivative_is_one(function, adds):
     assert traced(function).adds is adds
+
+
+@pytest.mark.parametrize(
+    ("function", "shifts"),
+    [
+        (lambda s, b, h, q, k: s - 3 * abs(q - k), True),
+        (lambda s, b, h, q, k: s, True),
+        (lambda s, b, h, q, k: h + (q * q + (s - b)), True),
+        (lambda s, b, h, q, k: 2 * s, False),
+        (lambda s, b, h, q, k: 1 - s, False),
+        (lambda s, b, h, q, k: s + np.floor(s), False),  # although its derivative is 1
+        (lambda s, b, h, q, k: q + (s - s * h), False),
+        (lambda s, b, h, q, k: np.where(k > q, s, s + 1), False),
+        (lambda s, b, h, q, k: 1.0 * q, False),
+    ],
+)
+def test_whether_a_function_adds_what_no_score_changes(function, shifts):
+    program = traced(function)
+    assert program.shifts is shifts
+    assert program.adds or not shifts
+
+
+def test_a_mask_shifts_no_score():
+    assert not traced(lambda b, h, q, k: q < k, role="mask_mod").shifts
 
 
 @pytest.mark.parametrize(
@@ -664,6 +700,34 @@ def test_what_a_score_depends_on_by_the_distance_alone_is_a_term(function, terms
     assert ("return {};" in of_distance) is (not terms)
     assert all(part in of_distance for part in terms)
     assert "real_distance" not in of_distance
+    for name in ("score_value", "score_value_and_slope"):
+        of_pairs = text.split(f" {name}(")[1].split("\n}")[0]
+        assert value in of_pairs
+        assert not any(part in of_pairs for part in terms if "(" in part)
+
+
+@pytest.mark.parametrize(
+    ("function", "terms", "value"),
+    [
+        (lambda s, b, h, q, k, t: s - t[b, h] * abs(q - k), ["element<Real>(args.array0, b, h);"], "of_head.term0 * "),
+        (lambda s, b, h, q, k, t: s * (1 + np.sin(t[h, 2])), ["element<", "sin("], "* of_head.term0;"),
+        (lambda s, b, h, q, k, t: s + t[h].sum() * q, ["for (int32 j"], "of_head.term0 * "),
+        (lambda s, b, h, q, k, t: s * t[0, 1] + t[h, q - k], ["element<"], "* of_head.term0;"),
+        (lambda s, b, h, q, k, t: s + t[h, q], [], "element<"),
+        (lambda s, b, h, q, k, t: s + (b - h), [], "t1 = b - h;"),
+        (lambda s, b, h, q, k, t: s + np.dot(t[h], t[k]), [], "element<"),
+        (
+            lambda s, b, h, q, k, t: s * t[h, 0] + q * t[h, 1] + k * t[h, 2] + s * s * t[h, 3] - s**3 * t[b, 0],
+            [],
+            "h, 3",
+        ),
+    ],
+)
+def test_what_a_score_depends_on_by_the_head_alone_is_a_term(function, terms, value):
+    text = traced(function, T).text
+    of_head = text.split(" score_head_terms(")[1].split("\n}")[0]
+    assert ("return {};" in of_head) is (not terms)
+    assert all(part in of_head for part in terms)
     for name in ("score_value", "score_value_and_slope"):
         of_pairs = text.split(f" {name}(")[1].split("\n}")[0]
         assert value in of_pairs

@@ -142,6 +142,18 @@ def test_each_distance_has_its_own_terms(launched, kind):
     check(launched, kind, draw(KINDS[kind], shape), ("score_mod",), with_default_tiles=True, **options)
 
 
+@pytest.mark.sample(kind=FAMILIES[2:])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_head_has_its_own_terms(launched, kind):
+    def scaled(score, b, h, q, k, scale, shift):
+        return score * np.exp(scale[b, h]) + shift[h] * q
+
+    wide = accumulator(KINDS[kind])
+    arrays = (numbers((2, 2), wide), 0.1 * numbers((2,), wide))
+    options = {"score_mod": scaled, "score_args": arrays, "alibi_slopes": 0.1 * numbers((2,), wide, 1)}
+    check(launched, kind, draw(KINDS[kind]), ("score_mod", "alibi_slopes"), **options)
+
+
 @pytest.mark.sample(kind=FAMILIES[1:2])
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)

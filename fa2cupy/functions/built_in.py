@@ -1,12 +1,31 @@
-"""Functions that kernels compute faster as a keyword of their own."""
+"""Functions that kernels compute as they compute a keyword of their own."""
 
 from __future__ import annotations
 
 import math
 
-from .expressions import Node
+from .expressions import Node, reachable
 
-__all__ = ["soft_cap_of"]
+__all__ = ["is_shift", "soft_cap_of"]
+
+
+def is_shift(result: Node) -> bool:
+    """True if a score function adds something that does not depend on the score, as ALiBi and a bias do.
+
+    A derivative of 1 is not enough: ``score + floor(score)`` has it.
+    """
+    if (result.op, result.value) == ("input", "score"):
+        return True
+    if result.op not in ("add", "subtract"):
+        return False
+    x, y = result.operands
+    if result.op == "add" and _depends_on_score(y):
+        x, y = y, x
+    return is_shift(x) and not _depends_on_score(y)
+
+
+def _depends_on_score(node: Node) -> bool:
+    return any((x.op, x.value) == ("input", "score") for x in reachable([node]))
 
 
 def soft_cap_of(result: Node) -> float | None:

@@ -1,9 +1,10 @@
 """What of a function depends on less than a pair of positions.
 
-A fragment has many pairs of a query and a key, but few queries, few keys and few distances between them. Kernels
-evaluate the terms of a mask function that depend on the query or on the key alone once for each row and column
-(``kernels/common/mask_function.cuh``), and those of a score function that depend on q - k alone once for each diagonal
-(``kernels/common/distance_terms.cuh``).
+A fragment has many pairs of a query and a key, but few queries, few keys and few distances between them, and one head.
+Kernels evaluate the terms of a mask function that depend on the query or on the key alone once for each row and column
+(``kernels/common/mask_function.cuh``), those of a score function that depend on q - k alone once for each diagonal
+(``kernels/common/distance_terms.cuh``), and those that depend on no position once (``HeadTerms``,
+``kernels/common/score_mod.cuh``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .distances import in_distance
 from .expressions import Node, reachable
 from .operations import OPERATIONS
 
-__all__ = ["Terms", "distance_terms_of", "position_terms_of"]
+__all__ = ["Terms", "position_terms_of", "score_terms_of"]
 
 #: The most terms of a position or distance: a lane holds those of several in registers.
 _MOST = 4
@@ -30,20 +31,23 @@ class Terms(NamedTuple):
         They depend on the query but not on the key, and on the key but not on the query.
     of_distance : tuple of Node
         They depend on q - k.
+    of_head : tuple of Node
+        They depend on b and h at most.
     """
 
     of_q: tuple[Node, ...] = ()
     of_k: tuple[Node, ...] = ()
     of_distance: tuple[Node, ...] = ()
+    of_head: tuple[Node, ...] = ()
 
     @property
-    def all(self) -> frozenset[Node]:
-        """The terms of every kind."""
+    def moving(self) -> frozenset[Node]:
+        """The terms that depend on positions."""
         return frozenset((*self.of_q, *self.of_k, *self.of_distance))
 
     def besides(self, result: Node) -> list[Node]:
         """The nodes of the expression that are no terms, nor parts of terms alone."""
-        terms = self.all
+        terms = {*self.moving, *self.of_head}
         nodes = reachable([result], operands=lambda node: () if node in terms else node.operands)
         return [node for node in nodes if node not in terms]
 
@@ -75,8 +79,11 @@ def position_terms_of(result: Node) -> Terms:
     return Terms(tuple(found["q"]), tuple(found["k"]))
 
 
-def distance_terms_of(roots: Sequence[Node]) -> Terms:
-    """The largest parts of expressions that depend on q - k and on no more, and cost more than an addition of ints."""
+def score_terms_of(roots: Sequence[Node]) -> Terms:
+    """The largest parts of expressions that depend on q - k or on no position.
+
+    They cost more than an addition of ints.
+    """
     varying: set[Node] = set()  # what depends on the distance
     other: set[Node] = set()  # what depends on the score, or on positions in another way
     costly: set[Node] = set()
@@ -86,17 +93,22 @@ def distance_terms_of(roots: Sequence[Node]) -> Terms:
             continue
         if (node.op == "input" and node.value in ("score", "q", "k")) or not other.isdisjoint(node.operands):
             other.add(node)
-        elif not varying.isdisjoint(node.operands):
+            continue
+        is_distance = not varying.isdisjoint(node.operands)
+        if is_distance:
             varying.add(node)
-            if _costs(node) or not costly.isdisjoint(node.operands):
-                costly.add(node)
+        if _costs(node) or any(x in costly and (x in varying) == is_distance for x in node.operands):
+            costly.add(node)
 
     def is_term(node: Node) -> bool:
         return node in costly and not node.varies
 
     nodes = reachable(roots, operands=lambda node: () if is_term(node) else node.operands)
-    found = tuple(node for node in nodes if is_term(node))
-    return Terms(of_distance=found) if len(found) <= _MOST else Terms()
+    found: tuple[list[Node], list[Node]] = ([], [])
+    for node in filter(is_term, nodes):
+        found[node in varying].append(node)
+    of_head, of_distance = (tuple(terms) if len(terms) <= _MOST else () for terms in found)
+    return Terms(of_distance=of_distance, of_head=of_head)
 
 
 def _costs(node: Node) -> bool:

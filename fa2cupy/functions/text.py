@@ -2,11 +2,13 @@
 
 A score function becomes
 
-    template <class Real> struct DistanceTerms
+    template <class Real> struct ScoreHeadTerms; struct DistanceTerms
     template <class Real, class Arguments>
+    __device__ __forceinline__ ScoreHeadTerms<Real> score_head_terms(args, b, h)
     __device__ __forceinline__ DistanceTerms<Real> distance_terms(args, b, h, distance)
-    __device__ __forceinline__ Real score_value(args, score, b, h, q, k, real_distance, of_distance)
-    __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, real_distance, of_distance, slope)
+    __device__ __forceinline__ Real score_value(args, score, b, h, q, k, real_distance, of_head, of_distance)
+    __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, real_distance, of_head, of_distance,
+                                                          slope)
     __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient)
 
 and a mask function
@@ -18,7 +20,8 @@ and a mask function
     __device__ __forceinline__ bool is_visible(args, b, h, q, k, of_q, of_k)
     __device__ __forceinline__ bool is_visible(args, b, h, q, k)
 
-of which the structures hold what depends on q - k or on one position alone (``terms.py``). Real is the type of scores.
+of which the structures hold what depends on q - k, on one position or on none (``terms.py``). Real is the type of
+scores.
 ``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
 ``add_element`` adds; and the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``,
 true for data of 16 bits.
@@ -69,24 +72,40 @@ def mask_text(result: Node, terms: Terms) -> str:
 
 def _terms_text(name: str, position: str, terms: Sequence[Node], source: str) -> tuple[str, str]:
     """The structure of a position's terms, which a lane can receive from a quad or lane, and what evaluates them."""
-    members = [f"{_INDENT}{_TYPES[node.kind]} term{i};\n" for i, node in enumerate(terms)]
     received = ", ".join(f"from_{source}(term{i}, {source})" for i in range(len(terms)))
-    structure = (
-        f"template <class Real>\nstruct {name}Terms {{\n{''.join(members)}"
+    receives = (
         f"{_INDENT}__device__ __forceinline__ {name}Terms of_{source}(int {source}) const {{\n"
-        f"{2 * _INDENT}return {{{received}}};\n{_INDENT}}}\n}};\n"
+        f"{2 * _INDENT}return {{{received}}};\n{_INDENT}}}\n"
     )
     body = _Body(has_distance=position == DISTANCE)
     body.returns_all(terms)
     inputs = f"const Arguments& args, int32 b, int32 h, int32 {position}"
-    return structure, _function(f"{name}Terms<Real>", f"{name.lower()}_terms", inputs, body)
+    function = _function(f"{name}Terms<Real>", f"{name.lower()}_terms", inputs, body)
+    return _structure(f"{name}Terms", terms, receives), function
+
+
+def _head_terms_text(terms: Sequence[Node]) -> tuple[str, str]:
+    """The structure of a head's terms, and what evaluates them."""
+    body = _Body()
+    body.returns_all(terms)
+    function = _function("ScoreHeadTerms<Real>", "score_head_terms", "const Arguments& args, int32 b, int32 h", body)
+    return _structure("ScoreHeadTerms", terms), function
+
+
+def _structure(name: str, terms: Sequence[Node], methods: str = "") -> str:
+    members = "".join(f"{_INDENT}{_TYPES[node.kind]} term{i};\n" for i, node in enumerate(terms))
+    return f"template <class Real>\nstruct {name} {{\n{members}{methods}}};\n"
 
 
 def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], terms: Terms) -> str:
     """The device functions of a score function: its values, its derivative and the gradients of its arguments."""
     names = {node: f"of_distance.term{i}" for i, node in enumerate(terms.of_distance)}
+    names |= {node: f"of_head.term{i}" for i, node in enumerate(terms.of_head)}
     inputs = f"const Arguments& args, Real score, {_POSITIONS}"
-    distances = f"const RealDistance<Real>& {REAL_DISTANCE}, const DistanceTerms<Real>& of_distance"
+    given = (
+        f"const RealDistance<Real>& {REAL_DISTANCE}, const ScoreHeadTerms<Real>& of_head, "
+        "const DistanceTerms<Real>& of_distance"
+    )
     value, both = (_Body(has_real_distance=True, given=names) for _ in range(2))
     gradients = _Body()
     value.returns(result)
@@ -96,9 +115,10 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
         gradients.adds(scatter)
     return "\n".join(
         (
+            *_head_terms_text(terms.of_head),
             *_terms_text("Distance", DISTANCE, terms.of_distance, "lane"),
-            _function("Real", "score_value", f"{inputs}, {distances}", value),
-            _function("Real", "score_value_and_slope", f"{inputs}, {distances}, Real& slope", both),
+            _function("Real", "score_value", f"{inputs}, {given}", value),
+            _function("Real", "score_value_and_slope", f"{inputs}, {given}, Real& slope", both),
             _function("void", "add_argument_gradients", f"{inputs}, Real gradient", gradients),
         )
     )

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .built_in import soft_cap_of
+from .built_in import is_shift, soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
 from .symbols import ArgumentSymbol, Symbol, is_array
-from .terms import Terms, distance_terms_of, position_terms_of
+from .terms import Terms, position_terms_of, score_terms_of
 from .text import mask_text, score_text
 
 __all__ = ["MAX_LOOP", "ArgumentKind", "BoundFunction", "Program", "argument_kind", "trace"]
@@ -82,10 +82,10 @@ class Program:
 
     @functools.cached_property
     def terms(self) -> Terms:
-        """What of a mask function depends on one position alone, and of a score function on q - k alone."""
+        """What of a mask function depends on one position, and of a score function on q - k or on no position."""
         if self.role == "mask_mod":
             return position_terms_of(self.result)
-        return distance_terms_of([self.result] if self.slope is None else [self.result, self.slope])
+        return score_terms_of([self.result] if self.slope is None else [self.result, self.slope])
 
     def depends_on(self, name: str) -> bool:
         """True if the result depends on an input: the score, b, h, q or k."""
@@ -98,7 +98,7 @@ class Program:
         Besides its terms, it has few operations, no sum, and reads no element that depends on the query or the key.
         """
         nodes = self.terms.besides(self.result)
-        moving = set(self.terms.all)  # what depends on q or k
+        moving = set(self.terms.moving)  # what depends on q or k
         for node in nodes:
             if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
                 moving.add(node)
@@ -108,13 +108,18 @@ class Program:
 
     @property
     def adds(self) -> bool:
-        """True if the derivative by the score is 1: the function adds something to the score."""
+        """True if the derivative by the score is 1."""
         return self.slope is not None and self.slope.is_constant and self.slope.value == 1
 
     @functools.cached_property
+    def shifts(self) -> bool:
+        """True if a score function adds something that does not depend on the score."""
+        return self.role == "score_mod" and is_shift(self.result)
+
+    @functools.cached_property
     def adds_little(self) -> bool:
-        """True if a score function adds something that takes few operations and no registers for terms."""
-        return self.adds and self.is_short and not self.terms.all
+        """True if a score function adds something that takes few operations and no registers for terms of distances."""
+        return self.shifts and self.is_short and not self.terms.of_distance
 
     @functools.cached_property
     def soft_cap(self) -> float | None:

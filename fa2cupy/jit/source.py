@@ -118,6 +118,7 @@ def _function_values(role: str, spec: KernelSpec) -> dict[str, object]:
         "gradients": dict(zip(program.floats, gradients, strict=False)),
         "is_short": program.is_short,
         "adds": program.adds,
+        "shifts": program.shifts,
         "text": program.text,
     }
 

@@ -48,10 +48,10 @@ inline constexpr bool kScalesInExponent =
                                 (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>));
 
 // True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
-// products plus added terms; neither a cap nor the caller's function is linear.
+// products plus added terms: a cap is not linear, nor are most functions of the caller's.
 template <class Spec>
-inline constexpr bool kProductsFromLse =
-    !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap && !Spec::kScoreMod);
+inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap &&
+                                                                  (!Spec::kScoreMod || score_args_arrays::kShifts));
 
 // True if the accumulators of dO V^T may start from -delta. Dropout rules that out: it multiplies dP before delta is
 // subtracted.
@@ -114,30 +114,36 @@ __device__ __forceinline__ auto score_scale(const Record& params) {
         return params.scale_log2;
 }
 
-// Values that scores need from memory and that are the same for a whole head. A main loop that waits for asynchronous
-// products loads them before the wait. The compiler does not move loads above a wait, so after it the exponentials
-// would be delayed by the address computation and the load.
+// Values that scores need from memory and that are the same for a whole head: the slope of ALiBi, and the terms of the
+// caller's function that depend on no position. A main loop that waits for asynchronous products loads them before the
+// wait. The compiler does not move loads above a wait, so after it the exponentials would be delayed by the address
+// computation and the load.
 template <class Spec, bool kAlibi = Spec::kAlibi>
-struct HeadTerms {};
+struct Slope {};
 template <class Spec>
-struct HeadTerms<Spec, true> {
+struct Slope<Spec, true> {
     typename ElementTraits<typename Spec::Element>::Accum slope;  // in the kernel's units, or those of unscaled scores
 };
+template <class Spec>
+struct HeadTerms : Slope<Spec>, ScoreHeadTerms<typename ElementTraits<typename Spec::Element>::Accum> {};
 
 template <class Spec>
-inline constexpr bool kHasHeadTerms = Spec::kAlibi;
+inline constexpr bool kHasHeadTerms = !__is_empty(HeadTerms<Spec>);
 
 template <class Spec, class Record>
 __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int32 batch, int32 head) {
+    using Real = typename ElementTraits<typename Spec::Element>::Accum;
+    HeadTerms<Spec> terms;
     if constexpr (Spec::kAlibi) {
         const auto slope = params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
         if constexpr (kScalesInExponent<Spec>)
-            return {slope * params.alibi_scale};
+            terms.slope = slope * params.alibi_scale;
         else
-            return {slope * decltype(slope)(kScoreUnit<Spec>)};
-    } else {
-        return {};
+            terms.slope = slope * Real(kScoreUnit<Spec>);
     }
+    if constexpr (Spec::kScoreMod)
+        static_cast<ScoreHeadTerms<Real>&>(terms) = score_head_terms<Real>(score_args_of(params), batch, head);
+    return terms;
 }
 
 template <class Spec, class Record, bool kInMemory>
@@ -204,7 +210,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
                                            const Terms& of_distance) const {
         const Real score = product * natural_scale<Spec>(params_);
         return score_value<Real>(score_args_of(params_), score, batch_, head_, first.query + queries, first.key + keys,
-                                 RealDistance<Real>{first.apart, queries - keys}, of_distance);
+                                 RealDistance<Real>{first.apart, queries - keys}, terms_, of_distance);
     }
     template <class Terms>
     __device__ __forceinline__ Real called(Real product, const Position& first, int32 queries, int32 keys,
@@ -213,7 +219,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
             const Real score = product * natural_scale<Spec>(params_);
             return score_value_and_slope<Real>(score_args_of(params_), score, batch_, head_, first.query + queries,
                                                first.key + keys, RealDistance<Real>{first.apart, queries - keys},
-                                               of_distance, slope);
+                                               terms_, of_distance, slope);
         } else {
             slope = 1;
             return product;

@@ -34,8 +34,8 @@ MUTANTS = (
                 "another head's slope",
                 "forward",
                 "alibi",
-                "score_value<Real>(score_args_of(params_), score, batch_, head_,",
-                "score_value<Real>(score_args_of(params_), score, batch_, 0,",
+                "score_head_terms<Real>(score_args_of(params), batch, head)",
+                "score_head_terms<Real>(score_args_of(params), batch, 0)",
             ),
             (
                 "the gradient of an argument has the other sign",
@@ -87,6 +87,22 @@ MUTANTS = (
             ("terms of the other row", "backward_dq", "of_distance[n8 % 2].row[i]", "of_distance[n8 % 2].row[1 - i]"),
             ("terms of the other columns", "backward", "of_distance[n8 % 2].row[i]", "of_distance[0].row[i]"),
         )
+    ),
+    Mutant(
+        "sm90 functions: one that scales is taken for one that adds",
+        "backward",
+        "(!Spec::kScoreMod || score_args_arrays::kShifts)",
+        "true",
+        "numbers",
+        dataclasses.replace(FUNCTIONS["bounded"], hopper_tile=TileConfig(128, 128, 12, 2)),
+    ),
+    Mutant(
+        "sm90 functions: the head of the tile before",
+        "forward",
+        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), tile.head());",
+        "static_cast<Terms&>(*this) = common::head_terms<Spec>(params_, tile.batch(), 0);",
+        "numbers",
+        dataclasses.replace(FUNCTIONS["alibi"], hopper_tile=TileConfig(64, 64, 8, 2, 2)),
     ),
     Mutant(
         "sm80 functions: dropout drawn for the other column",

@@ -38,9 +38,11 @@ extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* 
 }}
 """
 _CALLS = {
-    "score_mod": "const auto of_distance = distance_terms<Real>(args, b, h, q - k);\n"
-    "    const Real value = score_value<Real>(args, scores[i], b, h, q, k, from_first, of_distance);\n"
-    "    values[i] = score_value_and_slope<Real>(args, scores[i], b, h, q, k, from_first, of_distance, slopes[i]);\n"
+    "score_mod": "const auto of_head = score_head_terms<Real>(args, b, h);\n"
+    "    const auto of_distance = distance_terms<Real>(args, b, h, q - k);\n"
+    "    const Real value = score_value<Real>(args, scores[i], b, h, q, k, from_first, of_head, of_distance);\n"
+    "    values[i] =\n"
+    "        score_value_and_slope<Real>(args, scores[i], b, h, q, k, from_first, of_head, of_distance, slopes[i]);\n"
     "    if (value == value && value != values[i]) __trap();\n"
     "    add_argument_gradients<Real>(args, scores[i], b, h, q, k, Real(1) + Real(k % 3));",
     "mask_mod": "visible[i] = is_visible<Real>(args, b, h, q, k);",
