@@ -6,11 +6,12 @@
     python scripts/gpu_check.py --cache FOLDER     with kernels that are compiled already, of this very code
 
 Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, how many tests passed, failed and were
-skipped, and what each tool of compute-sanitizer found. Tests of large arrays are counted apart (``large``); the others
-run once more with each array alone in pages of its own (``isolated``, by ``pytest --isolate``). A digest of
-``fa2cupy/`` and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. The receipt is
-written after each step, and a run that skips steps keeps the earlier results of the same code, so that short runs make
-one receipt. Commit it with the change that it checks.
+skipped, and what each tool of compute-sanitizer found. Tests of large arrays (``large``) and those that need two GPUs
+(``several_gpus``) are counted apart; the others run once more with each array alone in pages of its own (``isolated``,
+by ``pytest --isolate``). With ``--processes`` they take turns with the GPUs of the machine. A digest of ``fa2cupy/``
+and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. The receipt is written after
+each step, and a run that skips steps keeps the earlier results of the same code, so that short runs make one
+receipt. Commit it with the change that it checks.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from common.measure import Gpu, find_gpu, positive_int, results_folder
 from fa2cupy import info, precompile
 from fa2cupy.cli import run_command
 
-STEPS = ("tests", "large", "isolated", "sanitizers", "benchmark")
+STEPS = ("tests", "large", "several_gpus", "isolated", "sanitizers", "benchmark")
 #: Steps that run pytest: its marker, and further options.
 SUITES = {
-    "tests": ("gpu and not large", ()),
+    "tests": ("gpu and not large and not several_gpus", ()),
     "large": ("gpu and large", ()),
-    "isolated": ("gpu and not large", ("--isolate",)),
+    "several_gpus": ("gpu and several_gpus", ()),
+    "isolated": ("gpu and not large and not several_gpus", ("--isolate",)),
 }
 # Kernels that a tool of compute-sanitizer cannot judge. In the sm80 kernels of dK and dV two roles of warps reach the
 # block's barrier at different instructions and hand P over with bar.arrive: PTX allows both, racecheck does not model
@@ -157,7 +159,7 @@ def _verify(path: Path) -> int:
 
 def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -> dict[str, object]:
     start = time.perf_counter()
-    # Tests of large arrays need the GPU's memory for themselves.
+    # Tests of large arrays need a GPU's memory for themselves, those of several GPUs all of these.
     parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 and "not large" in marker else []
     report = folder / "tests.xml"
     options = [f"--junitxml={report}", *more, *parallel]

@@ -11,6 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Container
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,9 @@ from fa2cupy.jit import cache, entries
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.source import KernelSource
 from fa2cupy.system import folders
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 _SESSION_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 
@@ -50,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The folder is made before collection, when parametrised tests look up tiles. Workers of pytest-xdist inherit the
     # controller's folder. Tests reuse the kernels compiled by earlier ones; set FA2CUPY_CACHE_DIR to keep them longer.
     if hasattr(config, "workerinput"):
+        os.environ.update(config.workerinput.get("environment", {}))
         return
     config.pluginmanager.register(_Failures())
     folder = config.stash[_SESSION_FOLDER] = tempfile.TemporaryDirectory(prefix="fa2cupy-tests-")
@@ -63,6 +68,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # keeps neighbouring tests together, which share kernels that the interpreter has parsed.
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup" if _why_no_gpu() is None else "worksteal"
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: WorkerController) -> None:
+    """Workers that share the tests on the GPU take turns with the GPUs: each sees one."""
+    gpus = _visible_gpus()
+    if len(gpus) > 1 and node.config.option.dist != "loadgroup":
+        number = int(node.gateway.id.removeprefix("gw"))
+        node.workerinput["environment"] = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}
+
+
+def _visible_gpus() -> list[str]:
+    """Returns the values of CUDA_VISIBLE_DEVICES that each show one of the GPUs."""
+    count, _ = _count_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
 class _Failures:
@@ -93,10 +114,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.pluginmanager.hasplugin("xdist"):
         for item in needing:
             item.add_marker(pytest.mark.xdist_group("gpu"))
-    reason = _why_no_gpu() if needing else None
-    if reason is not None:
-        for item in needing:
+    count, reason = _count_gpus() if needing else (0, None)
+    for item in needing:
+        if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif count < 2 and item.get_closest_marker("several_gpus"):
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -126,15 +149,20 @@ def _isolated_arrays(request: pytest.FixtureRequest) -> None:
 
 
 def _why_no_gpu() -> str | None:
+    return _count_gpus()[1]
+
+
+def _count_gpus() -> tuple[int, str | None]:
+    """Returns the number of GPUs, and why there are none."""
     try:
         import cupy
 
         count = cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
-        return f"no CuPy: {error}"
+        return 0, f"no CuPy: {error}"
     except Exception as error:  # CuPy is there and the driver is not: CUDARuntimeError, or a library that does not load
-        return f"no CUDA device: {error}"
-    return None if count else "no CUDA device: the driver reports none"
+        return 0, f"no CUDA device: {error}"
+    return count, None if count else "no CUDA device: the driver reports none"
 
 
 @pytest.fixture

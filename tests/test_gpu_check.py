@@ -63,7 +63,7 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check, "_run_tests", lambda folder, marker, processes, more: suite)
     monkeypatch.setenv("FA2CUPY_CACHE_DIR", str(tmp_path / "cache"))
     run = ["--out", str(tmp_path), "--cache", str(tmp_path / "cache"), "--skip"]
-    assert gpu_check.main([*run, "tests", "large", "isolated", "benchmark"]) == 0
+    assert gpu_check.main([*run, "tests", "large", "several_gpus", "isolated", "benchmark"]) == 0
 
     def killed(folder, marker, processes, more):
         if "not large" not in marker:
@@ -75,11 +75,13 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
         gpu_check.main([*run, "sanitizers", "benchmark"])
     receipt = json.loads((tmp_path / "check.json").read_text())
     assert [receipt[step] for step in gpu_check.STEPS] == [
-        suite, "not finished", "not finished", {"memcheck": "0 errors"}, "skipped",
+        suite, "not finished", "not finished", "not finished", {"memcheck": "0 errors"}, "skipped",
     ]  # fmt: skip
     assert gpu_check.main([*run, "tests", "sanitizers", "benchmark"]) == 0
     receipt = json.loads((tmp_path / "check.json").read_text())
-    assert [receipt[step] for step in gpu_check.STEPS] == [suite, suite, suite, {"memcheck": "0 errors"}, "skipped"]
+    assert [receipt[step] for step in gpu_check.STEPS] == [
+        suite, suite, suite, suite, {"memcheck": "0 errors"}, "skipped",
+    ]  # fmt: skip
     monkeypatch.setattr(gpu_check, "code_digest", lambda root: "other code")
     assert gpu_check.main([*run, *gpu_check.STEPS]) == 0
     receipt = json.loads((tmp_path / "check.json").read_text())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 RANKS = 4 if device_count() >= 4 else 2
 
 
-@pytest.mark.skipif(device_count() < 2, reason="needs two GPUs")
+@pytest.mark.several_gpus
 @pytest.mark.parametrize(("scheme", "name"), gpu_ranks.CASES)
 def test_ranks_compute_what_one_gpu_does(scheme, name):
     """The cases "graph" are compared with plain calls."""

@@ -309,9 +309,8 @@ def test_a_thread_that_has_not_used_the_device(dtype):
                 assert cp.array_equal(ours, theirs)
 
 
+@pytest.mark.several_gpus
 def test_arrays_of_a_device_that_is_not_current():
-    if cp.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two CUDA devices")
     q, k, v, do = inputs_of()
     wanted = fa2cupy.forward(q, k, v, causal=True)
     with cp.cuda.Device(1):

@@ -1,4 +1,4 @@
-"""The selection of tests, the parts of the matrix, and what a run tells before its end."""
+"""The selection of tests, the parts of the matrix, the GPUs of workers, and what a run tells before its end."""
 
 from __future__ import annotations
 
@@ -63,3 +63,44 @@ def test_failures_are_named_before_the_end(workers, tmp_path):
     told = [line for line in run.stdout.splitlines() if line.startswith("failed: ")]
     assert sorted(told) == ["failed: test_one.py::test_not_set_up", "failed: test_one.py::test_wrong"]
     assert run.stdout.index("failed: ") < run.stdout.index("= FAILURES =")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "seen"),
+    [
+        (None, ("-n", "3", "--dist", "worksteal"), {"0", "1", "2"}),
+        ("5,7", ("-n", "3", "--dist", "worksteal"), {"5", "7"}),
+        ("1", ("-n", "2", "--dist", "worksteal"), {"1"}),
+        ("5,7", ("-n", "2"), {"5,7"}),  # all tests on the GPU are in one process
+        ("5,7", (), {"5,7"}),
+    ],
+)
+def test_workers_that_share_the_tests_take_turns_with_the_gpus(chosen, options, seen, tmp_path):
+    shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "cupy.py").write_text(  # with three GPUs
+        "import os\n"
+        "class cuda:\n"
+        "    class runtime:\n"
+        "        def getDeviceCount():\n"
+        "            return len(os.environ.get('CUDA_VISIBLE_DEVICES', '0,1,2').split(','))\n"
+    )
+    (tmp_path / "test_one.py").write_text(
+        "import os, time, pytest\n"
+        "@pytest.mark.gpu\n"
+        "@pytest.mark.parametrize('number', range(12))\n"
+        "def test_some(number):\n"
+        "    open(f'{number}.txt', 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', ''))\n"
+        "    time.sleep(0.1)\n"
+        "@pytest.mark.gpu\n"
+        "@pytest.mark.several_gpus\n"
+        "def test_several():\n    pass\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(CHECKOUT)))}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    environment |= {"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *options]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert {path.read_text() for path in tmp_path.glob("*.txt")} == seen
+    assert ("needs two GPUs" in run.stdout) is all("," not in one for one in seen)
