@@ -46,6 +46,9 @@ functions
     function and size (``--functions`` names some). Rows are in functions.csv. ``over_plain`` is the time of the
     built-in keyword over that of the function for softcap and alibi, and 1 for the others; ``tflops`` counts visible
     pairs. The table at the end has FlexAttention's time over ours.
+calls
+    What ready-made functions cost the host, each in a process of its own: the first call, which compiles kernels, and a
+    warm one on a tiny problem, beside the same without a function. Rows are in function-calls.csv.
 sparse
     Calls with sparse maps, in bfloat16, with 8192 and 16384 tokens in one sequence: ``tflops`` counts the pairs of the
     tiles that are visited, and ``ratio`` is that number over the one of the call without a map. One head is compared
@@ -68,6 +71,8 @@ import features
 from common import decoding, function_cases
 from common.check import HeadCheck, check_equal
 from common.flex import FlexFunctions
+from common.function_calls import COLUMNS as CALL_COLUMNS
+from common.function_calls import measure_calls
 from common.measure import (
     TRAINING,
     Candidate,
@@ -102,7 +107,8 @@ COLUMNS = (
 )  # fmt: skip
 MODEL_COLUMNS = ("model", *COLUMNS[: COLUMNS.index("causal")], "num_heads_kv", *COLUMNS[COLUMNS.index("causal") : -1])
 SECTIONS = (
-    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "sparse",
+    "speed", "training", "memory", "host", "startup", "models", "features", "float32", "decode", "functions", "calls",
+    "sparse",
 )  # fmt: skip
 #: Sections whose rows are in benchmark.csv.
 IN_BENCHMARK_CSV = {"speed", "training", "memory", "host"}
@@ -457,6 +463,8 @@ def run(options: argparse.Namespace, gpu: Gpu, folder: Path) -> Benchmark:
         benchmark.failures += run_features(options, gpu, folder / "features-peers.csv")
     if "functions" in options.sections:
         benchmark.failures += run_functions(options, gpu, folder / "functions.csv")
+    if "calls" in options.sections:
+        benchmark.failures += run_calls(gpu, folder / "function-calls.csv")
     return benchmark
 
 
@@ -545,6 +553,22 @@ def run_functions(options: argparse.Namespace, gpu: Gpu, path: Path) -> list[str
     features.measure_all(run, function_cases.all_cases(options.functions, features.HEAD_DIMS), path)
     print("", *features.table(run.rows), "", sep="\n")
     return run.failures
+
+
+def run_calls(gpu: Gpu, path: Path) -> list[str]:
+    """Runs the section calls; returns its failures."""
+    rows = []
+    try:
+        for row in measure_calls(stamp_of(gpu)):
+            rows.append(row)
+            write_csv(path, CALL_COLUMNS, rows)
+            print(
+                f"  {row['feature']:16s}d={row['head_dim']:<4}{row['operation']:9s} first {row['first_s']:.2f} s, host "
+                f"{row['host_us']:.1f} us, {row['growth_us']:+.1f} us beside none"
+            )
+    except RuntimeError as error:
+        return [f"FAILED: {error}"]
+    return []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+from subprocess import CompletedProcess
 
 import benchmark
 import pytest
-from common import ROOT, check, measure, peers, plots, startup, tables
+from common import ROOT, check, function_calls, measure, peers, plots, startup, tables
 from common.measure import Problem
 from support.fake_timing import HAS_MATPLOTLIB, FakeGpu, made_up_rows
 
@@ -127,6 +129,48 @@ def test_startup_joins_both_processes(small_benchmark, tmp_path, monkeypatch, ca
     (row,) = measure.read_csv(tmp_path / "startup.csv")
     assert (row["first_call_ms_fresh"], row["first_call_ms_cached"], row["compile_s_longest"]) == ("1600", "50", "1.5")
     assert "50 ms from the disk cache" in capsys.readouterr().out
+
+
+def test_calls_of_functions_are_measured_beside_plain_ones_in_processes_of_their_own(
+    small_benchmark, tmp_path, monkeypatch, capsys
+):
+    caches, asked = [], []
+
+    def answer(module, arguments, cache):
+        caches.append(cache)
+        asked.append(arguments)
+        grown = 0 if arguments[0] == "plain" else 3.5
+        return {"forward": (1.5, 16.0 + grown), "backward": (2.5, 30.0 + 2 * grown)}
+
+    monkeypatch.setattr(function_calls, "answer_of", answer)
+    run = benchmark.run(small_options("--sections", "calls"), FakeGpu(), tmp_path)
+    assert not run.failures and len(set(caches)) == len(caches)
+    assert asked == [(name, d) for d in ("64", "128") for name in ("plain", *function_calls.NAMES)]
+    rows = measure.read_csv(tmp_path / "function-calls.csv")
+    assert {(row["feature"] == "plain", row["operation"], row["growth_us"]) for row in rows} == {
+        (True, "forward", "0"), (True, "backward", "0"), (False, "forward", "3.5"), (False, "backward", "7"),
+    }  # fmt: skip
+    assert {row["first_s"] for row in rows} == {"1.5", "2.5"}
+    assert "alibi           d=64  forward   first 1.50 s, host 19.5 us, +3.5 us beside none" in capsys.readouterr().out
+
+
+def test_a_process_of_calls_that_fails_is_reported(small_benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr(startup.subprocess, "run", lambda *a, **k: CompletedProcess(a, 1, stdout="", stderr="no GPU"))
+    run = benchmark.run(small_options("--sections", "calls"), FakeGpu(), tmp_path)
+    assert run.failures == ["FAILED: the process that times first calls failed:\nno GPU"]
+
+
+@pytest.mark.parametrize("name", ("plain", "alibi", "document"))
+def test_the_process_of_calls_tells_the_times_of_both(name, monkeypatch, capsys):
+    monkeypatch.setattr(function_calls, "Gpu", FakeGpu)
+    monkeypatch.setattr(function_calls, "call_problem", lambda head_dim: Problem("float32", head_dim, 32, 1, 2, True))
+    monkeypatch.setattr(
+        function_calls, "host_microseconds", lambda gpu, candidates: {x.name: 1.0 * len(x.call()) for x in candidates}
+    )
+    function_calls._child(name, "64")
+    found = json.loads(capsys.readouterr().out)
+    assert {operation: host for operation, (first, host) in found.items()} == {"forward": 2, "backward": 3}
+    assert all(first > 0 for first, host in found.values())
 
 
 def test_benchmark_without_gpu_says_so(monkeypatch, capsys):

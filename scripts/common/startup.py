@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from common import SCRIPTS
 from common.measure import Gpu, Problem
 
-__all__ = ["COLUMNS", "measure_startup"]
+__all__ = ["COLUMNS", "answer_of", "measure_startup"]
 
 COLUMNS = (
     "gpu", "driver", "date", "dtype", "head_dim", "causal", "call", "new_kernels", "compile_s_longest",
@@ -32,8 +34,12 @@ def measure_startup(problem: Problem) -> list[dict[str, object]]:
 
 
 def _first_calls(problem: Problem, cache: str) -> list[dict[str, object]]:
-    arguments = [problem.dtype, str(problem.head_dim), str(int(problem.causal))]
-    command = [sys.executable, "-m", "common.startup", *arguments]
+    return answer_of("common.startup", (problem.dtype, str(problem.head_dim), str(int(problem.causal))), cache)
+
+
+def answer_of(module: str, arguments: Sequence[str], cache: str) -> Any:
+    """Runs a module in a process of its own, with a folder for compiled kernels; returns what its last line says."""
+    command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "FA2CUPY_CACHE_DIR": cache}
     run = subprocess.run(command, cwd=SCRIPTS, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
