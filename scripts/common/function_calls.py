@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from common.function_cases import FUNCTIONS
 from common.measure import Candidate, Gpu, Problem, host_microseconds
@@ -34,7 +34,7 @@ def call_problem(head_dim: int) -> Problem:
     return Problem("bfloat16", head_dim, 512, 1, 4, True)
 
 
-def measure_calls(stamp: Mapping[str, object], names: Sequence[str] = NAMES) -> Iterator[dict[str, object]]:
+def measure_calls(stamp: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Yields a row for each function, head_dim and operation.
 
     ``first_s`` is the time of the first call with an empty cache, until its results are there; ``host_us`` the host
@@ -42,7 +42,7 @@ def measure_calls(stamp: Mapping[str, object], names: Sequence[str] = NAMES) -> 
     """
     for head_dim in HEAD_DIMS:
         plain: dict[str, float] = {}
-        for name in (PLAIN, *names):
+        for name in (PLAIN, *NAMES):
             with tempfile.TemporaryDirectory(prefix="fa2cupy-calls-") as cache:
                 found = answer_of("common.function_calls", (name, str(head_dim)), cache)
             for operation in OPERATIONS:
