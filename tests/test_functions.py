@@ -619,6 +619,20 @@ def test_whether_a_function_adds_what_no_score_changes(function, shifts):
     assert program.adds or not shifts
 
 
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda b, h, q, k, t: t[b, q] == t[b, k], True),
+        (lambda b, h, q, k, t: k < t[h, abs(q - k)], True),
+        (lambda b, h, q, k, t: t[q].sum() > 0, True),
+        (lambda b, h, q, k, t: k < t[b, h], False),
+        (lambda b, h, q, k, t: q - k < 5, False),
+    ],
+)
+def test_whether_a_mask_reads_by_position(function, reads):
+    assert traced(function, T, role="mask_mod").reads_by_position is reads
+
+
 def test_a_mask_shifts_no_score():
     assert not traced(lambda b, h, q, k: q < k, role="mask_mod").shifts
 

@@ -207,23 +207,27 @@ def test_a_function_that_adds_little_has_the_tile_of_alibi(operation):
 
 
 @pytest.mark.parametrize(
-    ("operation", "score_mod", "has_function", "wanted"),
+    ("operation", "mask_mod", "score_mod", "wanted"),
     [
-        ("forward", None, True, (192, 128)),  # more queries than the map's tiles
-        ("forward", mods.alibi(), True, (192, 128)),
-        ("forward", mods.t5_relative(), True, (128, 128)),  # it needs registers
-        ("forward", None, False, (128, 128)),  # no function tells what tiles of another size show
-        ("backward", None, True, (128, 128)),
-        ("backward_dkdv", mods.t5_relative(), True, (128, 128)),  # steps of 96 queries would meet two tiles of the map
+        ("forward", mods.causal(), None, (192, 128)),  # more queries than the map's tiles
+        ("forward", mods.prefix_lm, None, (192, 128)),
+        ("forward", mods.document, None, (128, 128)),  # whose borders may be those of the map's tiles
+        ("forward", mods.causal(), mods.alibi(), (192, 128)),
+        ("forward", mods.causal(), mods.t5_relative(), (128, 128)),  # it needs registers
+        ("forward", None, None, (128, 128)),  # no function tells what tiles of another size show
+        ("backward", mods.causal(), None, (128, 128)),
+        # Steps of 96 queries would meet two tiles of the map.
+        ("backward_dkdv", mods.causal(), mods.t5_relative(), (128, 128)),
     ],
 )
 def test_the_tiles_that_blocks_own_may_be_larger_than_those_of_a_map_with_a_function(
-    operation, score_mod, has_function, wanted
+    operation, mask_mod, score_mod, wanted
 ):
-    causal = bound_function("mask_mod", mods.causal(), ())
-    settings = {"block_mask": MapLayout((1, 1, 8, 8), 1024, 1024, (128, 128), causal.program if has_function else None)}
-    if has_function:
-        settings["mask_mod"] = causal
+    arrays = {mods.prefix_lm: (np.zeros(1, "int32"),), mods.document: (np.zeros((1, 1024), "int32"),)}
+    settings = {"block_mask": MapLayout((1, 1, 8, 8), 1024, 1024, (128, 128), None)}
+    if mask_mod is not None:
+        settings["mask_mod"] = bound_function("mask_mod", mask_mod, arrays.get(mask_mod, ()))
+        settings["block_mask"] = settings["block_mask"]._replace(program=settings["mask_mod"].program)
     if score_mod is not None:
         array = np.zeros(4, "float32") if score_mod is mods.alibi() else np.zeros((32, 4), "float32")
         settings["score_mod"] = bound_function("score_mod", score_mod, (array,))

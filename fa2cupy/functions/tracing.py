@@ -92,6 +92,16 @@ class Program:
         return any(node.op == "input" and node.value == name for node in reachable([self.result]))
 
     @functools.cached_property
+    def reads_by_position(self) -> bool:
+        """True if the result depends on elements of arguments at the query's or the key's position, as documents do."""
+        nodes = reachable([self.result])
+        moving: set[Node] = set()
+        for node in nodes:
+            if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
+                moving.add(node)
+        return any(node.op == "element" and node in moving for node in nodes)
+
+    @functools.cached_property
     def is_short(self) -> bool:
         """True if a kernel may repeat the text for every element of a fragment.
 
