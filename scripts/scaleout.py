@@ -20,8 +20,9 @@ sequence, in contiguous arrays. Scheme and baseline take turns, call by call, af
 meet before each call, and the time of a call is that of the slowest rank, by CUDA events. ``efficiency`` is the median
 of the baseline over that of the scheme; it is empty where the ranks do not divide the heads. ``tflops`` is that of one
 GPU. ``extra_bytes`` is the peak of CuPy's pool (for PyTorch, of its allocator) in a call beyond inputs and results, the
-largest of all ranks. ``host_ms`` is the time that the host takes to queue a call: the least of all calls, on the
-slowest rank. With an even number of ranks from four on, ``hybrid`` takes each half of them for a host.
+largest of all ranks; in ``heads`` also the memory that other ranks write, as large as the largest call so far needed.
+``host_ms`` is the time that the host takes to queue a call: the least of all calls, on the slowest rank. With an even
+number of ranks from four on, ``hybrid`` takes each half of them for a host.
 
 PyTorch's context parallelism with cuDNN (``torch ring``) is timed in the same processes, if PyTorch has it. Writes
 scaleout.csv after each problem and scheme, and scaleout.png.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.fake_cupy import FakeArray, place
 from support.fake_gpu import fake_gpu
-from support.fake_nccl import INT8, FakeCommunicator, FakeNccl, fake_streams
+from support.fake_nccl import INT8, SIZE, FakeCommunicator, FakeNccl, fake_streams, run_all, shards, together
 from support.simulator import simulated_gpu
 
 import fa2cupy
@@ -23,41 +23,16 @@ from fa2cupy.distributed import api, requests
 from fa2cupy.distributed import copies as copies_module
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.distributed import run as run_module
-from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 from fa2cupy.testing import Expectation, make_inputs
-
-MODULES = (calls, copies, device_memory, placement, prepare, prepared, tile_states)
-SIZE = 4
 
 
 @pytest.fixture
 def gpus(monkeypatch):
     """Provides fake GPUs as (launched stages, CuPy, NCCL)."""
-    with fake_gpu(monkeypatch) as launched, fake_streams(monkeypatch, MODULES) as cupy:
+    with fake_gpu(monkeypatch) as launched, fake_streams(monkeypatch) as cupy:
         nccl = FakeNccl(SIZE)
         monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
         yield launched, cupy, nccl
-
-
-def shards(comm, arrays, order="zigzag"):
-    rows = dist.positions(comm, arrays[0].shape[1], order=order)
-    return [place(x[:, rows]) for x in arrays]
-
-
-def run_all(nccl: FakeNccl, work) -> list:
-    """Runs ``work(comm)`` on each rank of two hosts, with communicators of NCCL."""
-
-    def of_rank(comm):
-        one = FakeCommunicator(nccl, comm.rank)
-        return work(dist.Communicator.from_nccl(one, ranks_per_host=SIZE // 2, timeout=20))
-
-    return dist.simulate(SIZE, of_rank)
-
-
-def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
-    """Returns the whole array, joined from the rows of all ranks in zigzag order."""
-    halves = [np.split(np.asarray(part), 2, axis=axis) for part in parts]
-    return np.concatenate([low for low, _ in halves] + [high for _, high in reversed(halves)], axis=axis)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -91,7 +66,7 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
     monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
     inputs = make_inputs("float16", seqlen_q=128, num_heads=8, num_heads_kv=4, head_dim=16)
     options = {"window": (40, 8), "dropout_p": 0.3, "seed": 2**63 + 5}
-    with fake_gpu(monkeypatch, run=launches.append), fake_streams(monkeypatch, MODULES):
+    with fake_gpu(monkeypatch, run=launches.append), fake_streams(monkeypatch):
         run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme=scheme, **options))
     records = [launch.values for launch in launches if launch.spec.operation == "forward"]
     origins = {(record["dropout_head"], record["dropout_query_word"]) for record in records}
@@ -120,7 +95,7 @@ def test_kernels_compute_what_one_call_does(scheme, monkeypatch):
         o, backprop = dist.attention(comm, *shards(comm, inputs)[:3], scheme=scheme, family="sm80", **options)
         return (o, *backprop(shards(comm, inputs)[3]))
 
-    with simulated_gpu(monkeypatch), fake_streams(monkeypatch, MODULES):
+    with simulated_gpu(monkeypatch), fake_streams(monkeypatch):
         found = dist.simulate(2, work, timeout=200)
     o, dq, dk, dv = (together(parts, 2) for parts in zip(*found, strict=True))
     expected = Expectation(*inputs, **options)
@@ -173,12 +148,12 @@ def test_streams_and_memory(scheme, gpus):
         return caller
 
     callers = set(run_all(nccl, work))
-    assert len(made) == 3 * SIZE and all(one.non_blocking for one in made)
+    assert len(made) == 4 * SIZE and all(one.non_blocking for one in made)
     by_priority = defaultdict(set)
     for one in made:
         by_priority[one.priority].add(one.ptr)
     (urgent,) = (ptrs for priority, ptrs in by_priority.items() if priority < 0)
-    assert len(urgent) == SIZE
+    assert len(urgent) == 2 * SIZE
     computing = {stream for _, stream in cupy.launches}
     assert not computing & urgent
     arenas = by_priority[0] - computing if scheme != "ring" else by_priority[0]

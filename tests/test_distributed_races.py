@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -16,16 +17,28 @@ from support.feature_cases import numbers
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed.windows import Signal
 from fa2cupy.testing import make_inputs
 
-SCHEMES = ("heads", "gather", "ring", "hybrid")
+#: "copies" is the scheme "heads" where ranks write each other's memory.
+SCHEMES = ("heads", "copies", "gather", "ring", "hybrid")
+
+
+def windows_of(scheme: str, monkeypatch, window: type = ranks.ThreadWindow):
+    """Returns the context of a scheme's calls."""
+    return ranks.thread_windows(monkeypatch, window) if scheme == "copies" else contextlib.nullcontext()
+
+
+def named(scheme: str) -> str:
+    """Returns the scheme's name in the package."""
+    return "heads" if scheme == "copies" else scheme
 
 
 def case(size: int) -> tuple[tuple, dict, dict]:
     """Returns inputs, options and head groups of a call with several groups of heads."""
     heads = 4 * size
     inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
-    groups = {"heads": 4, "gather": 4, "hybrid": 2}
+    groups = {"heads": 4, "copies": 4, "gather": 4, "hybrid": 2}
     return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
 
 
@@ -35,9 +48,9 @@ def case(size: int) -> tuple[tuple, dict, dict]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
     inputs, options, groups = case(size)
-    how = {"scheme": scheme, **groups[scheme]}
+    how = {"scheme": named(scheme), **groups[scheme]}
     expected = ranks.on_ranks(size, inputs, how=how, **options)
-    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
         found = ranks.on_ranks(size, inputs, how=how, **options)
     for name, result in found.items():
         np.testing.assert_array_equal(result, expected[name], err_msg=name)
@@ -75,9 +88,23 @@ class PickyLane(ranks.SlowLane):
         frame = sys._getframe(1)
         # All schemes share the wait in `begin`, so that the place of its caller counts.
         site = place_of(frame.f_back if frame.f_code.co_name == "begin" else frame)
+        if "windows" in frame.f_code.co_filename:  # for the call before, which has ended here: see TestFollowingCalls
+            super().wait(mark)
+            return
         self.seen.add(site)
         if site != self.left_out:
             super().wait(mark)
+
+
+class PickyWindow(ranks.ThreadWindow):
+    """A window that notes where the package waits for signals, and leaves out one of these waits."""
+
+    def wait(self, lane, kind, step=0, peers=None) -> None:
+        site = place_of(sys._getframe(1))
+        if kind != Signal.READY:  # for the call before: see TestFollowingCalls
+            PickyLane.seen.add(site)
+        if site != PickyLane.left_out:
+            super().wait(lane, kind, step, peers)
 
 
 def place_of(frame) -> str:
@@ -98,17 +125,20 @@ class LateInputs:
 
     def __init__(self, size: int, how: dict, **options):
         self.size, self.how, self.options = size, how, options
+        self.scheme = how["scheme"]
         heads = options.pop("heads", 4 * size)
         self.inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
         self.expected = self.run()
 
     def run(self) -> list[list[np.ndarray]]:
         """Returns the results of the forward and the backward by rank."""
-        return dist.simulate(self.size, self._work, ranks_per_host=ranks.ranks_per_host(self.size), timeout=20)
+        in_host = ranks.ranks_per_host(self.size)
+        with pytest.MonkeyPatch.context() as patch, windows_of(self.scheme, patch, PickyWindow):
+            return dist.simulate(self.size, self._work, ranks_per_host=in_host, timeout=20)
 
     def _work(self, comm) -> list[np.ndarray]:
         q, k, v, do = (dist.shard(comm, x) for x in self.inputs)
-        options = self.options | self.how
+        options = self.options | self.how | {"scheme": named(self.scheme)}
         if "bias" in options and options["bias"].ndim > 1:
             options["bias"] = dist.shard(comm, options["bias"], axis=-2)
         extra = {"return_dbias": True} if "bias" in options else {}
@@ -137,7 +167,7 @@ class first_work:
 
 def lanes_with_first_work(lane: type, delays) -> Callable[[int], tuple]:
     def lanes(rank: int) -> tuple:
-        made = tuple(lane(delays(rank, number), number == 0) for number in range(3))
+        made = tuple(lane(delays(rank, number), number == 0) for number in range(ranks.LANES))
         made[0](first_work.queued.pop(rank))
         return made
 
@@ -156,6 +186,7 @@ class immediate_first_work:
 HOST_LANES = run_module.host_lanes
 CASES = {
     "heads": {"how": {"scheme": "heads", "head_groups": 4}},
+    "copies": {"how": {"scheme": "copies", "head_groups": 4}},
     "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
     "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
     "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
@@ -172,7 +203,7 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(PickyLane, "seen", set())
     monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
     cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
-    orders = [(slow, late) for late in (None, 0, 2) for slow in range(3)]
+    orders = [(slow, late) for late in (None, 0, 2) for slow in range(ranks.LANES)]
 
     def is_right(call: LateInputs, order: tuple, delay: float) -> bool:
         monkeypatch.setattr(run_module, "host_lanes", lanes_with_first_work(PickyLane, one_slow_lane(*order, delay)))
@@ -193,12 +224,78 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     caught: set[str] = set()
     for call in cases:
         monkeypatch.setattr(PickyLane, "left_out", None)
-        assert all(is_right(call, order, 0.004) for order in orders[:3])
+        assert all(is_right(call, order, 0.004) for order in orders[: ranks.LANES])
         caught |= {site for site in sorted(PickyLane.seen - caught) if is_caught(call, site, 0.004)}
     # A busy machine delays all lanes, so that waits that were not caught are tried again with longer delays.
     caught |= {site for site in PickyLane.seen - caught if any(is_caught(call, site, 0.03) for call in cases)}
     assert len(caught) > 15
     assert sorted(PickyLane.seen - caught) == []
+
+
+class LaneWithoutEnd(ranks.SlowLane):
+    """A lane that the host does not wait for, as on a GPU."""
+
+    ends: ClassVar[list[ranks.Mark]] = []
+
+    def join(self) -> None:
+        self.ends.append(self.record())
+        self._queue.put(None)
+
+
+class WithoutReady(ranks.ThreadWindow):
+    """A window that is written while another rank may still read it."""
+
+    def wait(self, lane, kind, step=0, peers=None) -> None:
+        if kind != Signal.READY:
+            super().wait(lane, kind, step, peers)
+
+
+class WithoutLast(ranks.ThreadWindow):
+    """A window of a call that does not wait for the one before it."""
+
+    def begin(self, lane, nbytes, steps) -> None:
+        if nbytes <= self.nbytes:
+            self._last = None
+        super().begin(lane, nbytes, steps)
+
+
+class TestFollowingCalls:
+    """Calls on several streams of a caller, of which the host waits for none."""
+
+    def are_right(self, monkeypatch, window: type, seed: int) -> bool:
+        # What is a result of one length in the window is an input of the other. The first call sets the window's size.
+        sizes = {"num_heads": 8, "num_heads_kv": 4, "head_dim": 4}
+        calls = [make_inputs("float32", seqlen_q=rows, **sizes, seed=n) for n, rows in enumerate((64, 32, 64, 32, 64))]
+        how = {"causal": True, "scheme": "heads", "head_groups": 2}
+
+        def work(comm) -> list[tuple]:
+            results = []
+            for inputs in calls:
+                q, k, v = (dist.shard(comm, x) for x in inputs[:3])
+                out = ranks.poisoned(q.shape, q.dtype), ranks.poisoned((1, 8, q.shape[1]), q.dtype)
+                results.append(dist.forward(comm, q, k, v, out=out, **how))
+            return results
+
+        expected = dist.simulate(2, work)
+        monkeypatch.setattr(LaneWithoutEnd, "ends", [])
+        delays = ranks.random_delays(0.004, seed)
+        with ranks.thread_windows(monkeypatch, window), ranks.slow_lanes(monkeypatch, delays, LaneWithoutEnd):
+            found = dist.simulate(2, work)
+            assert all(end.wait(20) for end in LaneWithoutEnd.ends)
+        return all(
+            np.array_equal(one, other)
+            for mine, theirs in zip(found, expected, strict=True)
+            for pair in zip(mine, theirs, strict=True)
+            for one, other in zip(*pair, strict=True)
+        )
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_share_the_window(self, seed, monkeypatch):
+        assert self.are_right(monkeypatch, ranks.ThreadWindow, seed)
+
+    @pytest.mark.parametrize("window", [WithoutReady, WithoutLast])
+    def test_must_wait_for_each_other(self, window, monkeypatch):
+        assert not all(self.are_right(monkeypatch, window, seed) for seed in range(12))
 
 
 class Pool:

@@ -1,7 +1,7 @@
 """Attention of sequences whose rows are spread over several GPUs or processes (sequence or context parallelism).
 
-All ranks call these functions together, each with its own rows. NCCL carries CuPy arrays, and MPI, or simulated ranks,
-NumPy arrays.
+All ranks call these functions together, each with its own rows. Copy engines and NCCL carry CuPy arrays, and MPI, or
+simulated ranks, NumPy arrays.
 """
 
 from .api import attention, backward, forward

@@ -13,7 +13,7 @@ from ..problem.array_types import Array
 from ..problem.feature_checks import extra_gradients
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, heads, hybrid, ring
+from . import gather, heads, heads_by_copies, hybrid, ring
 from .communicator import Communicator
 from .messages import library_of
 from .operands import Operands, result_views
@@ -116,13 +116,17 @@ def forward(
     shorter calls may choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
 
     Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
-    of d columns and G groups of heads: ``"heads"`` 4 N / W (H + h) d e; ``"gather"`` 2 (N + N / W) h d e min(2, G) / G;
-    ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` that of ``"heads"``, and with R ranks in a host
-    that of ``"gather"`` for h / R heads and W / R ranks. A batch of several sequences has memory for messages besides,
-    in ``"heads"`` half as much again, in ``"gather"`` twice as much.
+    of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e, of which N / W (3 H + 4 h) d e stay allocated
+    as long as the communicator (``comm.window_bytes``); ``"gather"`` 2 (N + N / W) h d e min(2, G) / G; ``"ring"`` 3
+    slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of
+    ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they
+    have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice as much.
 
-    On GPUs, messages travel by NCCL on a stream of the highest priority, next to a second stream for computing. No call
-    waits for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
+    On GPUs of one host, the ranks of ``"heads"`` write each other's memory (CUDA IPC) with copy engines, beside the
+    kernels. Arrays over the scores and gradients of features, more than 64 sequences (in layout ``"bhsd"``, sequences
+    times heads), CUDA graphs, and the other schemes travel by NCCL, on a stream of the highest priority: its blocks
+    wait for a multiprocessor that no kernel occupies. Both are next to a second stream for computing. No call waits for
+    the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
     another call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed
     when the time is up.
 
@@ -377,10 +381,11 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     )
     operands = Operands.of(arguments.arrays, arguments.options.layout)
     views = result_views(names, out, arguments.options.layout, q.ndim)
-    scheme = getattr(_SCHEMES[request.scheme], arguments.call)
     try:
         run = Run(comm, request, q)
-        scheme(run, operands, views)
+        by_copies = heads_by_copies.takes(request) and run.has_window()
+        scheme = heads_by_copies if by_copies else _SCHEMES[request.scheme]
+        getattr(scheme, arguments.call)(run, operands, views)
         run.finish()
     except BaseException as error:
         comm.give_up(error)

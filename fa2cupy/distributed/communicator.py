@@ -35,6 +35,8 @@ class Communicator:
         Number of ranks.
     ranks_per_host : int
         Number of ranks that fast links connect, for the scheme ``"hybrid"``: those of a host are neighbours.
+    window_bytes : int
+        Bytes of this rank's GPU that the other ranks write in calls of ``"heads"``, kept as long as the communicator.
 
     Parameters
     ----------
@@ -210,6 +212,11 @@ class Communicator:
         if self._made is None:
             self._made = self._device()
         return self._made
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of this rank's GPU that the other ranks write in calls of ``"heads"``: those of the largest call."""
+        return 0 if self._made is None else self._made.window_bytes
 
     def give_up(self, error: BaseException) -> None:
         """Refuses later calls: messages of a call that failed may still be under way."""

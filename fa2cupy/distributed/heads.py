@@ -59,10 +59,10 @@ class Heads:
     The heads of a rank are neighbours, and so are those of one of its groups.
     """
 
-    def __init__(self, run: Run, operands: Operands):
+    def __init__(self, run: Run, operands: Operands, count: int | None = None):
         request = run.request
         self.run, self.operands = run, operands
-        self.count = request.groups
+        self.count = request.groups if count is None else count
         ranks = run.size * self.count
         self.heads, self.heads_kv = operands.q.shape[2] // ranks, operands.k.shape[2] // ranks
         self.scores = over_scores(request.keywords)
@@ -72,7 +72,6 @@ class Heads:
         self.places: list[Array | None] = [None] * self.count
         if needs_place(request.keywords, has_all_queries=True):
             self.places = [run.place((self.q_heads(run.rank, group).start, 0)) for group in range(self.count)]
-        run.begin()
 
     def q_heads(self, rank: int, group: int) -> slice:
         """The query heads of a group of a rank."""
@@ -199,6 +198,7 @@ class Heads:
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
     heads = Heads(run, operands)
+    run.begin()
     o, lse = out
     fetched: list[tuple[list[Array], dict[str, Array], Any]] = []
 
@@ -237,7 +237,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     _, lse, do = operands.of_backward
     dq, dk, dv, *extra = out
     delta = operands.row_delta(run)
-    run.comm.wait(run.main.record())
+    run.begin()
     fetched: list[tuple[list[Array], list[Array], dict[str, Array], Any]] = []
 
     def fetch(group: int) -> None:

@@ -50,6 +50,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
     levels = _Levels(run, operands)
     heads, batch, (o, lse) = levels.heads, Batch(levels.within), out
+    run.begin()
     q = heads.rows(batch, operands.q, 0, is_keys=False)
     k, v = (heads.rows(batch, x, 0, is_keys=True) for x in (operands.k, operands.v))
     scores = {name: heads.over_scores(batch, name, 0) for name in heads.scores}
@@ -72,7 +73,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     _, lse, do = operands.of_backward
     dq, dk, dv, *extra = out
     delta = operands.row_delta(run)
-    run.comm.wait(run.main.record())
+    run.begin()
     q, whole_do = (heads.rows(batch, x, 0, is_keys=False) for x in (operands.q, do))
     k, v = (heads.rows(batch, x, 0, is_keys=True) for x in (operands.k, operands.v))
     whole_lse, whole_delta = (heads.statistics(batch, x, 0) for x in (lse, delta))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..numerics.arrays import array_module
 from ..problem.array_types import Array
+from .windows import Window
 
 __all__ = [
     "CommunicationError",
@@ -39,17 +40,26 @@ class Transport(Protocol):
     waits_for_host : bool
         True if `exchange` returns when the messages have arrived. Messages are otherwise queued on CuPy's current
         stream, and reading one on the host synchronises with the GPU.
+    window_bytes : int
+        Bytes of this rank that the others write.
     """
 
     rank: int
     size: int
     waits_for_host: bool
 
+    @property
+    def window_bytes(self) -> int:
+        """See the docstring of the class."""
+
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Sends and receives a group of arrays. Messages between two ranks arrive in the order they were sent."""
 
     def watch(self) -> None:
         """Is called when all messages of a call have been queued."""
+
+    def window(self) -> Window | None:
+        """The memory of this rank that the others write; None where they cannot. All ranks call it together."""
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes that messages can be received in."""
@@ -65,9 +75,13 @@ class HostMemory:
     """What transports of NumPy arrays have in common: `exchange` returns when messages have arrived."""
 
     waits_for_host = True
+    window_bytes = 0
 
     def watch(self) -> None:
         """Nothing: all messages have arrived."""
+
+    def window(self) -> None:
+        """None: messages are copies already."""
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes."""

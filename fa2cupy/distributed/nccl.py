@@ -7,6 +7,7 @@ every dtype does, bfloat16 included. Nothing waits for the host: a thread looks 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -18,7 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..system.locks import new_lock
-from .messages import CommunicationError, Messages, split_own
+from .messages import CommunicationError, Messages, all_texts, split_own
+from .windows import Window
 
 __all__ = ["NcclTransport", "connect", "wrap"]
 
@@ -110,13 +112,33 @@ class NcclTransport:
         self._lock = new_lock()
         self._watcher: threading.Thread | None = None
         self._failure: str | None = None
+        self._has_window: bool | None = None
+        self._window: Any = None
+
+    def check(self) -> None:
+        """Raises CommunicationError if an earlier call failed."""
+        if self._failure is not None:
+            raise CommunicationError(self._failure)
+
+    def window(self) -> Window | None:
+        """The memory that the other GPUs of the host write; None if one of them cannot."""
+        if self._has_window is None:
+            from .ipc import connect
+
+            self._window = connect(self.rank, self.size, functools.partial(all_texts, self), self.check)
+            self._has_window = self._window is not None
+        return self._window
+
+    @property
+    def window_bytes(self) -> int:
+        """Size of the window so far."""
+        return 0 if self._window is None else self._window.nbytes
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Queues a group of messages on CuPy's current stream. All arrays must be contiguous."""
         import cupy
 
-        if self._failure is not None:
-            raise CommunicationError(self._failure)
+        self.check()
         copies, sends, recvs = split_own(self.rank, sends, recvs)
         for target, source in copies:
             target[...] = source
@@ -161,6 +183,8 @@ class NcclTransport:
         _log.error(self._failure)
         print(f"fa2cupy.distributed: {self._failure}", file=sys.stderr, flush=True)
         self._binding.abort()
+        if self._window is not None:
+            self._window.release()
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes on the device."""

@@ -84,6 +84,8 @@ class Request:
     scheme : {"heads", "gather", "ring", "hybrid"}
     queries, keys : RowOrder
         The ranks' rows of q and of k.
+    head_groups : int or None
+        The caller's number of groups.
     groups : int
         Groups of K/V heads that are computed one after the other.
     options : CallOptions
@@ -96,6 +98,7 @@ class Request:
     scheme: str
     queries: RowOrder
     keys: RowOrder
+    head_groups: int | None
     groups: int
     options: CallOptions
     keywords: Mapping[str, Any]
@@ -185,7 +188,7 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     check_scheme(scheme, problem, queries, ranks, on_gpu=not is_on_host(arrays["q"]))
     has_extras = len(results) > 3
     groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_extras)
-    return Request(problem, results, scheme, queries, keys, groups, options, arguments.keywords)
+    return Request(problem, results, scheme, queries, keys, arguments.head_groups, groups, options, arguments.keywords)
 
 
 def _shadows(size: int, order: str, arguments: CallArguments) -> tuple[dict[str, Any], dict[str, int]]:

@@ -17,6 +17,7 @@ from .copies import copy
 from .lanes import HostLane, Lane, StreamLane
 from .messages import Messages, is_on_host, library_of
 from .requests import Request
+from .windows import Window
 
 __all__ = ["Run", "is_captured"]
 
@@ -35,10 +36,12 @@ class Run:
         The calls of the package for the arrays' library.
     xp : module
         ``numpy`` or ``cupy``.
-    main, side, comm : Lane
-        The caller's stream, a second one for computing, and the one of messages.
+    main, side, comm, back : Lane
+        The caller's stream, a second one for computing, the one of messages, and the one of copies on this rank.
     options : CallOptions
         Those of the attention calls of parts.
+    window : Window or None
+        The memory that the other ranks write, once `has_window` has been asked.
 
     Notes
     -----
@@ -57,10 +60,11 @@ class Run:
         self._held: list[Array] = []
         self._arena: Any = None
         self._is_captured = is_captured(array)
+        self.window: Window | None = None
         if is_on_host(array):
-            self.main, self.side, self.comm = host_lanes(comm.rank)
+            self.main, self.side, self.comm, self.back = host_lanes(comm.rank)
         else:
-            self.main, self.side, self.comm, self._arena = _device_lanes(array, self._is_captured)
+            self.main, self.side, self.comm, self.back, self._arena = _device_lanes(array, self._is_captured)
         if self._is_captured:
             comm.captured.append(self._held)
             self.side.wait(self.main.record())  # the call that has no work for it waits for it at the end all the same
@@ -71,6 +75,15 @@ class Run:
         run.rank, run.size = ranks.index(self.rank), len(ranks)
         run.request, run._peers = request, ranks
         return run
+
+    def has_window(self) -> bool:
+        """True if ranks write each other's memory: not in CUDA graphs, because each call has signals of its own.
+
+        All ranks call it together.
+        """
+        if not self._is_captured:
+            self.window = self._transport.window()
+        return self.window is not None
 
     def begin(self) -> None:
         """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
@@ -110,7 +123,7 @@ class Run:
             self.comm(self._transport.watch)
         self.main.wait(self.comm.record())
         self.main.wait(self.side.record())
-        for lane in (self.comm, self.side, self.main):
+        for lane in (self.comm, self.side, self.back, self.main):
             lane.join()
 
     def packed(self, lane: Lane, view: Array) -> Array:
@@ -139,10 +152,10 @@ class Run:
         return [array[0] for array in arrays] if self.request.problem.is_packed else list(arrays)
 
 
-def host_lanes(rank: int) -> tuple[Lane, Lane, Lane]:
+def host_lanes(rank: int) -> tuple[Lane, Lane, Lane, Lane]:
     """The lanes of a call on NumPy arrays."""
     lane = HostLane()
-    return lane, lane, lane
+    return lane, lane, lane, lane
 
 
 def host_memory(shape: tuple[int, ...], dtype: np.dtype | str) -> np.ndarray:
@@ -166,19 +179,19 @@ def is_captured(array: Array) -> bool:
     return device_memory.is_capturing()
 
 
-def _device_lanes(array: Any, is_captured: bool) -> tuple[Lane, Lane, Lane, Any]:
+def _device_lanes(array: Any, is_captured: bool) -> tuple[Lane, Lane, Lane, Lane, Any]:
     """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
     import cupy
 
     current = cupy.cuda.get_current_stream()
-    side, comm, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
-    main, side, comm = (StreamLane(stream, is_captured) for stream in (current, side, comm))
-    return main, side, comm, arena
+    side, comm, back, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
+    main, side, comm, back = (StreamLane(stream, is_captured) for stream in (current, side, comm, back))
+    return main, side, comm, back, arena
 
 
 @functools.lru_cache(maxsize=None)
-def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any]:
-    """The streams for computing, for messages and to allocate on that belong to one stream of the caller.
+def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any, Any]:
+    """The streams for computing, for messages, for copies and to allocate on that belong to one stream of the caller.
 
     Blocks of the stream with a higher priority go first where several wait for a multiprocessor.
     """
@@ -187,6 +200,7 @@ def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any]:
     with cupy.cuda.Device(device):
         return (
             cupy.cuda.Stream(non_blocking=True),
+            cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY),
             cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY),
             cupy.cuda.Stream(non_blocking=True),
         )

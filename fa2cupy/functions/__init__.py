@@ -5,6 +5,10 @@
     expressions.py  nodes, kinds and simplification
     operations.py   one row for each operation: its kinds, its NumPy function, its CUDA C++
     derivatives.py  derivatives by the score and by elements of arguments
+    built_in.py     functions that kernels compute as a keyword of their own
+    terms.py        what of a function depends on the query, on the key, on their distance or on the head alone
+    distances.py    expressions of q - k
+    places.py       lines of the caller's function, for messages
     evaluation.py   values on NumPy and CuPy arrays
     text.py         CUDA C++
 

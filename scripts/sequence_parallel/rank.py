@@ -84,6 +84,8 @@ class Rank:
         extra = [self.device.extra_bytes(call) for call in (work.forward, work.backward)]
         times, alone, host = self._times(job, work)
         most = None if None in extra else int(self.everyones(*extra).max())
+        if most is not None and job.scheme == "heads":
+            most += self.comm.window_bytes
         return result._replace(extra_bytes=most, times=times, alone=alone, host=host)
 
     def _scheme(self, scheme: str, own: Sequence) -> Work:

@@ -43,9 +43,13 @@ class FakeArray(np.ndarray):
         if isinstance(source, FakeArray):
             self.device_id = source.device_id
 
-    def __new__(cls, shape, dtype):
-        """Allocates like CuPy."""
-        return _aligned(shape, dtype)
+    def __new__(cls, shape, dtype, memptr=None):
+        """Allocates like CuPy, or takes the memory at a pointer."""
+        if memptr is None:
+            return _aligned(shape, dtype)
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = (ctypes.c_char * nbytes).from_address(memptr.ptr)
+        return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape).view(cls)
 
     def copy(self, order: str = "C"):
         """Copies like CuPy, into memory of the current allocator."""

@@ -8,16 +8,22 @@ import itertools
 import queue
 import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from support.fake_cupy import FakeArray, FakeCupy, current_device, place
+from support.fake_cupy import FakeArray, FakeCupy, FakeMemory, current_device, place
 
+import fa2cupy.distributed as dist
 from fa2cupy.distributed import communicator, messages, requests
 from fa2cupy.distributed import run as run_module
-from fa2cupy.gpu import calls
+from fa2cupy.distributed.nccl import NcclTransport
+from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
 
 INT8 = "NCCL_INT8"
+#: Ranks of the tests.
+SIZE = 4
+MODULES = (calls, copies, device_memory, placement, prepare, prepared, tile_states)
+WINDOW = NcclTransport.window
 try:
     import cupy as REAL
 except ImportError:
@@ -28,7 +34,7 @@ class FakeDevice:
     """``cupy.cuda.Device``."""
 
     def __init__(self, ordinal: int = 0):
-        self._context = current_device(ordinal)
+        self.id, self._context = ordinal, current_device(ordinal)
 
     def use(self) -> None:
         """Does nothing, because there is one device."""
@@ -111,7 +117,106 @@ class StreamsCupy(FakeCupy):
                 cupy.host_waits.append("event")
                 return True
 
+            def synchronize(self):
+                cupy.host_waits.append("synchronize")
+
         return Event()
+
+
+def driver() -> ModuleType | None:
+    """Returns the real ``cuda.bindings.driver``, if it is installed."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    return driver
+
+
+class FakeSharing:
+    """CUDA IPC, pitched copies and signals of streams, between ranks that are threads of one process.
+
+    Attributes
+    ----------
+    log : list of (kind, stream)
+        Copies and signals, in the order in which they were queued.
+    mapped : set of int
+        Addresses that a rank has opened and not closed.
+    refusal : str or None
+        The error of every rank that opens memory.
+    """
+
+    SUCCESS = 0
+
+    def __init__(self, cupy: StreamsCupy):
+        self.log: list[tuple[str, int]] = []
+        self.mapped: set[int] = set()
+        self.refusal: str | None = None
+        self.changed = threading.Condition()
+        self._driver = driver()
+        cupy.cuda.runtime = self
+        cupy.cuda.Memory = self._memory
+        cupy.cuda.MemoryPointer = lambda memory, offset: FakeMemory(memory.ptr + offset, memory)
+        cupy.cuda.UnownedMemory = lambda address, nbytes, owner, device: SimpleNamespace(ptr=address)
+        cupy.cuda.memory = SimpleNamespace(OutOfMemoryError=MemoryError)
+
+    def __getattr__(self, name):
+        return getattr(self._driver, name)  # tensor maps are encoded by the real driver
+
+    @staticmethod
+    def _memory(nbytes):
+        array = FakeArray((nbytes,), np.uint8)
+        return SimpleNamespace(ptr=array.ctypes.data, array=array)
+
+    def memset(self, address, value, nbytes):
+        ctypes.memset(address, value, nbytes)
+
+    def deviceSynchronize(self):
+        """All work is done when it is queued."""
+
+    def ipcGetMemHandle(self, address):
+        return address.to_bytes(8, "little")
+
+    def ipcOpenMemHandle(self, handle, flags):
+        if self.refusal:
+            raise RuntimeError(self.refusal)
+        address = int.from_bytes(handle, "little")
+        self.mapped.add(address)
+        return address
+
+    def ipcCloseMemHandle(self, address):
+        self.mapped.discard(address)
+
+    def memcpy2DAsync(self, target, target_pitch, source, source_pitch, width, height, kind, stream):
+        assert min(target_pitch, source_pitch) >= width
+        self.log.append(("copy", stream))
+        for row in range(height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+    def cuStreamWriteValue32(self, stream, address, value, flags):
+        self.log.append(("write", stream))
+        with self.changed:
+            ctypes.c_uint32.from_address(address).value = value
+            self.changed.notify_all()
+        return (self.SUCCESS,)
+
+    def cuStreamWaitValue32(self, stream, address, value, flags):
+        self.log.append(("wait", stream))
+        word = ctypes.c_uint32.from_address(address)
+        with self.changed:
+            assert self.changed.wait_for(lambda: (word.value - value) % 2**32 < 2**31, 20)
+        return (self.SUCCESS,)
+
+
+@contextlib.contextmanager
+def fake_sharing(monkeypatch, cupy: StreamsCupy):
+    """Lets fake GPUs write each other's memory; yields what they share."""
+    sharing = FakeSharing(cupy)
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = sharing
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cuda.bindings", bindings)
+        patch.setattr(NcclTransport, "window", WINDOW)
+        yield sharing
 
 
 class FakeNccl:
@@ -183,16 +288,39 @@ class FakeCommunicator:
 
 
 @contextlib.contextmanager
-def fake_streams(monkeypatch, modules):
+def fake_streams(monkeypatch):
     """Makes fa2cupy.distributed take the arrays of the fake GPU for CuPy's; yields the fake CuPy."""
     cupy = StreamsCupy()
-    for module in modules:
+    for module in MODULES:
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(FakeArray, "get", lambda self: cupy.host_waits.append("get") or np.array(self), raising=False)
     for module in (communicator, messages, requests, run_module):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
+    monkeypatch.setattr(NcclTransport, "window", lambda transport: None)  # but in `fake_sharing`
     run_module._streams.cache_clear()
     yield cupy
     run_module._streams.cache_clear()
+
+
+def shards(comm, arrays, order="zigzag"):
+    """Returns the rows of a rank, on its fake GPU."""
+    rows = dist.positions(comm, arrays[0].shape[1], order=order)
+    return [place(x[:, rows]) for x in arrays]
+
+
+def run_all(nccl: FakeNccl, work) -> list:
+    """Runs ``work(comm)`` on each rank of two hosts, with communicators of NCCL."""
+
+    def of_rank(comm):
+        one = FakeCommunicator(nccl, comm.rank)
+        return work(dist.Communicator.from_nccl(one, ranks_per_host=SIZE // 2, timeout=20))
+
+    return dist.simulate(SIZE, of_rank)
+
+
+def together(parts, comm_size: int, axis: int = 1) -> np.ndarray:
+    """Returns the whole array, joined from the rows of all ranks in zigzag order."""
+    halves = [np.split(np.asarray(part), 2, axis=axis) for part in parts]
+    return np.concatenate([low for low, _ in halves] + [high for _, high in reversed(halves)], axis=axis)

@@ -24,7 +24,7 @@ DTYPE, TOLERANCE = "float16", 5e-3  # of the largest value: shares of gradients 
 FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "padding", "sink", "dropout", "functions")
 CASES = (
     *((scheme, name) for scheme in ("heads", "gather", "hybrid") for name in ("causal", *FEATURES)),
-    ("heads", "packed"), ("heads", "sparse"), ("ring", "causal"), ("ring", "softcap"),
+    ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"), ("ring", "causal"), ("ring", "softcap"),
     *((scheme, "graph") for scheme in ("heads", "gather", "hybrid")),
 )  # fmt: skip
 _PATIENCE_S = 300.0
@@ -47,6 +47,8 @@ def case_of(name: str) -> tuple[dict, dict]:
         return sizes, {"causal": True, **of_functions, "mask_args": (ids,)}
     if name == "sparse":
         return sizes, {"mask_mod": document, "mask_args": (ids,)}
+    if name == "groups":
+        return sizes, {"causal": True}
     if name == "packed":
         offsets = np.array([0, 5, 100, 100, 250], "int32")
         return sizes, {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
@@ -71,8 +73,9 @@ def compare(comm: dist.Communicator, scheme: str, name: str) -> str:
     if name == "packed":
         inputs = tuple(x[0] for x in inputs)
     expected = ranks.whole_call(inputs, **options)
+    how = {"scheme": scheme} | ({"head_groups": 2} if name == "groups" else {})
     for attempt in range(3):  # a message or a kernel that comes too early would not do so each time
-        found = ranks.of_rank(comm, inputs, None, None, {"scheme": scheme}, options)
+        found = ranks.of_rank(comm, inputs, None, None, how, options)
         for key, wanted in expected.items():
             if key in ("o", "lse") and scheme != "ring":
                 if not (found[key] == wanted).all():

@@ -16,7 +16,10 @@ from support.feature_cases import extras, gradient_names
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed.threads import ThreadTransport
+from fa2cupy.distributed.windows import Signal, Window
 
+LANES = 4  # of a call: the caller's, a second one, that of messages and that of copies
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
 #: Arrays that are the same on all ranks, whatever their number of rows.
 WHOLE = ("alibi_slopes", "sink", "key_padding_mask", "cu_seqlens_q", "cu_seqlens_k")
@@ -160,9 +163,91 @@ def slow_lanes(monkeypatch, delays: Callable[[int, int], Callable[[], float]], l
     """Makes fa2cupy.distributed use threads as lanes, and poisoned memory."""
 
     def lanes(rank: int) -> tuple:
-        return tuple(lane(delays(rank, number), number == 0) for number in range(3))
+        return tuple(lane(delays(rank, number), number == 0) for number in range(LANES))
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "host_memory", poisoned)
         patch.setattr(run_module, "host_lanes", lanes)
+        yield
+
+
+class SharedWindows:
+    """What the windows of simulated ranks share.
+
+    Attributes
+    ----------
+    memory : list of ndarray
+        The bytes of each rank.
+    numbers : ndarray, shape (rank, signal, writer)
+    """
+
+    def __init__(self, size: int):
+        self.memory = [np.zeros(0, np.uint8)] * size
+        self.numbers = np.zeros((size, len(Signal), size), np.int64)
+        self.barrier, self.changed = threading.Barrier(size), threading.Condition()
+
+
+class ThreadWindow(Window):
+    """The window of a rank that is a thread: memory of the process, poisoned when it is allocated."""
+
+    timeout = 20.0
+
+    def __init__(self, shared: SharedWindows, rank: int, size: int):
+        super().__init__(rank, size)
+        self._shared = shared
+
+    def copy(self, copies) -> None:
+        for target, target_start, source, source_start, shape in copies:
+            to, of = (
+                tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))
+                for start in (target_start, source_start)
+            )
+            target[to] = source[of]
+
+    def can_copy(self, array) -> bool:
+        return array.strides[-1] == array.itemsize
+
+    def _check(self) -> None:
+        """No call before has failed: `simulate` would have ended."""
+
+    def _grow(self, nbytes: int, last: Mark | None) -> None:
+        if last is not None:
+            last.wait()
+        self._shared.barrier.wait(self.timeout)
+        self._shared.memory[self.rank] = poisoned((nbytes,), np.uint8)
+        self._shared.barrier.wait(self.timeout)
+
+    def _array(self, peer: int, offset: int, shape: tuple, dtype) -> np.ndarray:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self._shared.memory[peer][offset : offset + nbytes].view(dtype).reshape(shape)
+
+    def _write(self, kind: Signal, value: int) -> None:
+        with self._shared.changed:
+            for peer in self.others:
+                self._shared.numbers[peer, kind, self.rank] = value
+            self._shared.changed.notify_all()
+
+    def _wait(self, kind: Signal, peers, value: int) -> None:
+        own = self._shared.numbers[self.rank, kind]
+        with self._shared.changed:
+            found = self._shared.changed.wait_for(lambda: all(own[peer] >= value for peer in peers), self.timeout)
+        if not found:
+            raise dist.CommunicationError(f"rank {self.rank} waits for {kind.name} of ranks {peers}")
+
+
+@contextlib.contextmanager
+def thread_windows(monkeypatch, window: type = ThreadWindow):
+    """Lets simulated ranks write each other's memory, as GPUs of one host do."""
+    lock = threading.Lock()
+
+    def of_transport(transport: ThreadTransport) -> Window:
+        with lock:
+            if not hasattr(transport._world, "windows"):
+                transport._world.windows = SharedWindows(transport.size)
+        if not hasattr(transport, "own_window"):
+            transport.own_window = window(transport._world.windows, transport.rank, transport.size)
+        return transport.own_window
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadTransport, "window", of_transport)
         yield

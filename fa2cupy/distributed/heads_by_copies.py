@@ -1,0 +1,312 @@
+"""The scheme `heads` with copies in place of messages, on GPUs that reach each other's memory.
+
+NCCL's blocks cannot start while a persistent kernel has all multiprocessors, so that its messages wait for the end of
+kernels. Copy engines need none: they write a group's rows to the other ranks while another group is computed, from the
+caller's strided arrays and to their places.
+
+    comm    writes to other ranks: the rows of a group, and its results when it is computed
+    back    copies on this rank: its own rows and results, and the results that others have written
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..problem.array_types import Array
+from .copies import copy
+from .heads import Heads
+from .lanes import Lane
+from .operands import Operands
+from .orders import RowOrder
+from .parts import over_scores
+from .requests import Request
+from .run import Run
+from .windows import Copy, Signal, padded_bytes
+
+__all__ = ["backward", "forward", "takes"]
+
+#: Most groups: the first group's rows and the last one's results have no kernel to hide behind.
+_MOST_GROUPS = 4
+#: Rows of all query heads of a group, from which on its kernels are about as fast as those of all heads.
+_ROWS_OF_GROUP = 1 << 17
+#: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
+_MOST_MATRICES = 64
+
+#: Where a part begins in an array of all rows of a group's heads, where in one of a rank's rows of all heads, and its
+#: shape.
+_Part: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
+
+
+def takes(request: Request) -> bool:
+    """True if all arrays of the call are few matrices.
+
+    Arrays over the scores and gradients of features travel as messages.
+    """
+    has_gradients = any(result.name not in ("o", "lse", "dq", "dk", "dv") for result in request.results)
+    problem = request.problem
+    matrices = problem.batch * (problem.num_heads if problem.layout == "bhsd" else 1)
+    is_simple = matrices <= _MOST_MATRICES and not has_gradients and not over_scores(request.keywords)
+    return request.scheme == "heads" and is_simple
+
+
+def _groups(request: Request) -> int:
+    """Groups of a rank's K/V heads: those of the caller, or as many as leave each enough work."""
+    if request.head_groups is not None:
+        return request.groups
+    problem, size = request.problem, request.queries.size
+    rows = problem.num_heads // size * problem.batch * problem.seqlen_q
+    most = min(_MOST_GROUPS, max(1, rows // _ROWS_OF_GROUP))
+    return next(count for count in range(most, 0, -1) if problem.num_heads_kv // size % count == 0)
+
+
+class _Shape(NamedTuple):
+    """The shape of an array, with the axes of its rows and heads: (batch, row, head, column) or (batch, head, row).
+
+    Attributes
+    ----------
+    order : RowOrder
+    sizes : tuple of int
+        Those of this rank's rows of all heads.
+    row, head : int
+    heads : int
+        Heads of one group.
+    groups : int
+        Groups of a rank.
+    """
+
+    order: RowOrder
+    sizes: tuple[int, ...]
+    row: int
+    head: int
+    heads: int
+    groups: int
+
+    def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
+        """Numbers for each axis: two for rows and heads, and others."""
+        numbers = list(of)
+        numbers[self.row], numbers[self.head] = rows, heads
+        return tuple(numbers)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of all rows of the heads of one group."""
+        return self.with_sizes(self.order.seqlen, self.heads, self.sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Part, ...]:
+    """The parts of the rows of one rank and the heads of a group of another."""
+    zeros = (0,) * len(shape.sizes)
+    head = (heads_of * shape.groups + group) * shape.heads
+    return tuple(
+        (
+            shape.with_sizes(chunk.whole.start, 0, zeros),
+            shape.with_sizes(chunk.local.start, head, zeros),
+            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.heads, shape.sizes),
+        )
+        for chunk in shape.order.chunks(rows_of)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _heads_of(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the heads of a group of a rank begin in an array of a rank's rows, and the shape of that part."""
+    head = (heads_of * shape.groups + group) * shape.heads
+    start = shape.with_sizes(0, head, (0,) * len(shape.sizes))
+    return start, shape.with_sizes(shape.order.local, shape.heads, shape.sizes)
+
+
+class _Route(NamedTuple):
+    """An array of a rank's rows of all heads that travels by groups of heads."""
+
+    array: Array
+    shape: _Shape
+
+    @property
+    def whole(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of all rows of the heads of one group."""
+        return self.shape.whole, self.array.dtype
+
+
+class _Call:
+    """A call: its window, its lanes, and the routes of its arrays.
+
+    Parameters
+    ----------
+    run : Run
+    operands : Operands
+    inputs : sequence of (ndarray, bool)
+        What the kernels read, and whether its rows are those of the keys.
+    out : sequence of ndarray
+        The results of this rank: o and lse, or dq, dk and dv.
+
+    Attributes
+    ----------
+    heads : Heads
+    """
+
+    def __init__(self, run: Run, operands: Operands, inputs: Sequence[tuple[Array, bool]], out: Sequence[Array]):
+        assert run.window is not None, "the caller has asked for it"
+        self._run, self._window = run, run.window
+        self.heads = Heads(run, operands, _groups(run.request))
+        self._inputs = [self._route(self._quick(x), is_keys) for x, is_keys in inputs]
+        self._results = out
+        are_keys = (False, False) if len(out) == 2 else (False, True, True)
+        self._out = [self._route(self._quick_target(x), is_keys) for x, is_keys in zip(out, are_keys, strict=True)]
+        self._copied: list[Any] = []
+        self._written: Any = None
+        self._begin()
+
+    def _route(self, array: Array, is_keys: bool) -> _Route:
+        order = self._run.request.keys if is_keys else self._run.request.queries
+        row, head = (1, 2) if array.ndim == 4 else (2, 1)
+        heads = self.heads.heads_kv if is_keys else self.heads.heads
+        return _Route(array, _Shape(order, array.shape, row, head, heads, self.heads.count))
+
+    def _quick(self, array: Array) -> Array:
+        """The array, or a contiguous copy if its layout is slow to copy."""
+        target = self._quick_target(array)
+        if target is not array:
+            self._run.main(copy, target, array)
+        return target
+
+    def _quick_target(self, array: Array) -> Array:
+        """The array, or memory for a contiguous copy if its layout is slow to copy."""
+        return array if self._window.can_copy(array) else self._run.empty(array.shape, array.dtype)
+
+    def _begin(self) -> None:
+        run, window, count = self._run, self._window, self.heads.count
+        landings = [(route.array.shape, route.array.dtype) for route in self._out]
+        nbytes = count * padded_bytes([route.whole for route in self._inputs]) + padded_bytes(landings)
+        window.begin(run.main, nbytes, count)
+        self._wholes = [[window.arrays(*route.whole) for route in self._inputs] for _ in range(count)]
+        self._landings = [window.arrays(*one) for one in landings]
+        begun = run.main.record()
+        run.comm.wait(begun)
+        run.back.wait(begun)
+        window.signal(run.comm, Signal.READY)
+        window.wait(run.comm, Signal.READY)
+
+    def set_last(self, array: Array) -> None:
+        """Gives the last input, which the caller's lane has written since."""
+        self._inputs[-1] = self._inputs[-1]._replace(array=self._quick(array))
+        self._written = self._run.main.record()
+
+    def compute(self, kernels: Callable[[int, list[Array], list[Array]], None]) -> None:
+        """Queues all messages, and the kernels of each group: ``kernels(group, inputs, results)``."""
+        groups = range(self.heads.count)
+        self._send(0)
+        for group in groups:
+            self._keep(group)
+        for group in groups:
+            results = [self._run.empty(*route.whole) for route in self._out]
+            kernels(group, self._arrived(group), results)
+            if group + 1 in groups:
+                self._send(group + 1)
+            self._send_back(group, results)
+            if group:
+                self._receive(group - 1)
+        self._receive(groups[-1])
+        self._end()
+
+    def _send(self, group: int) -> None:
+        """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
+        self._copy_inputs(self._run.comm, group, self._window.others)
+        self._window.signal(self._run.comm, Signal.SENT, group)
+
+    def _keep(self, group: int) -> None:
+        """Queues the copies of this rank's rows of a group to its own window."""
+        self._copy_inputs(self._run.back, group, (self._run.rank,))
+        self._copied.append(self._run.back.record())
+
+    def _copy_inputs(self, lane: Lane, group: int, ranks: Sequence[int]) -> None:
+        routes = list(zip(self._inputs, self._wholes[group], strict=True))
+        if group == 0 and self._written is not None:
+            lane(self._window.copy, self._to_windows(routes[:-1], group, ranks))
+            lane.wait(self._written)
+            routes = routes[-1:]
+        lane(self._window.copy, self._to_windows(routes, group, ranks))
+
+    def _to_windows(self, routes: Sequence[tuple[_Route, list[Array]]], group: int, ranks: Sequence[int]) -> list[Copy]:
+        return [
+            Copy(wholes[rank], to, route.array, of, shape)
+            for rank in ranks
+            for route, wholes in routes
+            for to, of, shape in _parts(route.shape, self._run.rank, rank, group)
+        ]
+
+    def _arrived(self, group: int) -> list[Array]:
+        """The inputs of a group, which its lane waits for."""
+        lane = self.heads.lane(group)
+        lane.wait(self._copied[group])
+        self._window.wait(lane, Signal.SENT, group)
+        return [wholes[self._run.rank] for wholes in self._wholes[group]]
+
+    def _send_back(self, group: int, results: Sequence[Array]) -> None:
+        """Queues what follows the kernels of a group: its results go to the ranks that have the rows."""
+        run, window = self._run, self._window
+        computed = self.heads.lane(group).record()
+        run.comm.wait(computed)
+        run.comm(window.copy, self._to_rows(group, results, window.others))
+        window.signal(run.comm, Signal.RETURNED, group)
+        run.back.wait(computed)
+        run.back(window.copy, self._to_rows(group, results, (run.rank,)))
+
+    def _to_rows(self, group: int, results: Sequence[Array], ranks: Sequence[int]) -> list[Copy]:
+        own = self._run.rank
+        return [
+            Copy(route.array if rank == own else landings[rank], to, whole, of, shape)
+            for rank in ranks
+            for route, landings, whole in zip(self._out, self._landings, results, strict=True)
+            for of, to, shape in _parts(route.shape, rank, own, group)
+        ]
+
+    def _receive(self, group: int) -> None:
+        """Queues the copies of a group's results that other ranks have sent."""
+        run, window = self._run, self._window
+        for peer in window.others:
+            window.wait(run.back, Signal.RETURNED, group, (peer,))
+            copies = []
+            for route, landings in zip(self._out, self._landings, strict=True):
+                start, shape = _heads_of(route.shape, peer, group)
+                copies.append(Copy(route.array, start, landings[run.rank], start, shape))
+            run.back(window.copy, copies)
+
+    def _end(self) -> None:
+        """Lets the lane of messages, which the caller's lane waits for, wait for the copies on this rank."""
+        run = self._run
+        for route, result in zip(self._out, self._results, strict=True):
+            if route.array is not result:
+                run.back(copy, result, route.array)
+        run.comm.wait(run.back.record())
+        self._window.end(run.comm)
+
+
+def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes o and lse of this rank's rows."""
+    inputs = ((operands.q, False), (operands.k, True), (operands.v, True))
+    call = _Call(run, operands, inputs, out)
+
+    def kernels(group: int, inputs: list[Array], results: list[Array]) -> None:
+        run.forward(call.heads.lane(group), inputs, results, call.heads.keywords(group, {}))
+
+    call.compute(kernels)
+
+
+def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
+    """Computes dq, dk and dv of this rank's rows."""
+    _, lse, do = operands.of_backward
+    inputs = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False), (lse, False), (lse, False))
+    call = _Call(run, operands, inputs, out)
+    call.set_last(operands.row_delta(run))  # the other copies do not wait for it
+
+    def kernels(group: int, inputs: list[Array], results: list[Array]) -> None:
+        q, k, v, do, lse, delta = inputs
+        # o is not read where delta is given.
+        run.backward(call.heads.lane(group), (q, k, v, do, lse, do), delta, results, call.heads.keywords(group, {}))
+
+    call.compute(kernels)

@@ -1,0 +1,288 @@
+"""Windows of GPUs of one host: memory that processes share (CUDA IPC), copy engines, and signals that streams wait for.
+
+Streams write signals to the other ranks' memory and wait for those in their own (`cuStreamWriteValue32`,
+`cuStreamWaitValue32`), without a kernel and without the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..problem.array_types import Array
+from .messages import CommunicationError
+from .windows import Copy, Signal, Window
+
+__all__ = ["DeviceWindow", "Matrix", "connect", "matrices_of"]
+
+#: Allocations of whole pages of this size are not parts of larger ones, whose handles would be those of the whole.
+_PAGE = 1 << 21
+_WORD = 4
+_LAZY_PEER_ACCESS = 1
+_COPY_DEFAULT = 4
+#: Most matrices of an array that is not copied to a contiguous one first. Each takes the host about 3 us.
+_MOST_MATRICES = 64
+#: What releases all waits when a call has failed: signals are compared as differences of 32 bits.
+_RELEASE = 1 << 30
+#: Length, stride in the target, stride in the source.
+_Axis: TypeAlias = "tuple[int, int, int]"
+_log = logging.getLogger("fa2cupy")
+
+
+class Matrix(NamedTuple):
+    """A matrix of bytes that is copied: its places from the beginning of two arrays, its pitches and its size."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+    height: int
+
+
+@functools.lru_cache(maxsize=4096)
+def matrices_of(
+    shape: tuple[int, ...],
+    target: tuple[int, ...],
+    source: tuple[int, ...],
+    itemsize: int,
+    target_start: tuple[int, ...] | None = None,
+    source_start: tuple[int, ...] | None = None,
+) -> tuple[Matrix, ...]:
+    """The matrices that a part of this shape consists of, in arrays with these strides."""
+    width, rows, others = _layout(shape, target, source, itemsize)
+    height, target_pitch, source_pitch = rows
+    to, of = (
+        sum(n * stride for n, stride in zip(start or (), strides, strict=False))
+        for start, strides in ((target_start, target), (source_start, source))
+    )
+    found = []
+    for places in itertools.product(*(range(length) for length, *_ in others)):
+        pairs = list(zip(places, others, strict=True))
+        first = to + sum(n * stride for n, (_, stride, _) in pairs), of + sum(n * stride for n, (_, _, stride) in pairs)
+        found.append(Matrix(first[0], target_pitch, first[1], source_pitch, width, height))
+    return tuple(found)
+
+
+def _layout(
+    shape: tuple[int, ...], target: tuple[int, ...], source: tuple[int, ...], itemsize: int
+) -> tuple[int, _Axis, list[_Axis]]:
+    """The bytes of a row of a matrix, the axis of its rows, and the axes along which there are further matrices."""
+    axes = [one for one in zip(shape, target, source, strict=True) if one[0] != 1]
+    width = itemsize
+    while axes and axes[-1][1] == axes[-1][2] == width:
+        width *= axes.pop()[0]
+    merged: list[_Axis] = []
+    for length, to, of in axes:
+        if merged and merged[-1][1:] == (length * to, length * of):
+            length *= merged.pop()[0]
+        merged.append((length, to, of))
+    pitched = [axis for axis in merged if min(axis[1:]) >= width]  # rows of a matrix do not overlap
+    rows = max(pitched, default=(1, width, width))
+    return width, rows, [axis for axis in merged if axis is not rows]
+
+
+class DeviceWindow(Window):
+    """The window of a GPU: see `fa2cupy.distributed.windows.Window`.
+
+    Parameters
+    ----------
+    rank, size : int
+    texts : callable
+        Returns the texts of all ranks; they call it together.
+    check : callable
+        Raises CommunicationError if an earlier call failed.
+    """
+
+    def __init__(self, rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]):
+        super().__init__(rank, size)
+        import cupy
+        from cuda.bindings import driver
+
+        self._driver, self._cupy, self._runtime = driver, cupy, cupy.cuda.runtime
+        self._texts, self._check_transport = texts, check
+        self._data = _Shared(self, texts)
+        self._signals = _Shared(self, texts)
+        self._signals.allocate(_PAGE, zeroed=True)
+
+    # -- memory
+
+    def _grow(self, nbytes: int, last: Any) -> None:
+        if last is not None:
+            last.synchronize()
+        self._texts("")  # no rank writes to the old windows any more
+        self._data.release()
+        self._data.allocate(nbytes)
+
+    def _array(self, peer: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        return self._cupy.ndarray(shape, dtype, self._data.pointers[peer] + offset)
+
+    def _check(self) -> None:
+        self._check_transport()
+
+    # -- copies
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Queues copies on the current stream: those to other GPUs are made by a copy engine."""
+        stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
+        for target, target_start, source, source_start, shape in copies:
+            to, of = _address(target), _address(source)
+            for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
+                memcpy(
+                    to + one.target, one.target_pitch, of + one.source, one.source_pitch, one.width, one.height,
+                    _COPY_DEFAULT, stream,
+                )  # fmt: skip
+
+    def can_copy(self, array: Array) -> bool:
+        """True if the copy from or to a contiguous array is a few copies of matrices."""
+        dense = tuple(array.itemsize * math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim))
+        *_, others = _layout(array.shape, array.strides, dense, array.itemsize)
+        return math.prod(length for length, *_ in others) <= _MOST_MATRICES
+
+    # -- signals
+
+    def _write(self, kind: Signal, value: int) -> None:
+        stream = self._cupy.cuda.get_current_stream().ptr
+        for peer in self.others:
+            self._queue(self._driver.cuStreamWriteValue32, stream, self._word(peer, kind, self.rank), value)
+
+    def _wait(self, kind: Signal, peers: Sequence[int], value: int) -> None:
+        stream = self._cupy.cuda.get_current_stream().ptr
+        for peer in peers:
+            self._queue(self._driver.cuStreamWaitValue32, stream, self._word(self.rank, kind, peer), value)
+
+    def _word(self, owner: int, kind: Signal, writer: int) -> int:
+        return self._signals.pointers[owner].ptr + _WORD * (kind * self.size + writer)
+
+    def _queue(self, call: Callable[..., tuple[Any]], stream: int, address: int, value: int) -> None:
+        (result,) = call(stream, address, value & 0xFFFFFFFF, 0)  # waits are for a value that is not less
+        if int(result):
+            raise CommunicationError(f"{call.__name__} failed: {result.name}")
+
+    def release(self) -> None:
+        """Ends all waits of this rank, after a failure: called by another thread."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        for kind, peer in itertools.product(Signal, range(self.size)):
+            address = self._word(self.rank, kind, peer)
+            self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, self._base + _RELEASE)
+
+
+class _Shared:
+    """Memory of all ranks that this process reaches.
+
+    Attributes
+    ----------
+    pointers : list of cupy.cuda.MemoryPointer
+        By rank.
+    """
+
+    def __init__(self, window: DeviceWindow, texts: Callable[[str], list[str]]):
+        import cupy
+
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._window, self._texts = window, texts
+        self._memory: Any = None
+        self._mapped: list[int] = []
+        self.pointers: list[Any] = []
+        weakref.finalize(self, _unmap, self._runtime, self._mapped)  # or their owners could not free the memory
+
+    def allocate(self, nbytes: int, zeroed: bool = False) -> None:
+        """Allocates memory on each rank and maps that of the others. All ranks call it together.
+
+        Raises
+        ------
+        MemoryError, CommunicationError
+            A rank has no memory, or processes cannot share it: on all ranks.
+        """
+        nbytes = -(-nbytes // _PAGE) * _PAGE
+        handles = self._everyones(lambda: self._own_handle(nbytes, zeroed), MemoryError)
+        self._everyones(lambda: self._map(handles, nbytes), CommunicationError)
+
+    def release(self) -> None:
+        """Unmaps the memory of the others and frees that of this rank, which the others may have mapped still."""
+        _unmap(self._runtime, self._mapped)
+        self.pointers = []
+        self._texts("")
+        self._memory = None
+
+    def _everyones(self, own: Callable[[], str], error: type[Exception]) -> list[str]:
+        """The texts of all ranks; an exception of one is raised on all."""
+        try:
+            text = {"found": own()}
+        except Exception as failure:
+            text = {"error": f"{type(failure).__name__}: {failure}"}
+        everyones = [json.loads(one) for one in self._texts(json.dumps(text))]
+        for rank, one in enumerate(everyones):
+            if "error" in one:
+                raise error(f"rank {rank} cannot share memory with the others: {one['error']}")
+        return [one["found"] for one in everyones]
+
+    def _own_handle(self, nbytes: int, zeroed: bool) -> str:
+        try:
+            self._memory = self._cupy.cuda.Memory(nbytes)
+        except self._cupy.cuda.memory.OutOfMemoryError:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            self._memory = self._cupy.cuda.Memory(nbytes)
+        if zeroed:
+            self._runtime.memset(self._memory.ptr, 0, nbytes)
+            self._runtime.deviceSynchronize()
+        return bytes(self._runtime.ipcGetMemHandle(self._memory.ptr)).hex()
+
+    def _map(self, handles: Sequence[str], nbytes: int) -> str:
+        memory, pointers = self._cupy.cuda, []
+        device = memory.Device().id
+        for rank, handle in enumerate(handles):
+            if rank == self._window.rank:
+                pointers.append(memory.MemoryPointer(self._memory, 0))
+                continue
+            address = self._runtime.ipcOpenMemHandle(bytes.fromhex(handle), _LAZY_PEER_ACCESS)
+            self._mapped.append(address)
+            pointers.append(memory.MemoryPointer(memory.UnownedMemory(address, nbytes, self, device), 0))
+        self.pointers = pointers
+        return ""
+
+
+def _address(array: Any) -> int:
+    return array.data.ptr
+
+
+def _unmap(runtime: Any, addresses: list[int]) -> None:
+    while addresses:
+        runtime.ipcCloseMemHandle(addresses.pop())
+
+
+def connect(rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]) -> DeviceWindow | None:
+    """The window of this rank, of no size yet; None on all ranks if processes cannot share memory of their GPUs.
+
+    All ranks call it together.
+    """
+    try:
+        from cuda.bindings import driver as _driver  # noqa: F401
+
+        host = _host()
+    except ImportError:
+        host = ""
+    hosts = texts(host)
+    if not host or any(one != host for one in hosts):
+        return None
+    try:
+        return DeviceWindow(rank, size, texts, check)
+    except (MemoryError, CommunicationError) as error:
+        _log.info("messages travel by NCCL alone: %s", error)
+        return None
+
+
+def _host() -> str:
+    """What only processes of one host have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text(encoding='ascii').strip() if boot.exists() else ''}"

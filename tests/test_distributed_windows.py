@@ -1,0 +1,261 @@
+"""The scheme "heads" on GPUs that write each other's memory: copies as matrices, fake GPUs, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_cupy import FakeArray, place
+from support.fake_gpu import fake_gpu
+from support.fake_nccl import SIZE, FakeNccl, fake_sharing, fake_streams, run_all, shards, together
+from support.feature_cases import numbers
+
+import fa2cupy.distributed as dist
+from fa2cupy.distributed import ipc, windows
+from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.testing import Expectation, make_inputs
+
+
+@st.composite
+def parts(draw):
+    """Two arrays with strides of their own, and equal parts of both."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    dtype = draw(st.sampled_from(["uint8", "float16", "float64"]))
+
+    def array():
+        more = [n + draw(st.integers(0, 2)) for n in shape]
+        order = draw(st.permutations(range(len(shape))))
+        whole = np.zeros([more[axis] for axis in order], dtype).transpose(np.argsort(order))
+        start = tuple(draw(st.integers(0, has - n)) for has, n in zip(more, shape, strict=True))
+        return whole, start, tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))
+
+    return shape, array(), array()
+
+
+@given(parts())
+def test_matrices_cover_a_part_once(drawn):
+    shape, (target, to_start, to), (source, of_start, of) = drawn
+    source[...] = np.arange(1, source.size + 1).reshape(source.shape)
+    copied = 0
+    for one in ipc.matrices_of(shape, target.strides, source.strides, target.itemsize, to_start, of_start):
+        assert min(one.target_pitch, one.source_pitch) >= one.width
+        copied += one.width * one.height
+        for row in range(one.height):
+            ctypes.memmove(
+                target.ctypes.data + one.target + row * one.target_pitch,
+                source.ctypes.data + one.source + row * one.source_pitch,
+                one.width,
+            )
+    np.testing.assert_array_equal(target[to], source[of])
+    assert copied == source[of].nbytes
+    assert np.count_nonzero(target) == np.count_nonzero(target[to])
+
+
+def test_rows_of_heads_are_one_matrix():
+    own, whole = (1, 100, 16, 128), (1, 400, 4, 128)
+    strides = [np.zeros(shape, "float16").strides for shape in (whole, own)]
+    (one,) = ipc.matrices_of((1, 50, 4, 128), *strides, 2, (0, 300, 0, 0), (0, 50, 8, 0))
+    assert one == (300 * 1024, 1024, 50 * 4096 + 8 * 256, 4096, 1024, 50)
+
+
+def test_broadcast_rows_are_no_matrix():
+    """A pitch must not be less than the width."""
+    found = ipc.matrices_of((6, 4), (8, 2), (0, 2), 2)
+    assert len(found) == 6 and {one.height for one in found} == {1}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Provides fake GPUs that write each other's memory as (launched stages, CuPy, NCCL, what they share)."""
+    with fake_gpu(monkeypatch) as launched, fake_streams(monkeypatch) as cupy:
+        nccl = FakeNccl(SIZE)
+        monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+        with fake_sharing(monkeypatch, cupy) as sharing:
+            yield launched, cupy, nccl, sharing
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_are_those_of_the_whole_sequence(dtype, layout, gpus):
+    _, cupy, nccl, sharing = gpus
+    inputs = make_inputs(dtype, batch=2, seqlen_q=64, num_heads=16, num_heads_kv=8, head_dim=16)
+    axis = 1 if layout == "bshd" else 2
+
+    def work(comm):
+        own = [place(x if layout == "bshd" else x.swapaxes(1, 2)) for x in shards(comm, inputs)]
+        o, backprop = dist.attention(comm, *own[:3], causal=True, scheme="heads", head_groups=2, layout=layout)
+        assert isinstance(o, FakeArray)
+        return (o, *backprop(own[3]))
+
+    found = [together(parts, SIZE, axis) for parts in zip(*run_all(nccl, work), strict=True)]
+    o, dq, dk, dv = (x if layout == "bshd" else x.swapaxes(1, 2) for x in found)
+    Expectation(*inputs, causal=True).check(o=o, dq=dq, dk=dk, dv=dv)
+    kinds = [kind for kind, _ in sharing.log]
+    assert kinds.count("copy") > kinds.count("wait") > 0
+    # What ranks say to each other to begin with are messages; no array is one.
+    assert {count for _, _, _, count, _, _ in nccl.log} <= set(range(8, 4096))
+    computing = {stream for _, stream in cupy.launches}
+    assert not computing & {stream for kind, stream in sharing.log if kind != "wait"}
+
+
+def test_only_other_shapes_make_the_host_wait(gpus):
+    _, cupy, nccl, _ = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=4, head_dim=16)
+    waits = []
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs)
+        for _ in range(3):
+            dist.forward(comm, q, k, v, scheme="heads")
+            if comm.rank == 0:
+                waits.append(len(nccl.log))
+
+    run_all(nccl, work)
+    assert waits[0] > 0
+    late = [entry for entry in nccl.log[waits[0] :] if entry[0] == 0]
+    assert late == [] and "synchronize" not in cupy.host_waits
+
+
+def test_a_larger_call_gives_all_ranks_larger_windows(gpus):
+    _, cupy, nccl, sharing = gpus
+    inputs = {
+        rows: make_inputs("float16", seqlen_q=rows, num_heads=8, num_heads_kv=4, head_dim=16) for rows in (64, 128)
+    }
+
+    def work(comm):
+        sizes, results = [], []
+        for rows in (64, 128, 64):
+            q, k, v, _ = shards(comm, inputs[rows])
+            results.append(dist.forward(comm, q, k, v, scheme="heads")[0])
+            sizes.append(comm.window_bytes)
+        assert sizes[0] < sizes[1] == sizes[2]
+        return results
+
+    found = run_all(nccl, work)
+    for number, rows in enumerate((64, 128, 64)):
+        o = together([results[number] for results in found], SIZE)
+        Expectation(*inputs[rows]).check(o=o)
+    assert cupy.host_waits.count("synchronize") == SIZE
+    assert len(sharing.mapped) == 2 * SIZE  # signals, and one window of each rank
+
+
+@pytest.mark.parametrize("strides", ["broadcast", "columns"])
+def test_arrays_that_are_many_matrices_are_copied_first(strides, gpus):
+    _, _, nccl, _ = gpus
+    inputs = make_inputs("float16", seqlen_q=512, num_heads=4, num_heads_kv=4, head_dim=8)
+    if strides == "broadcast":
+        inputs = (*inputs[:3], np.ones_like(inputs[3]))
+
+    def work(comm):
+        q, k, v, do = shards(comm, inputs)
+        if strides == "broadcast":
+            do = np.broadcast_to(place(np.ones((), "float16")), do.shape).view(FakeArray)
+        else:
+            wide = place(np.zeros((*q.shape[:3], 16), "float16"))
+            wide[..., ::2] = q
+            q = wide[..., ::2]
+        o, lse = dist.forward(comm, q, k, v, scheme="heads")
+        out = tuple(place(np.zeros((*x.shape[:3], 16), "float16"))[..., ::2] for x in (q, k, v))
+        return dist.backward(comm, q, k, v, o, lse, do, scheme="heads", out=out)
+
+    dq, dk, dv = (together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True))
+    Expectation(*inputs).check(dq=dq, dk=dk, dv=dv)
+
+
+class TestMessages:
+    """Calls that do not write each other's memory travel by NCCL."""
+
+    def test_with_arrays_over_the_scores(self, gpus):
+        _, _, nccl, sharing = gpus
+        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+        bias = numbers((64, 64), "float16")
+
+        def work(comm):
+            q, k, v, _ = shards(comm, inputs)
+            own = place(bias[dist.positions(comm, 64)])
+            dist.forward(comm, q, k, v, bias=own, scheme="heads")
+
+        run_all(nccl, work)
+        assert not sharing.log
+
+    def test_of_processes_that_cannot_share(self, gpus, caplog):
+        _, _, nccl, sharing = gpus
+        sharing.refusal = "no peer access"
+        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+
+        def work(comm):
+            q, k, v, _ = shards(comm, inputs)
+            assert comm.window_bytes == 0
+            return dist.forward(comm, q, k, v, scheme="heads")[0]
+
+        with caplog.at_level("INFO", "fa2cupy"):
+            o = together(run_all(nccl, work), SIZE)
+        Expectation(*inputs).check(o=o)
+        assert not sharing.log and "rank 0 cannot share memory with the others: RuntimeError: no peer" in caplog.text
+
+    def test_of_several_hosts(self, gpus, monkeypatch):
+        _, _, nccl, sharing = gpus
+        names = iter("abcd")
+        monkeypatch.setattr(ipc, "_host", lambda: next(names))
+        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+        o = together(run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme="heads")[0]), SIZE)
+        Expectation(*inputs).check(o=o)
+        assert not sharing.log and not sharing.mapped
+
+    def test_in_a_graph(self, gpus, monkeypatch):
+        from fa2cupy.distributed import run as run_module
+
+        monkeypatch.setattr(run_module, "is_captured", lambda array: True)
+        _, _, nccl, sharing = gpus
+        inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+        o = together(run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme="heads")[0]), SIZE)
+        Expectation(*inputs).check(o=o)
+        assert not sharing.log
+
+
+def test_no_memory_is_an_error_on_all_ranks(gpus, monkeypatch):
+    _, cupy, nccl, sharing = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+    cupy.get_default_memory_pool = lambda: type("Pool", (), {"free_all_blocks": lambda self: None})()
+    memory = cupy.cuda.Memory
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs)
+        dist.forward(comm, q, k, v, scheme="heads")
+        if comm.rank == 2:
+            ranks_without.append(True)
+        long = [place(np.concatenate([x, x], axis=1)) for x in (q, k, v)]
+        with pytest.raises(MemoryError, match="rank . cannot share memory with the others: MemoryError: full"):
+            dist.forward(comm, *long, scheme="heads")
+        with pytest.raises(dist.CommunicationError, match="an earlier call on this communicator failed: MemoryError"):
+            dist.forward(comm, q, k, v, scheme="heads")
+
+    def limited(nbytes):
+        if ranks_without:
+            raise MemoryError("full")
+        return memory(nbytes)
+
+    ranks_without: list[bool] = []
+    monkeypatch.setattr(cupy.cuda, "Memory", limited)
+    run_all(nccl, work)
+
+
+def test_a_failure_ends_all_waits(gpus):
+    _, _, nccl, sharing = gpus
+    inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs)
+        dist.forward(comm, q, k, v, scheme="heads")
+        transport = comm.transport_of(q)
+        transport._end()
+        window = transport.window()
+        for kind in windows.Signal:  # of calls to come, too
+            window._wait(kind, window.others, window._base + 1000)
+        with pytest.raises(dist.CommunicationError, match="has waited"):
+            dist.forward(comm, q, k, v, scheme="heads")
+
+    run_all(nccl, work)
