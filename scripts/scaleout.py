@@ -123,7 +123,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             series[int(row["seqlen"])] = 100 * float(row["efficiency"])
     if not panels:
         raise ValueError("it has no efficiencies")
-    title = f"Time of one GPU with the same work over that of the ranks, {rows[0]['gpu']}, {rows[0]['date']}"
+    title = f"Time of one GPU with the same work over that of the ranks\n{rows[0]['gpu']}, {rows[0]['date']}"
     line_panels(path, title, "efficiency in %", 100.0, panels)
 
 
