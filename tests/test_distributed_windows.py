@@ -16,6 +16,7 @@ from support.feature_cases import numbers
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import ipc, windows
 from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.distributed import run as run_module
 from fa2cupy.testing import Expectation, make_inputs
 
 
@@ -206,8 +207,6 @@ class TestMessages:
         assert not sharing.log and not sharing.mapped
 
     def test_in_a_graph(self, gpus, monkeypatch):
-        from fa2cupy.distributed import run as run_module
-
         monkeypatch.setattr(run_module, "is_captured", lambda array: True)
         _, _, nccl, sharing = gpus
         inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
