@@ -20,25 +20,25 @@ from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.windows import Signal
 from fa2cupy.testing import make_inputs
 
-#: "copies" is the scheme "heads" where ranks write each other's memory.
-SCHEMES = ("heads", "copies", "gather", "ring", "hybrid")
+#: "copies" stands for ranks that write each other's memory.
+SCHEMES = ("heads", "heads copies", "gather", "gather copies", "ring", "hybrid")
 
 
 def windows_of(scheme: str, monkeypatch, window: type = ranks.ThreadWindow):
     """Returns the context of a scheme's calls."""
-    return ranks.thread_windows(monkeypatch, window) if scheme == "copies" else contextlib.nullcontext()
+    return ranks.thread_windows(monkeypatch, window) if "copies" in scheme else contextlib.nullcontext()
 
 
 def named(scheme: str) -> str:
     """Returns the scheme's name in the package."""
-    return "heads" if scheme == "copies" else scheme
+    return scheme.removesuffix(" copies")
 
 
 def case(size: int) -> tuple[tuple, dict, dict]:
     """Returns inputs, options and head groups of a call with several groups of heads."""
     heads = 4 * size
     inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
-    groups = {"heads": 4, "copies": 4, "gather": 4, "hybrid": 2}
+    groups = {"heads": 4, "heads copies": 4, "gather": 4, "gather copies": 4, "hybrid": 2}
     return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
 
 
@@ -57,7 +57,7 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "gather copies", "hybrid"])
 def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
     inputs = make_inputs("float32", seqlen_q=16, num_heads=4, num_heads_kv=2, head_dim=4)
     options = {
@@ -70,9 +70,9 @@ def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
         "dropout_p": 0.2,
         "seed": 3,
     }
-    how = {"scheme": scheme}
+    how = {"scheme": named(scheme)}
     expected = ranks.on_ranks(2, inputs, how=how, **options)
-    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
         found = ranks.on_ranks(2, inputs, how=how, **options)
     for name, result in found.items():
         np.testing.assert_array_equal(result, expected[name], err_msg=name)
@@ -186,9 +186,11 @@ class immediate_first_work:
 HOST_LANES = run_module.host_lanes
 CASES = {
     "heads": {"how": {"scheme": "heads", "head_groups": 4}},
-    "copies": {"how": {"scheme": "copies", "head_groups": 4}},
+    "heads copies": {"how": {"scheme": "heads copies", "head_groups": 4}},
     "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
     "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
+    "gather copies": {"how": {"scheme": "gather copies", "head_groups": 4}, "heads": 4},
+    "gather copies window": {"how": {"scheme": "gather copies"}, "heads": 2, "window": (3, 0)},
     "gather bias": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((1, 1, 32, 32), "float32")},
     "gather bias of keys": {"how": {"scheme": "gather"}, "heads": 2, "bias": numbers((32,), "float32")},
     "ring": {"how": {"scheme": "ring"}, "heads": 1},
@@ -253,20 +255,20 @@ class WithoutReady(ranks.ThreadWindow):
 class WithoutLast(ranks.ThreadWindow):
     """A window of a call that does not wait for the one before it."""
 
-    def begin(self, lane, nbytes, steps) -> None:
+    def begin(self, lane, nbytes, *call) -> None:
         if nbytes <= self.nbytes:
             self._last = None
-        super().begin(lane, nbytes, steps)
+        super().begin(lane, nbytes, *call)
 
 
 class TestFollowingCalls:
     """Calls on several streams of a caller, of which the host waits for none."""
 
-    def are_right(self, monkeypatch, window: type, seed: int) -> bool:
+    def are_right(self, monkeypatch, window: type, seed: int, scheme: str = "heads") -> bool:
         # What is a result of one length in the window is an input of the other. The first call sets the window's size.
         sizes = {"num_heads": 8, "num_heads_kv": 4, "head_dim": 4}
         calls = [make_inputs("float32", seqlen_q=rows, **sizes, seed=n) for n, rows in enumerate((64, 32, 64, 32, 64))]
-        how = {"causal": True, "scheme": "heads", "head_groups": 2}
+        how = {"causal": True, "scheme": scheme, "head_groups": 2}
 
         def work(comm) -> list[tuple]:
             results = []
@@ -289,9 +291,10 @@ class TestFollowingCalls:
             for one, other in zip(*pair, strict=True)
         )
 
+    @pytest.mark.parametrize("scheme", ["heads", "gather"])
     @pytest.mark.parametrize("seed", range(4))
-    def test_share_the_window(self, seed, monkeypatch):
-        assert self.are_right(monkeypatch, ranks.ThreadWindow, seed)
+    def test_share_the_window(self, seed, scheme, monkeypatch):
+        assert self.are_right(monkeypatch, ranks.ThreadWindow, seed, scheme)
 
     @pytest.mark.parametrize("window", [WithoutReady, WithoutLast])
     def test_must_wait_for_each_other(self, window, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from ..problem.array_types import Array
 from ..problem.feature_checks import extra_gradients
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
-from . import gather, heads, heads_by_copies, hybrid, ring
+from . import gather, gather_by_copies, heads, heads_by_copies, hybrid, ring
+from .by_copies import groups_of_copies, takes
 from .communicator import Communicator
 from .messages import library_of
 from .operands import Operands, result_views
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["attention", "backward", "forward"]
 
 _SCHEMES: dict[str, ModuleType] = {"heads": heads, "gather": gather, "ring": ring, "hybrid": hybrid}
+_BY_COPIES: dict[str, ModuleType] = {"heads": heads_by_copies, "gather": gather_by_copies}
 
 
 @takes_features
@@ -115,24 +118,26 @@ def forward(
     other ones) and a BLAS whose products do not depend on the number of rows; on a GPU the same `num_splits`, which
     shorter calls may choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
 
-    Memory beyond inputs and results, with e bytes an element, N rows of all ranks, W ranks, H query heads, h K/V heads
-    of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e, of which N / W (3 H + 4 h) d e stay allocated
-    as long as the communicator (``comm.window_bytes``); ``"gather"`` 2 (N + N / W) h d e min(2, G) / G; ``"ring"`` 3
-    slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of
-    ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they
-    have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice as much.
+    Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
+    query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` 2 N h d
+    e min(2, G) / G, and in a backward about three times that for shares of gradients besides; ``"ring"`` 3 slots of 2 N
+    / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"``
+    for h / R heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they have memory
+    besides, in ``"heads"`` half as much again, in ``"gather"`` twice as much. What the ranks write for each other stays
+    allocated as long as the communicator (``comm.window_bytes``).
 
-    On GPUs of one host, the ranks of ``"heads"`` write each other's memory (CUDA IPC) with copy engines, beside the
-    kernels. Arrays over the scores and gradients of features, more than 64 sequences (in layout ``"bhsd"``, sequences
-    times heads), CUDA graphs, and the other schemes travel by NCCL, on a stream of the highest priority: its blocks
-    wait for a multiprocessor that no kernel occupies. Both are next to a second stream for computing. No call waits for
-    the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes
-    another call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed
-    when the time is up.
+    On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
+    engines, beside the kernels. In ``"heads"`` arrays over the scores and gradients of features, in both more than 64
+    sequences (in layout ``"bhsd"``, sequences times heads), and the other schemes travel by NCCL, on a stream of the
+    highest priority: its blocks wait for a multiprocessor that no kernel occupies. Both are next to a second stream for
+    computing. No call waits for the GPU but the first one with new shapes or options, in which the ranks compare them.
+    A rank that makes another call than the others is noticed there; with arguments that all ranks have agreed on
+    before, it is noticed when the time is up.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
-    have no timeout. ``"ring"`` and functions of scores cannot be captured.
+    have no timeout. Launches and calls of ``"heads"`` and ``"gather"`` write the same memory: make them on one stream,
+    or let streams wait for each other. ``"ring"`` and functions of scores cannot be captured.
 
     Sources: DeepSpeed-Ulysses, Jacobs et al. 2023 (``"heads"``); the all-gather of Llama 3, 2024 (``"gather"``); Ring
     Attention, Liu et al. 2023 (``"ring"``); two levels, Fang and Zhao 2024, USP (``"hybrid"``); the zigzag order of
@@ -383,8 +388,10 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     views = result_views(names, out, arguments.options.layout, q.ndim)
     try:
         run = Run(comm, request, q)
-        by_copies = heads_by_copies.takes(request) and run.has_window()
-        scheme = heads_by_copies if by_copies else _SCHEMES[request.scheme]
+        by_copies = takes(request) and run.has_window()
+        if by_copies:
+            run.request = replace(request, groups=groups_of_copies(request))
+        scheme = (_BY_COPIES if by_copies else _SCHEMES)[request.scheme]
         getattr(scheme, arguments.call)(run, operands, views)
         run.finish()
     except BaseException as error:

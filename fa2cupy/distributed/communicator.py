@@ -36,7 +36,8 @@ class Communicator:
     ranks_per_host : int
         Number of ranks that fast links connect, for the scheme ``"hybrid"``: those of a host are neighbours.
     window_bytes : int
-        Bytes of this rank's GPU that the other ranks write in calls of ``"heads"``, kept as long as the communicator.
+        Bytes of this rank's GPU that the other ranks write in calls of ``"heads"`` and ``"gather"``. They stay
+        allocated as long as the communicator.
 
     Parameters
     ----------
@@ -215,7 +216,7 @@ class Communicator:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of this rank's GPU that the other ranks write in calls of ``"heads"``: those of the largest call."""
+        """Bytes of this rank's GPU that the other ranks write: those of the largest call so far."""
         return 0 if self._made is None else self._made.window_bytes
 
     def give_up(self, error: BaseException) -> None:

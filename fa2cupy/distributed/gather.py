@@ -20,13 +20,17 @@ from .gathered import Gather, OfHeads, length
 from .operands import Operands
 from .run import Run
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "backward_of", "forward", "forward_of"]
 
 
 def forward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes o and lse of this rank's rows."""
-    gather = Gather(run, operands, of_heads)
-    o, lse = out
+    forward_of(Gather(run, operands, of_heads), out)
+
+
+def forward_of(gather: Gather, out: Sequence[Array]) -> None:
+    """Computes o and lse of this rank's rows, whatever brings the keys."""
+    run, operands, (o, lse) = gather.run, gather.operands, out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     for group in range(gather.count):
         heads, computed = gather.q_heads(group), []
@@ -46,12 +50,16 @@ def forward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHead
 def backward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
     gather = Gather(run, operands, of_heads)
-    dq, dk, dv, *extra = out
+    backward_of(gather, [Shares(gather) for _ in gather.slots], out)
+
+
+def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) -> None:
+    """Computes the gradients, whatever brings the keys and the shares of their gradients, for each slot."""
+    run, operands, (dq, dk, dv, *extra) = gather.run, gather.operands, out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
     delta = operands.row_delta(run)
     own = ExtraShares(run, gather, extra)
     run.side.wait(run.main.record())
-    shares = [Shares(gather) for _ in gather.slots]
     o, lse, do = operands.of_backward
     for group in range(gather.count):
         heads, computed = gather.q_heads(group), []
@@ -73,6 +81,6 @@ def backward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHea
             arrived.append(gather.fetch(group + 2))
         for event in computed:
             run.comm.wait(event)
-        share.send()
-        share.add_up([x[:, :, gather.kv_heads(group)] for x in (dk, dv)])
+        share.send(group)
+        share.add_up(group, [x[:, :, gather.kv_heads(group)] for x in (dk, dv)])
     own.add_up()

@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..problem.array_types import Array
 from .copies import copy
 from .gathered import Call, Gather, length
+from .lanes import Lane
 from .parts import of_part
 from .run import Run
 from .sums import add, clear, store, sum_into
 
-__all__ = ["ExtraShares", "Shares"]
+__all__ = ["ExtraShares", "Seen", "Shares"]
+
+
+class Seen(NamedTuple):
+    """What a call of a rank sees of a chunk of an owner's keys.
+
+    Attributes
+    ----------
+    call : Call
+    keys : slice
+        In the whole sequence.
+    rows : slice
+        The same keys among the owner's rows.
+    place : tuple of int
+        The numbers of the call and of the chunk.
+    """
+
+    call: Call
+    keys: slice
+    rows: slice
+    place: tuple[int, int]
 
 
 class Shares:
-    """Shares of dk and dv of one group: those of this rank's calls, and those that other ranks send."""
+    """Shares of dk and dv of one group: those of this rank's calls, and those that other ranks send.
+
+    Attributes
+    ----------
+    own : dict of list of ndarray
+        dk and dv of each call, by its first query, of the keys from the first one on.
+    landing : dict of list of (slice, list of ndarray)
+        For each rank the shares of its calls: which of this rank's rows they are of, and dk and dv.
+    sums : list of ndarray
+    sent : event or None
+        The lanes wait for it before `own` is written again.
+    """
 
     def __init__(self, gather: Gather):
         run, operands = gather.run, gather.operands
@@ -26,43 +58,49 @@ class Shares:
             call.queries.start: [run.empty((b, call.keys.stop, h, d), operands.k.dtype) for b, h, d in self.shapes]
             for call in gather.calls[run.rank]
         }
-        # For each rank and each of its calls, the part of each of my chunks that it sees: where it lies among my rows.
-        self.landing: dict[int, list[tuple[slice, list[Array]]]] = {}
-        for rank in range(run.size):
-            self.landing[rank] = [
-                (slice(seen.start - shift, seen.stop - shift), self._pieces(rank, call, seen))
-                for call, seen, shift in self._seen(rank, run.rank)
-            ]
-        # Shares for each other rank, and the contiguous arrays that are sent: copies if there are several sequences.
-        self.outgoing: dict[int, list[tuple[Array, Array]]] = {}
-        for to in range(run.size):
-            if to != run.rank:
-                seen_of = self._seen(run.rank, to)
-                shares = [share[:, seen] for call, seen, _ in seen_of for share in self.own[call.queries.start]]
-                self.outgoing[to] = [(x, x if x.flags.c_contiguous else run.empty(x.shape, x.dtype)) for x in shares]
+        self.landing = {
+            rank: [(seen.rows, self._pieces(rank, seen)) for seen in self.seen(rank, run.rank)]
+            for rank in range(run.size)
+        }
         wide = run.request.problem.accumulator_dtype
         rows = run.request.keys.local
         self.sums = [run.empty((b, rows, h, d), wide) for b, h, d in self.shapes]
         self.sent: Any = None
+        self.prepare()
 
-    def _seen(self, rank: int, owner: int) -> list[tuple[Call, slice, int]]:
-        """What calls of a rank see of the keys of an owner: the call, the rows, and how far they lie from its own."""
-        return [
-            (call, seen, chunk.whole.start - chunk.local.start)
-            for call in self.gather.calls[rank]
-            for chunk in self.gather.run.request.keys.chunks(owner)
-            if length(seen := call.seen(chunk.whole))
-        ]
-
-    def _pieces(self, rank: int, call: Call, seen: slice) -> list[Array]:
+    def prepare(self) -> None:
+        """Makes the arrays that are sent to each other rank: copies of the shares of several sequences."""
         run = self.gather.run
-        if rank == run.rank:
-            return [share[:, seen] for share in self.own[call.queries.start]]
-        dtype = self.gather.operands.k.dtype
-        return [run.empty((b, length(seen), h, d), dtype) for b, h, d in self.shapes]
+        self.outgoing: dict[int, list[tuple[Array, Array]]] = {}
+        for to in range(run.size):
+            if to != run.rank:
+                shares = [
+                    x[:, seen.keys] for seen in self.seen(run.rank, to) for x in self.own[seen.call.queries.start]
+                ]
+                self.outgoing[to] = [(x, x if x.flags.c_contiguous else run.empty(x.shape, x.dtype)) for x in shares]
 
-    def send(self) -> None:
-        """Queues the messages with shares to the owners of the keys."""
+    def seen(self, rank: int, owner: int) -> list[Seen]:
+        """What the calls of a rank see of the keys of an owner."""
+        found = []
+        for i, call in enumerate(self.gather.calls[rank]):
+            for j, chunk in enumerate(self.gather.run.request.keys.chunks(owner)):
+                keys, shift = call.seen(chunk.whole), chunk.whole.start - chunk.local.start
+                if length(keys):
+                    found.append(Seen(call, keys, slice(keys.start - shift, keys.stop - shift), (i, j)))
+        return found
+
+    def _pieces(self, rank: int, seen: Seen) -> list[Array]:
+        if rank == self.gather.run.rank:
+            return [share[:, seen.keys] for share in self.own[seen.call.queries.start]]
+        return self.arriving(rank, seen)
+
+    def arriving(self, rank: int, seen: Seen) -> list[Array]:
+        """Memory for shares that a rank sends."""
+        run, dtype = self.gather.run, self.gather.operands.k.dtype
+        return [run.empty((b, length(seen.keys), h, d), dtype) for b, h, d in self.shapes]
+
+    def send(self, group: int) -> None:
+        """Queues the messages with the shares of a group to the owners of the keys."""
         run = self.gather.run
         sends, recvs = [], []
         for step in range(1, run.size):
@@ -74,16 +112,19 @@ class Shares:
             recvs += [(piece, source) for _, pieces in self.landing[source] for piece in pieces]
         run.exchange(sends, recvs)
 
-    def add_up(self, targets: Sequence[Array]) -> None:
-        """Queues the sums, in the order of the ranks, and their rounding."""
-        lane = self.gather.run.comm
+    def add_up(self, group: int, targets: Sequence[Array]) -> None:
+        """Queues the sums of a group, in the order of the ranks, and their rounding."""
+        self.sent = self.add_on(self.gather.run.comm, targets)
+
+    def add_on(self, lane: Lane, targets: Sequence[Array]) -> Any:
+        """Queues the sums on a lane; returns the event of their end."""
         for number, (total, target) in enumerate(zip(self.sums, targets, strict=True)):
             lane(clear, total)
             for rank in range(self.gather.run.size):
                 for rows, pieces in self.landing[rank]:
                     lane(add, total[:, rows], pieces[number])
             lane(store, target, total)
-        self.sent = lane.record()
+        return lane.record()
 
 
 class ExtraShares:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..problem.array_types import Array
 from .copies import copy
@@ -14,7 +16,7 @@ from .run import Run
 from .schemes import is_positional
 from .sums import clear
 
-__all__ = ["Call", "Gather", "OfHeads", "length"]
+__all__ = ["Call", "Gather", "OfHeads", "Slot", "length"]
 
 
 class Call(NamedTuple):
@@ -40,7 +42,7 @@ class Call(NamedTuple):
         return slice(start, max(start, min(rows.stop, self.keys.stop)))
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Memory of the keys of a group.
 
     Attributes
@@ -84,14 +86,22 @@ class Gather:
         self.heads_kv = operands.k.shape[2] // self.count
         self.heads = operands.q.shape[2] // self.count
         self.calls = [self.calls_of(rank) for rank in range(run.size)]
-        self.slots = [self._slot() for _ in range(min(2, self.count))]
+        self.prepare()
+        self.slots = [self.slot() for _ in range(min(2, self.count))]
         self.free: list[list[Any]] = [[] for _ in self.slots]
         self.places: dict[tuple[int, int], Array] = {}
         if needs_place(request.keywords, has_all_queries=False):
             for call in self.calls[run.rank]:
                 for group in range(self.count):
                     self.places[group, call.queries.start] = run.place((self.first_head(group), call.queries.start))
-        run.begin()
+        self.begin()
+
+    def prepare(self) -> None:
+        """Prepares the memory that messages arrive in."""
+
+    def begin(self) -> None:
+        """Lets messages wait for what the caller's lane has been given so far."""
+        self.run.begin()
 
     def calls_of(self, rank: int) -> list[Call]:
         """The calls of any rank: all ranks know what the others need."""
@@ -112,21 +122,33 @@ class Gather:
             calls.append(Call(local, rows, slice(start, stop)))
         return calls
 
-    def _slot(self) -> _Slot:
-        """Keys that no row sees are not sent. Kernels read some of them beside those that are: they must be finite."""
+    def slot(self) -> Slot:
+        """Memory of the keys of a group."""
         run, arrays = self.run, (self.operands.k, self.operands.v)
-        seqlen, batch = run.request.problem.seqlen_k, len(self.operands.k)
-        whole = [run.empty((batch, seqlen, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
-        if run.request.problem.band[0] is not None:
-            for array in whole:
-                run.main(clear, array)
+        batch = len(self.operands.k)
+        whole = [run.empty(*one) for one in self.wholes()]
+        self.clear(whole)
 
         def chunks() -> list[Array]:
             count = len(run.request.keys.chunks(run.rank))
             rows = run.request.keys.local // count
             return [run.empty((count, batch, rows, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
 
-        return _Slot(whole, chunks(), [chunks() for _ in range(run.size)] if batch > 1 else [])
+        return Slot(whole, chunks(), [chunks() for _ in range(run.size)] if batch > 1 else [])
+
+    def wholes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and dtypes of the keys and values of a group."""
+        arrays, seqlen = (self.operands.k, self.operands.v), self.run.request.problem.seqlen_k
+        return [((len(x), seqlen, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
+
+    def clear(self, whole: Sequence[Array]) -> None:
+        """Clears keys, some of which may not be sent because no row sees them.
+
+        Kernels read some of these beside those that are sent: they must be finite.
+        """
+        if self.run.request.problem.band[0] is not None:
+            for array in whole:
+                self.run.main(clear, array)
 
     def kv_heads(self, group: int) -> slice:
         """The K/V heads of a group."""
@@ -159,9 +181,9 @@ class Gather:
         landed: list[tuple[Array, Array]] = []
         for step in range(run.size):
             to, source = (run.rank + step) % run.size, (run.rank - step) % run.size
-            wanted = [i for i, chunk in enumerate(order.chunks(run.rank)) if self._sees(to, chunk.whole)]
+            wanted = [i for i, chunk in enumerate(order.chunks(run.rank)) if self.sees(to, chunk.whole)]
             sends += [(own[i], to) for own in slot.own for i in wanted]
-            seen = [(i, rows) for i, (_, rows) in enumerate(order.chunks(source)) if self._sees(run.rank, rows)]
+            seen = [(i, rows) for i, (_, rows) in enumerate(order.chunks(source)) if self.sees(run.rank, rows)]
             places = [whole[:, rows] for whole in slot.whole for _, rows in seen]
             if slot.landing:
                 landings = [landing[i] for landing in slot.landing[source] for i, _ in seen]
@@ -173,7 +195,8 @@ class Gather:
             run.comm(copy, place, landing)
         return run.comm.record()
 
-    def _sees(self, rank: int, rows: slice) -> bool:
+    def sees(self, rank: int, rows: slice) -> bool:
+        """True if a rank sees some of the keys of a chunk."""
         return any(length(call.seen(rows)) for call in self.calls[rank])
 
     def keys(self, group: int, call: Call) -> tuple[Array, Array]:

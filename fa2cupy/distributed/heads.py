@@ -59,10 +59,10 @@ class Heads:
     The heads of a rank are neighbours, and so are those of one of its groups.
     """
 
-    def __init__(self, run: Run, operands: Operands, count: int | None = None):
+    def __init__(self, run: Run, operands: Operands):
         request = run.request
         self.run, self.operands = run, operands
-        self.count = request.groups if count is None else count
+        self.count = request.groups
         ranks = run.size * self.count
         self.heads, self.heads_kv = operands.q.shape[2] // ranks, operands.k.shape[2] // ranks
         self.scores = over_scores(request.keywords)

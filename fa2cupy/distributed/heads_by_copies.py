@@ -22,45 +22,14 @@ from .heads import Heads
 from .lanes import Lane
 from .operands import Operands
 from .orders import RowOrder
-from .parts import over_scores
-from .requests import Request
 from .run import Run
 from .windows import Copy, Signal, padded_bytes
 
-__all__ = ["backward", "forward", "takes"]
-
-#: Most groups: the first group's rows and the last one's results have no kernel to hide behind.
-_MOST_GROUPS = 4
-#: Rows of all query heads of a group, from which on its kernels are about as fast as those of all heads.
-_ROWS_OF_GROUP = 1 << 17
-#: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
-_MOST_MATRICES = 64
+__all__ = ["backward", "forward"]
 
 #: Where a part begins in an array of all rows of a group's heads, where in one of a rank's rows of all heads, and its
 #: shape.
 _Part: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
-
-
-def takes(request: Request) -> bool:
-    """True if all arrays of the call are few matrices.
-
-    Arrays over the scores and gradients of features travel as messages.
-    """
-    has_gradients = any(result.name not in ("o", "lse", "dq", "dk", "dv") for result in request.results)
-    problem = request.problem
-    matrices = problem.batch * (problem.num_heads if problem.layout == "bhsd" else 1)
-    is_simple = matrices <= _MOST_MATRICES and not has_gradients and not over_scores(request.keywords)
-    return request.scheme == "heads" and is_simple
-
-
-def _groups(request: Request) -> int:
-    """Groups of a rank's K/V heads: those of the caller, or as many as leave each enough work."""
-    if request.head_groups is not None:
-        return request.groups
-    problem, size = request.problem, request.queries.size
-    rows = problem.num_heads // size * problem.batch * problem.seqlen_q
-    most = min(_MOST_GROUPS, max(1, rows // _ROWS_OF_GROUP))
-    return next(count for count in range(most, 0, -1) if problem.num_heads_kv // size % count == 0)
 
 
 class _Shape(NamedTuple):
@@ -71,7 +40,6 @@ class _Shape(NamedTuple):
     order : RowOrder
     sizes : tuple of int
         Those of this rank's rows of all heads.
-    row, head : int
     heads : int
         Heads of one group.
     groups : int
@@ -80,15 +48,14 @@ class _Shape(NamedTuple):
 
     order: RowOrder
     sizes: tuple[int, ...]
-    row: int
-    head: int
     heads: int
     groups: int
 
     def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
         """Numbers for each axis: two for rows and heads, and others."""
         numbers = list(of)
-        numbers[self.row], numbers[self.head] = rows, heads
+        row, head = (1, 2) if len(numbers) == 4 else (2, 1)
+        numbers[row], numbers[head] = rows, heads
         return tuple(numbers)
 
     @property
@@ -152,8 +119,8 @@ class _Call:
     def __init__(self, run: Run, operands: Operands, inputs: Sequence[tuple[Array, bool]], out: Sequence[Array]):
         assert run.window is not None, "the caller has asked for it"
         self._run, self._window = run, run.window
-        self.heads = Heads(run, operands, _groups(run.request))
-        self._inputs = [self._route(self._quick(x), is_keys) for x, is_keys in inputs]
+        self.heads = Heads(run, operands)
+        self._inputs = [self._route(run.quick(x), is_keys) for x, is_keys in inputs]
         self._results = out
         are_keys = (False, False) if len(out) == 2 else (False, True, True)
         self._out = [self._route(self._quick_target(x), is_keys) for x, is_keys in zip(out, are_keys, strict=True)]
@@ -163,26 +130,18 @@ class _Call:
 
     def _route(self, array: Array, is_keys: bool) -> _Route:
         order = self._run.request.keys if is_keys else self._run.request.queries
-        row, head = (1, 2) if array.ndim == 4 else (2, 1)
         heads = self.heads.heads_kv if is_keys else self.heads.heads
-        return _Route(array, _Shape(order, array.shape, row, head, heads, self.heads.count))
-
-    def _quick(self, array: Array) -> Array:
-        """The array, or a contiguous copy if its layout is slow to copy."""
-        target = self._quick_target(array)
-        if target is not array:
-            self._run.main(copy, target, array)
-        return target
+        return _Route(array, _Shape(order, array.shape, heads, self.heads.count))
 
     def _quick_target(self, array: Array) -> Array:
-        """The array, or memory for a contiguous copy if its layout is slow to copy."""
+        """The array, or memory for its elements if its layout is slow to copy."""
         return array if self._window.can_copy(array) else self._run.empty(array.shape, array.dtype)
 
     def _begin(self) -> None:
         run, window, count = self._run, self._window, self.heads.count
         landings = [(route.array.shape, route.array.dtype) for route in self._out]
         nbytes = count * padded_bytes([route.whole for route in self._inputs]) + padded_bytes(landings)
-        window.begin(run.main, nbytes, count)
+        window.begin(run.main, nbytes, count, run.request.number, run.is_captured)
         self._wholes = [[window.arrays(*route.whole) for route in self._inputs] for _ in range(count)]
         self._landings = [window.arrays(*one) for one in landings]
         begun = run.main.record()
@@ -193,7 +152,7 @@ class _Call:
 
     def set_last(self, array: Array) -> None:
         """Gives the last input, which the caller's lane has written since."""
-        self._inputs[-1] = self._inputs[-1]._replace(array=self._quick(array))
+        self._inputs[-1] = self._inputs[-1]._replace(array=self._run.quick(array))
         self._written = self._run.main.record()
 
     def compute(self, kernels: Callable[[int, list[Array], list[Array]], None]) -> None:

@@ -12,8 +12,11 @@ import json
 import logging
 import math
 import socket
+import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +24,7 @@ import numpy as np
 
 from ..problem.array_types import Array
 from .messages import CommunicationError
-from .windows import Copy, Signal, Window
+from .windows import MOST_STEPS, Copy, Signal, Window, word_of
 
 __all__ = ["DeviceWindow", "Matrix", "connect", "matrices_of"]
 
@@ -32,8 +35,8 @@ _LAZY_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
 #: Most matrices of an array that is not copied to a contiguous one first. Each takes the host about 3 us.
 _MOST_MATRICES = 64
-#: What releases all waits when a call has failed: signals are compared as differences of 32 bits.
-_RELEASE = 1 << 30
+_WAIT_UNTIL_EQUAL = 1
+_RELEASE_S = 0.05
 #: Length, stride in the target, stride in the source.
 _Axis: TypeAlias = "tuple[int, int, int]"
 _log = logging.getLogger("fa2cupy")
@@ -92,6 +95,14 @@ def _layout(
     return width, rows, [axis for axis in merged if axis is not rows]
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_few(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """True if an array and a contiguous one have few matrices in common."""
+    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    *_, others = _layout(shape, strides, dense, itemsize)
+    return math.prod(length for length, *_ in others) <= _MOST_MATRICES
+
+
 class DeviceWindow(Window):
     """The window of a GPU: see `fa2cupy.distributed.windows.Window`.
 
@@ -112,8 +123,12 @@ class DeviceWindow(Window):
         self._driver, self._cupy, self._runtime = driver, cupy, cupy.cuda.runtime
         self._texts, self._check_transport = texts, check
         self._data = _Shared(self, texts)
+        self._is_kept = False
+        self._kept: list[_Shared] = []
+        self._unfinished: list[_Queued] = []
         self._signals = _Shared(self, texts)
-        self._signals.allocate(_PAGE, zeroed=True)
+        self._signals.allocate(_WORD * len(Signal) * MOST_STEPS * size, zeroed=True)
+        self._signals.everyones(self._try_signal, CommunicationError)
 
     # -- memory
 
@@ -121,8 +136,15 @@ class DeviceWindow(Window):
         if last is not None:
             last.synchronize()
         self._texts("")  # no rank writes to the old windows any more
-        self._data.release()
+        if self._is_kept:
+            self._kept.append(self._data)
+            self._data, self._is_kept = _Shared(self, self._texts), False
+        else:
+            self._data.release()
         self._data.allocate(nbytes)
+
+    def _keep(self) -> None:
+        self._is_kept = True
 
     def _array(self, peer: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return self._cupy.ndarray(shape, dtype, self._data.pointers[peer] + offset)
@@ -136,6 +158,8 @@ class DeviceWindow(Window):
         """Queues copies on the current stream: those to other GPUs are made by a copy engine."""
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
         for target, target_start, source, source_start, shape in copies:
+            if 0 in shape:
+                continue
             to, of = _address(target), _address(source)
             for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
                 memcpy(
@@ -145,36 +169,92 @@ class DeviceWindow(Window):
 
     def can_copy(self, array: Array) -> bool:
         """True if the copy from or to a contiguous array is a few copies of matrices."""
-        dense = tuple(array.itemsize * math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim))
-        *_, others = _layout(array.shape, array.strides, dense, array.itemsize)
-        return math.prod(length for length, *_ in others) <= _MOST_MATRICES
+        return _is_few(array.shape, array.strides, array.itemsize)
 
     # -- signals
 
-    def _write(self, kind: Signal, value: int) -> None:
+    def _write(self, word: int, call: int) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
         for peer in self.others:
-            self._queue(self._driver.cuStreamWriteValue32, stream, self._word(peer, kind, self.rank), value)
+            self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), call, 0)
 
-    def _wait(self, kind: Signal, peers: Sequence[int], value: int) -> None:
+    def _wait(self, word: int, peers: Sequence[int], call: int) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
         for peer in peers:
-            self._queue(self._driver.cuStreamWaitValue32, stream, self._word(self.rank, kind, peer), value)
+            address = self._address(self.rank, word, peer)
+            self._queue(self._driver.cuStreamWaitValue32, stream, address, call, _WAIT_UNTIL_EQUAL)
+            self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)
 
-    def _word(self, owner: int, kind: Signal, writer: int) -> int:
-        return self._signals.pointers[owner].ptr + _WORD * (kind * self.size + writer)
+    def _address(self, owner: int, word: int, writer: int) -> int:
+        return self._signals.pointers[owner].ptr + _WORD * (word * self.size + writer)
 
-    def _queue(self, call: Callable[..., tuple[Any]], stream: int, address: int, value: int) -> None:
-        (result,) = call(stream, address, value & 0xFFFFFFFF, 0)  # waits are for a value that is not less
+    def _queue(self, queue: Callable[..., tuple[Any]], stream: int, address: int, value: int, flags: int) -> None:
+        (result,) = queue(stream, address, value, flags)
         if int(result):
-            raise CommunicationError(f"{call.__name__} failed: {result.name}")
+            raise CommunicationError(f"{queue.__name__} failed: {result.name}")
+
+    def _try_signal(self) -> str:
+        """Raises CommunicationError if streams cannot wait for signals."""
+        stream, address = self._cupy.cuda.Stream(non_blocking=True), self._address(self.rank, 0, self.rank)
+        self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 1, 0)
+        self._queue(self._driver.cuStreamWaitValue32, stream.ptr, address, 1, _WAIT_UNTIL_EQUAL)
+        self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 0, 0)
+        stream.synchronize()
+        return ""
+
+    # -- failures
+
+    def _begun(self, steps: int) -> None:
+        if self._is_captured:
+            return
+        while self._unfinished and self._unfinished[0].is_done():
+            self._unfinished.pop(0)
+        self._unfinished.append(_Queued(self._call, steps))
+
+    def _ended(self) -> None:
+        if not self._is_captured:
+            self._unfinished[-1].end = self._last
 
     def release(self) -> None:
-        """Ends all waits of this rank, after a failure: called by another thread."""
+        """Ends all waits of this rank, of calls to come, too, after a failure."""
+        device = self._cupy.cuda.Device()
+        threading.Thread(target=self._answer, args=(device,), name="fa2cupy.distributed", daemon=True).start()
+
+    def _answer(self, device: Any) -> None:
+        """Writes the signals of all calls that are not done, one call after the other."""
+        device.use()
         stream = self._cupy.cuda.Stream(non_blocking=True)
-        for kind, peer in itertools.product(Signal, range(self.size)):
-            address = self._word(self.rank, kind, peer)
-            self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, self._base + _RELEASE)
+        while True:
+            for waiting in [one for one in list(self._unfinished) if not one.is_done()][:1]:
+                for word, peer in itertools.product(waiting.words(), self.others):
+                    address = self._address(self.rank, word, peer)
+                    self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, waiting.call, 0)
+            time.sleep(_RELEASE_S)
+
+
+@dataclass
+class _Queued:
+    """A call whose work may not be done.
+
+    Attributes
+    ----------
+    call, steps : int
+    end : cupy.cuda.Event or None
+        None while it is queued.
+    """
+
+    call: int
+    steps: int
+    end: Any = None
+
+    def is_done(self) -> bool:
+        """True if all its work is done."""
+        return self.end is not None and self.end.done
+
+    def words(self) -> Iterator[int]:
+        """Yields the words that it waits for."""
+        for kind, step in itertools.product(Signal, range(self.steps)):
+            yield word_of(kind, step)
 
 
 class _Shared:
@@ -205,8 +285,8 @@ class _Shared:
             A rank has no memory, or processes cannot share it: on all ranks.
         """
         nbytes = -(-nbytes // _PAGE) * _PAGE
-        handles = self._everyones(lambda: self._own_handle(nbytes, zeroed), MemoryError)
-        self._everyones(lambda: self._map(handles, nbytes), CommunicationError)
+        handles = self.everyones(lambda: self._own_handle(nbytes, zeroed), MemoryError)
+        self.everyones(lambda: self._map(handles, nbytes), CommunicationError)
 
     def release(self) -> None:
         """Unmaps the memory of the others and frees that of this rank, which the others may have mapped still."""
@@ -215,7 +295,7 @@ class _Shared:
         self._texts("")
         self._memory = None
 
-    def _everyones(self, own: Callable[[], str], error: type[Exception]) -> list[str]:
+    def everyones(self, own: Callable[[], str], error: type[Exception]) -> list[str]:
         """The texts of all ranks; an exception of one is raised on all."""
         try:
             text = {"found": own()}

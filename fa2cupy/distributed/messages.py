@@ -58,8 +58,14 @@ class Transport(Protocol):
     def watch(self) -> None:
         """Is called when all messages of a call have been queued."""
 
-    def window(self) -> Window | None:
-        """The memory of this rank that the others write; None where they cannot. All ranks call it together."""
+    def window(self, is_captured: bool) -> Window | None:
+        """The memory of this rank that the others write; None where they cannot. All ranks call it together.
+
+        Parameters
+        ----------
+        is_captured : bool
+            True while a CUDA graph captures a call, when no memory can be shared that is not shared already.
+        """
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes that messages can be received in."""
@@ -80,7 +86,7 @@ class HostMemory:
     def watch(self) -> None:
         """Nothing: all messages have arrived."""
 
-    def window(self) -> None:
+    def window(self, is_captured: bool) -> None:
         """None: messages are copies already."""
 
     def empty_bytes(self, nbytes: int) -> Any:

@@ -120,9 +120,9 @@ class NcclTransport:
         if self._failure is not None:
             raise CommunicationError(self._failure)
 
-    def window(self) -> Window | None:
+    def window(self, is_captured: bool) -> Window | None:
         """The memory that the other GPUs of the host write; None if one of them cannot."""
-        if self._has_window is None:
+        if self._has_window is None and not is_captured:
             from .ipc import connect
 
             self._window = connect(self.rank, self.size, functools.partial(all_texts, self), self.check)

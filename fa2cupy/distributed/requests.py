@@ -5,7 +5,9 @@ The checks are those of one call on the whole sequence: they run on shadows, arr
 
 from __future__ import annotations
 
+import json
 import numbers
+import zlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,6 +93,8 @@ class Request:
     options : CallOptions
     keywords : dict
         Those of features that are not None.
+    number : int
+        Stands for all that the ranks agree on, from 1 to 2**32 - 1.
     """
 
     problem: AttentionProblem
@@ -102,6 +106,7 @@ class Request:
     groups: int
     options: CallOptions
     keywords: Mapping[str, Any]
+    number: int = 1
 
 
 def checked(comm: Communicator, arguments: CallArguments) -> Request:
@@ -130,11 +135,16 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
         agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
         raise
     agree(comm, q, description)
+    request = replace(request, number=_number(description))
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:
             comm.requests.clear()
         comm.requests[signature] = replace(request, keywords={})
     return request
+
+
+def _number(description: Mapping[str, str]) -> int:
+    return max(1, zlib.crc32(json.dumps(description).encode()))
 
 
 def _signature(arguments: CallArguments) -> Hashable:

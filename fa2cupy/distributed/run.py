@@ -40,6 +40,8 @@ class Run:
         The caller's stream, a second one for computing, the one of messages, and the one of copies on this rank.
     options : CallOptions
         Those of the attention calls of parts.
+    is_captured : bool
+        True if a CUDA graph captures the call.
     window : Window or None
         The memory that the other ranks write, once `has_window` has been asked.
 
@@ -59,13 +61,13 @@ class Run:
         self._peers: Sequence[int] = range(comm.size)
         self._held: list[Array] = []
         self._arena: Any = None
-        self._is_captured = is_captured(array)
+        self.is_captured = is_captured(array)
         self.window: Window | None = None
         if is_on_host(array):
             self.main, self.side, self.comm, self.back = host_lanes(comm.rank)
         else:
-            self.main, self.side, self.comm, self.back, self._arena = _device_lanes(array, self._is_captured)
-        if self._is_captured:
+            self.main, self.side, self.comm, self.back, self._arena = _device_lanes(array, self.is_captured)
+        if self.is_captured:
             comm.captured.append(self._held)
             self.side.wait(self.main.record())  # the call that has no work for it waits for it at the end all the same
 
@@ -77,12 +79,8 @@ class Run:
         return run
 
     def has_window(self) -> bool:
-        """True if ranks write each other's memory: not in CUDA graphs, because each call has signals of its own.
-
-        All ranks call it together.
-        """
-        if not self._is_captured:
-            self.window = self._transport.window()
+        """True if ranks write each other's memory. All ranks call it together."""
+        self.window = self._transport.window(self.is_captured)
         return self.window is not None
 
     def begin(self) -> None:
@@ -119,7 +117,7 @@ class Run:
 
     def finish(self) -> None:
         """Lets the caller's lane wait for the others."""
-        if not self._is_captured:
+        if not self.is_captured:
             self.comm(self._transport.watch)
         self.main.wait(self.comm.record())
         self.main.wait(self.side.record())
@@ -133,6 +131,11 @@ class Run:
         array = self.empty(view.shape, view.dtype)
         lane(copy, array, view)
         return array
+
+    def quick(self, array: Array) -> Array:
+        """An array that copy engines are fast with: itself, or a contiguous copy that the caller's lane makes."""
+        assert self.window is not None, "has_window has been asked"
+        return array if self.window.can_copy(array) else self.packed(self.main, array)
 
     def forward(self, lane: Lane, inputs: Sequence[Array], out: Sequence[Array], keywords: dict[str, Any]) -> None:
         """Queues a forward of q, k and v with the axes (batch, row, head, column)."""

@@ -1,10 +1,12 @@
 """Which scheme a call takes, what it refuses, and into how many groups its heads are divided.
 
-heads     each rank gets all rows of its share of the heads (all-to-all), makes one call, and sends the results back:
-          by messages (heads.py), or on GPUs of one host by copies to each other's memory (heads_by_copies.py)
+heads     each rank gets all rows of its share of the heads (all-to-all), makes one call, and sends the results back
 gather    each rank gets the keys that its queries see (all-gather), and makes a call for each of its two chunks
 ring      each rank meets the keys of one other rank at a time, and merges the results in float32
 hybrid    heads among the ranks of a host, and gather among those of all hosts that have the same heads
+
+What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host copies to each other's memory
+(by_copies.py).
 """
 
 from __future__ import annotations

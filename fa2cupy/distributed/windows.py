@@ -1,6 +1,6 @@
 """Windows: memory of each rank that the others write, so that messages are copies.
 
-    window.begin(run.main, nbytes, steps)       at the start of a call, on all ranks
+    window.begin(run.main, nbytes, steps, call) at the start of a call, on all ranks
     window.arrays(shape, dtype)                 an array at the same place in the windows of all ranks, by rank
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step, peers)        lets what is queued after it wait for the signals of other ranks
@@ -22,8 +22,10 @@ import numpy as np
 from ..problem.array_types import Array
 from .lanes import Lane
 
-__all__ = ["Copy", "Signal", "Window", "padded_bytes"]
+__all__ = ["MOST_STEPS", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
 
+#: Most steps of a call.
+MOST_STEPS = 1024
 _ALIGNMENT = 1024
 
 
@@ -56,6 +58,15 @@ class Signal(enum.IntEnum):
     SENT = 1
     #: It has written the results of a step.
     RETURNED = 2
+    #: What was sent in a step may be overwritten: its kernels have read it.
+    USED = 3
+    #: What was returned in a step may be overwritten: it has been added up.
+    ADDED = 4
+
+
+def word_of(kind: Signal, step: int) -> int:
+    """The number of a signal's word: each rank has one for each signal of each other rank."""
+    return kind * MOST_STEPS + step
 
 
 def padded_bytes(shapes: Sequence[tuple[tuple[int, ...], np.dtype]]) -> int:
@@ -83,21 +94,35 @@ class Window:
 
     Notes
     -----
-    Signals are numbers that only grow: ``base + step + 1``, where a call raises the base by its number of steps. A rank
-    waits until it finds the number or a greater one. `Signal.READY` is needed between calls of several shapes: a rank
-    whose call has ended would write inputs where another one still reads results.
+    A signal is a number that stands for the call. A rank waits until it finds the number of its own call, and writes 0
+    in its place, so that graphs can repeat a call, and ranks that make different calls wait for each other until the
+    time is up. Each signal is waited for once. `Signal.READY` is needed between calls of several shapes: a rank whose
+    call has ended would write inputs where another one still reads results.
     """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
         self.others = tuple((rank + step) % size for step in range(1, size))
         self.nbytes = 0
-        self._used = self._base = self._steps = 0
+        self._used = self._call = 0
+        self._is_captured = False
         self._last: Any = None
         self._arrays: dict[tuple, list[Array]] = {}
 
-    def begin(self, lane: Lane, nbytes: int, steps: int) -> None:
+    def begin(self, lane: Lane, nbytes: int, steps: int, call: int, is_captured: bool = False) -> None:
         """Makes the window large enough for a call and lets the caller's lane wait for the last call.
+
+        Parameters
+        ----------
+        lane : Lane
+            The caller's.
+        nbytes : int
+        steps : int
+            Each kind of signal has numbers below it.
+        call : int
+            The number of the call, from 1 to 2**32 - 1, on which all ranks have agreed.
+        is_captured : bool
+            True if a CUDA graph captures the call. Launches are ordered by the caller's streams.
 
         Raises
         ------
@@ -105,15 +130,26 @@ class Window:
             An earlier call failed, or another rank does not answer.
         MemoryError
             A rank has no memory for it.
+        RuntimeError
+            A graph captures a call of which there has been none before.
         """
         self._check()
+        assert 0 < call < 1 << 32
+        if steps > MOST_STEPS:
+            raise ValueError(f"head_groups: expected at most {MOST_STEPS}, got {steps}")
         if nbytes > self.nbytes:
+            if is_captured:
+                raise RuntimeError("a CUDA graph captures a call of a kind that has not been made; make it once before")
             self._arrays.clear()
             self._grow(nbytes, self._last)
             self.nbytes = nbytes
-        if self._last is not None:
+        if is_captured:
+            self._keep()
+        elif self._last is not None:
             lane.wait(self._last)
-        self._used, self._steps = 0, steps
+        self._used, self._call = 0, call
+        self._is_captured = is_captured
+        self._begun(steps)
 
     def arrays(self, shape: tuple[int, ...], dtype: np.dtype) -> list[Array]:
         """The next array of the call, in the windows of all ranks, by rank."""
@@ -127,16 +163,17 @@ class Window:
 
     def signal(self, lane: Lane, kind: Signal, step: int = 0) -> None:
         """Queues a signal to all other ranks."""
-        lane(self._write, kind, self._base + step + 1)
+        lane(self._write, word_of(kind, step), self._call)
 
     def wait(self, lane: Lane, kind: Signal, step: int = 0, peers: Sequence[int] | None = None) -> None:
         """Lets what is queued on the lane after it wait for a signal of other ranks, by default of all."""
-        lane(self._wait, kind, self.others if peers is None else peers, self._base + step + 1)
+        lane(self._wait, word_of(kind, step), self.others if peers is None else peers, self._call)
 
     def end(self, lane: Lane) -> None:
         """Notes that the call has queued all its work, which the lane waits for."""
-        self._last = lane.record()
-        self._base += self._steps
+        if not self._is_captured:
+            self._last = lane.record()
+        self._ended()
 
     # -- by kind of memory
 
@@ -160,10 +197,19 @@ class Window:
         """An array in the window of a rank."""
         raise NotImplementedError
 
-    def _write(self, kind: Signal, value: int) -> None:
-        """Writes a number of each other rank's, on the current lane."""
+    def _keep(self) -> None:
+        """Keeps the memory of the window as long as it is there: graphs use it."""
+
+    def _begun(self, steps: int) -> None:
+        """Notes that a call queues its work from now on."""
+
+    def _ended(self) -> None:
+        """Notes that a call has queued all its work."""
+
+    def _write(self, word: int, call: int) -> None:
+        """Writes the number of the call to a word of each other rank's, on the current lane."""
         raise NotImplementedError
 
-    def _wait(self, kind: Signal, peers: Sequence[int], value: int) -> None:
-        """Waits on the current lane until these ranks have written a number, or a greater one."""
+    def _wait(self, word: int, peers: Sequence[int], call: int) -> None:
+        """Waits on the current lane until these ranks have written the number of the call, and writes 0."""
         raise NotImplementedError

@@ -101,6 +101,9 @@ class StreamsCupy(FakeCupy):
             def wait_event(self, event):
                 assert event.is_recorded
 
+            def synchronize(self):
+                """All work is done when it is queued."""
+
         return Stream(ptr=next(self.numbers), non_blocking=non_blocking, priority=priority, role=role)
 
     def _event(self, disable_timing=False):
@@ -143,6 +146,10 @@ class FakeSharing:
         Addresses that a rank has opened and not closed.
     refusal : str or None
         The error of every rank that opens memory.
+    timeout : float
+        Seconds that streams wait for a signal.
+    never : list of int
+        Streams that have waited for one that did not come.
     """
 
     SUCCESS = 0
@@ -151,6 +158,7 @@ class FakeSharing:
         self.log: list[tuple[str, int]] = []
         self.mapped: set[int] = set()
         self.refusal: str | None = None
+        self.timeout, self.never = 20.0, []
         self.changed = threading.Condition()
         self._driver = driver()
         cupy.cuda.runtime = self
@@ -201,9 +209,11 @@ class FakeSharing:
 
     def cuStreamWaitValue32(self, stream, address, value, flags):
         self.log.append(("wait", stream))
+        assert flags == 1  # until equal
         word = ctypes.c_uint32.from_address(address)
         with self.changed:
-            assert self.changed.wait_for(lambda: (word.value - value) % 2**32 < 2**31, 20)
+            if not self.changed.wait_for(lambda: word.value == value, self.timeout):
+                self.never.append(stream)
         return (self.SUCCESS,)
 
 
@@ -298,7 +308,7 @@ def fake_streams(monkeypatch):
     for module in (communicator, messages, requests, run_module):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)
-    monkeypatch.setattr(NcclTransport, "window", lambda transport: None)  # but in `fake_sharing`
+    monkeypatch.setattr(NcclTransport, "window", lambda transport, is_captured: None)  # but in `fake_sharing`
     run_module._streams.cache_clear()
     yield cupy
     run_module._streams.cache_clear()

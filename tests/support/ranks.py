@@ -17,7 +17,7 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.threads import ThreadTransport
-from fa2cupy.distributed.windows import Signal, Window
+from fa2cupy.distributed.windows import MOST_STEPS, Signal, Window
 
 LANES = 4  # of a call: the caller's, a second one, that of messages and that of copies
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
@@ -178,12 +178,12 @@ class SharedWindows:
     ----------
     memory : list of ndarray
         The bytes of each rank.
-    numbers : ndarray, shape (rank, signal, writer)
+    numbers : ndarray, shape (rank, word, writer)
     """
 
     def __init__(self, size: int):
         self.memory = [np.zeros(0, np.uint8)] * size
-        self.numbers = np.zeros((size, len(Signal), size), np.int64)
+        self.numbers = np.zeros((size, len(Signal) * MOST_STEPS, size), np.int64)
         self.barrier, self.changed = threading.Barrier(size), threading.Condition()
 
 
@@ -221,18 +221,18 @@ class ThreadWindow(Window):
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._shared.memory[peer][offset : offset + nbytes].view(dtype).reshape(shape)
 
-    def _write(self, kind: Signal, value: int) -> None:
+    def _write(self, word: int, call: int) -> None:
         with self._shared.changed:
             for peer in self.others:
-                self._shared.numbers[peer, kind, self.rank] = value
+                self._shared.numbers[peer, word, self.rank] = call
             self._shared.changed.notify_all()
 
-    def _wait(self, kind: Signal, peers, value: int) -> None:
-        own = self._shared.numbers[self.rank, kind]
+    def _wait(self, word: int, peers, call: int) -> None:
+        own = self._shared.numbers[self.rank, word]
         with self._shared.changed:
-            found = self._shared.changed.wait_for(lambda: all(own[peer] >= value for peer in peers), self.timeout)
-        if not found:
-            raise dist.CommunicationError(f"rank {self.rank} waits for {kind.name} of ranks {peers}")
+            if not self._shared.changed.wait_for(lambda: all(own[peer] == call for peer in peers), self.timeout):
+                raise dist.CommunicationError(f"rank {self.rank} waits for signal {word} of ranks {peers}")
+            own[list(peers)] = 0
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def thread_windows(monkeypatch, window: type = ThreadWindow):
     """Lets simulated ranks write each other's memory, as GPUs of one host do."""
     lock = threading.Lock()
 
-    def of_transport(transport: ThreadTransport) -> Window:
+    def of_transport(transport: ThreadTransport, is_captured: bool) -> Window:
         with lock:
             if not hasattr(transport._world, "windows"):
                 transport._world.windows = SharedWindows(transport.size)
