@@ -6,8 +6,8 @@
     python scripts/scaleout.py --plot-only scripts/results/h200/scaleout.csv
     python scripts/scaleout.py --simulate --out DIR     the same on NumPy and simulated ranks: times say nothing
 
-Forward, backward and both (``training``) of bfloat16, head_dim 128, causal, one sequence, rows in zigzag order, one
-process for each GPU.
+Forward, backward and both (``training``; up to 32768 rows also as a CUDA graph, ``graph``) of bfloat16, head_dim 128,
+causal, one sequence, rows in zigzag order, one process for each GPU.
 
 Results are checked first. Up to 32768 rows they are compared with one call of one GPU: ``error`` is the largest error
 over the largest value, and ``equal`` says whether o and lse are equal bit for bit. Beyond that, two calls with
@@ -20,7 +20,8 @@ sequence, in contiguous arrays. Scheme and baseline take turns, call by call, af
 meet before each call, and the time of a call is that of the slowest rank, by CUDA events. ``efficiency`` is the median
 of the baseline over that of the scheme; it is empty where the ranks do not divide the heads. ``tflops`` is that of one
 GPU. ``extra_bytes`` is the peak of CuPy's pool (for PyTorch, of its allocator) in a call beyond inputs and results, the
-largest of all ranks; in ``heads`` also the memory that other ranks write, as large as the largest call so far needed.
+largest of all ranks; in ``heads`` and ``gather`` also the memory that other ranks write, which is that of the largest
+call so far.
 ``host_ms`` is the time that the host takes to queue a call: the least of all calls, on the slowest rank. With an even
 number of ranks from four on, ``hybrid`` takes each half of them for a host.
 
@@ -54,7 +55,7 @@ from common.measure import (
 from common.plots import can_plot, line_panels
 from methods import group_of_heads
 from sequence_parallel.devices import GpuDevice, HostDevice
-from sequence_parallel.jobs import OPERATIONS, PEER, SCHEMES, Job, Measurement, is_possible
+from sequence_parallel.jobs import GRAPH, PEER, SCHEMES, Job, Measurement, is_possible
 from sequence_parallel.processes import RankError, on_gpus, on_host
 
 from fa2cupy.cli import run_command
@@ -77,7 +78,8 @@ SIMULATED_ROWS, SIMULATED_HEADS = (64, 128), ((4, 2), (2, 2))
 def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]:
     """Returns the rows of a job, one for each operation."""
     first, rows = by_rank[0], []
-    for operation in OPERATIONS:
+    for operation in first.times:
+        work = TRAINING if operation == GRAPH else operation
         times = slowest([one.times[operation] for one in by_rank])
         median = statistics.median(times)
         row: dict[str, object] = {
@@ -85,11 +87,11 @@ def rows_of(job: Job, by_rank: Sequence[Measurement]) -> list[dict[str, object]]
             "operation": operation, "check": first.check, "error": first.error,
             "equal": None if first.equal is None else int(first.equal), "calls": len(times), "ms_median": median,
             "ms_min": min(times), "ms_max": max(times),
-            "tflops": job.problem.tflops(operation, median) / job.ranks,
+            "tflops": job.problem.tflops(work, median) / job.ranks,
             "extra_bytes": first.extra_bytes, "host_ms": max(one.host[operation] for one in by_rank),
         }  # fmt: skip
         if all(one.alone for one in by_rank):
-            row["alone_ms_median"] = statistics.median(slowest([one.alone[operation] for one in by_rank]))
+            row["alone_ms_median"] = statistics.median(slowest([one.alone[work] for one in by_rank]))
             row["efficiency"] = row["alone_ms_median"] / median
         rows.append(row)
     return rows
@@ -102,7 +104,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 def describe(job: Job, rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the rows of a job as a line."""
-    both = rows[-1]
+    both = next(row for row in rows if row["operation"] == TRAINING)
     parts = [f"{job}:"]
     for row in rows:
         efficiency = f" ({100 * row['efficiency']:.1f} %)" if "efficiency" in row else ""

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import scaleout
 from common import measure
+from common.measure import TRAINING
 from sequence_parallel import processes, rank
 from sequence_parallel.devices import GpuDevice, HostDevice
-from sequence_parallel.jobs import Job, Measurement, share_of
+from sequence_parallel.jobs import OPERATIONS, Job, Measurement, share_of
 from sequence_parallel.torch_ring import TorchRingWork
 
 import fa2cupy.distributed as dist
@@ -46,7 +47,7 @@ def test_from_checks_to_files(tmp_path, capsys):
     assert tuple(rows[0]) == scaleout.COLUMNS
     keys = [(int(row["seqlen"]), row["scheme"], row["operation"]) for row in rows]
     schemes = [scheme for scheme in scaleout.SCHEMES if scheme != "hybrid"]  # which two ranks do not have
-    assert keys == [(n, scheme, op) for n in (64, 128) for scheme in schemes for op in scaleout.OPERATIONS]
+    assert keys == [(n, scheme, op) for n in (64, 128) for scheme in schemes for op in OPERATIONS]
     for row in rows:
         assert row["check"] == ("one call" if row["seqlen"] == "64" else "samples")
         assert row["equal"] == ("0" if (row["check"], row["scheme"]) == ("one call", "ring") else "1")
@@ -56,6 +57,17 @@ def test_from_checks_to_files(tmp_path, capsys):
         assert 0 < float(row["host_ms"]) <= float(row["ms_max"])
         assert (row["ranks"], row["calls"], row["extra_bytes"]) == ("2", "2", "")
     assert "heads on 2 ranks" in capsys.readouterr().out
+
+
+def test_graphs_are_timed_where_there_are_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(HostDevice, "captured", lambda device, call: call)
+    assert simulate(tmp_path, "--rows", "64", "128") == 0
+    rows = [row for row in measure.read_csv(tmp_path / "scaleout.csv") if row["operation"] == "graph"]
+    assert [(row["seqlen"], row["scheme"]) for row in rows] == [("64", "heads"), ("64", "gather")]
+    both = [row for row in measure.read_csv(tmp_path / "scaleout.csv") if row["operation"] == TRAINING]
+    baseline = {row["scheme"]: row for row in both if row["seqlen"] == "64"}
+    for row in rows:
+        assert row["alone_ms_median"] == baseline[row["scheme"]]["alone_ms_median"] and float(row["tflops"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ class HostDevice:
         """Returns None: nothing is counted."""
         return None
 
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], None] | None:
+        """Returns None: there are no graphs."""
+        return None
+
     def release(self) -> None:
         """Does nothing: no memory is kept."""
 
@@ -94,6 +98,19 @@ class GpuDevice:
             results.append(sum(array.nbytes for array in call()))
 
         return max(0, self.gpu.peak_bytes(counted) - results[0])
+
+    def captured(self, call: Callable[[], tuple]) -> Callable[[], None]:
+        """Returns the launch of a CUDA graph of a call that has been made before."""
+        self.gpu.synchronize()  # the next stream waits for no other one
+        with self.xp.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+
+        def launch(_: tuple = results) -> None:  # which the graph writes
+            graph.launch(self.xp.cuda.get_current_stream())
+
+        return launch
 
     def release(self) -> None:
         """Gives unused memory of the pool back."""

@@ -11,7 +11,7 @@ import numpy as np
 import fa2cupy
 import fa2cupy.distributed as dist
 
-from .jobs import OPERATIONS, PEER, Job, Measurement, part_of, share_of
+from .jobs import GRAPH, GRAPH_SCHEMES, OPERATIONS, PEER, Job, Measurement, part_of, share_of
 from .torch_ring import TorchRing, TorchRingWork
 
 #: Rows of a rank that are compared with float64.
@@ -84,7 +84,7 @@ class Rank:
         extra = [self.device.extra_bytes(call) for call in (work.forward, work.backward)]
         times, alone, host = self._times(job, work)
         most = None if None in extra else int(self.everyones(*extra).max())
-        if most is not None and job.scheme == "heads":
+        if most is not None and job.scheme in ("heads", "gather"):
             most += self.comm.window_bytes
         return result._replace(extra_bytes=most, times=times, alone=alone, host=host)
 
@@ -158,25 +158,29 @@ class Rank:
         if share is not None:
             works["alone"] = Work(fa2cupy.forward, fa2cupy.backward, self.device.draw(share))
         calls = self._warm_up(list(works.values()))
+        timed = {(name, op): getattr(one, op) for op in OPERATIONS for name, one in works.items()}
+        # Beyond this length the host's time does not count, and the memory of a graph would be kept.
+        if job.scheme in GRAPH_SCHEMES and job.problem.seqlen <= self.device.whole_rows:
+            launch = self.device.captured(work.training)
+            timed |= {} if launch is None else {("work", GRAPH): launch}
         work.forward()  # keeps the GPU busy while the first turn is queued
-        times: dict[tuple[str, str], list[float]] = {(n, op): [] for n in ("work", "alone") for op in OPERATIONS}
+        times: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
         host: dict[tuple[str, str], list[float]] = {key: [] for key in times}
         queued: list[list[tuple]] = []
         for _ in range(calls):
             queued.append([])
-            for operation in OPERATIONS:
-                for name, one in works.items():
-                    self.meet()
-                    start, begin = self.device.mark(), time.perf_counter()
-                    getattr(one, operation)()
-                    host[name, operation].append(1e3 * (time.perf_counter() - begin))
-                    queued[-1].append(((name, operation), start, self.device.mark()))
+            for key, call in timed.items():
+                self.meet()
+                start, begin = self.device.mark(), time.perf_counter()
+                call()
+                host[key].append(1e3 * (time.perf_counter() - begin))
+                queued[-1].append((key, start, self.device.mark()))
             # The host is one turn ahead of the GPU, so that the clock does not count how fast it queues calls.
             if len(queued) > 1:
                 self._collect(queued.pop(0), times)
         self._collect(queued.pop(0), times)
-        found = [{op: times[name, op] for op in OPERATIONS if times[name, op]} for name in ("work", "alone")]
-        return found[0], found[1], {op: min(host["work", op]) for op in OPERATIONS}
+        found = [{op: times[name, op] for name, op in timed if name == wanted} for wanted in ("work", "alone")]
+        return found[0], found[1], {op: min(host["work", op]) for op in found[0]}
 
     def _collect(self, turn: Iterable[tuple], times: Mapping[tuple[str, str], list[float]]) -> None:
         for key, start, stop in turn:
