@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..problem.array_types import Array
 from .messages import is_on_host
 
-__all__ = ["copy", "word_layout"]
+__all__ = ["copy", "in_words", "word_layout"]
 
 _WORD, _DTYPE = 8, "uint64"
 #: Bytes from which on a copy takes longer than the views that make it fast.
@@ -15,23 +16,25 @@ _LARGE = 1 << 16
 
 
 def copy(target: Array, source: Array) -> None:
-    """Copies an array to a view of the same shape.
-
-    CuPy copies strided arrays an element at a time, which is slow for those of 16 bits. Large arrays are therefore
-    copied as words of 8 bytes where all rows consist of them.
-    """
-    if target.nbytes >= _LARGE and not is_on_host(target) and target.dtype == source.dtype:
-        words = _in_words(target), _in_words(source)
-        if words[0] is not None and words[1] is not None:
-            target, source = words
+    """Copies an array to a view of the same shape."""
+    if not is_on_host(target) and target.dtype == source.dtype:
+        target, source = in_words(target, source)
     target[...] = source
 
 
-def _in_words(array: Any) -> Any:
+def in_words(*arrays: Any) -> Sequence[Any]:
+    """CuPy arrays of one shape as words of 8 bytes where all rows consist of them; else, and if they are small, as is.
+
+    CuPy's kernels take strided arrays an element at a time, which is slow for those of 16 bits.
+    """
+    if arrays[0].nbytes < _LARGE:
+        return arrays
     import cupy
 
-    layout = word_layout(array.shape, array.strides, array.itemsize, array.data.ptr)
-    return None if layout is None else cupy.ndarray(layout[0], _DTYPE, array.data, layout[1])
+    layouts = [word_layout(array.shape, array.strides, array.itemsize, array.data.ptr) for array in arrays]
+    pairs = zip(arrays, layouts, strict=True)
+    words = [cupy.ndarray(layout[0], _DTYPE, array.data, layout[1]) for array, layout in pairs if layout is not None]
+    return words if len(words) == len(arrays) else arrays
 
 
 def word_layout(

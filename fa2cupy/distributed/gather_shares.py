@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from .gathered import Call, Gather, length
 from .lanes import Lane
 from .parts import of_part
 from .run import Run
-from .sums import add, clear, store, sum_into
+from .sums import clear, sum_into
 
 __all__ = ["ExtraShares", "Seen", "Shares"]
 
@@ -45,7 +46,8 @@ class Shares:
         dk and dv of each call, by its first query, of the keys from the first one on.
     landing : dict of list of (slice, list of ndarray)
         For each rank the shares of its calls: which of this rank's rows they are of, and dk and dv.
-    sums : list of ndarray
+    sums : list of (slice, list of list of ndarray)
+        For all parts of this rank's rows the shares of dk, and those of dv, in the order of the ranks.
     sent : event or None
         The lanes wait for it before `own` is written again.
     """
@@ -62,9 +64,7 @@ class Shares:
             rank: [(seen.rows, self._pieces(rank, seen)) for seen in self.seen(rank, run.rank)]
             for rank in range(run.size)
         }
-        wide = run.request.problem.accumulator_dtype
-        rows = run.request.keys.local
-        self.sums = [run.empty((b, rows, h, d), wide) for b, h, d in self.shapes]
+        self.sums = self._sums()
         self.sent: Any = None
         self.prepare()
 
@@ -99,6 +99,19 @@ class Shares:
         run, dtype = self.gather.run, self.gather.operands.k.dtype
         return [run.empty((b, length(seen.keys), h, d), dtype) for b, h, d in self.shapes]
 
+    def _sums(self) -> list[tuple[slice, list[list[Array]]]]:
+        landed = [one for rank in range(self.gather.run.size) for one in self.landing[rank]]
+        ends = {0, self.gather.run.request.keys.local}.union(*((rows.start, rows.stop) for rows, _ in landed))
+        found = []
+        for part in (slice(*pair) for pair in itertools.pairwise(sorted(ends))):
+            here = [
+                [piece[:, part.start - rows.start : part.stop - rows.start] for piece in pieces]
+                for rows, pieces in landed
+                if rows.start <= part.start and part.stop <= rows.stop
+            ]
+            found.append((part, [[pieces[number] for pieces in here] for number in range(len(self.shapes))]))
+        return found
+
     def send(self, group: int) -> None:
         """Queues the messages with the shares of a group to the owners of the keys."""
         run = self.gather.run
@@ -118,12 +131,10 @@ class Shares:
 
     def add_on(self, lane: Lane, targets: Sequence[Array]) -> Any:
         """Queues the sums on a lane; returns the event of their end."""
-        for number, (total, target) in enumerate(zip(self.sums, targets, strict=True)):
-            lane(clear, total)
-            for rank in range(self.gather.run.size):
-                for rows, pieces in self.landing[rank]:
-                    lane(add, total[:, rows], pieces[number])
-            lane(store, target, total)
+        wide = self.gather.run.request.problem.accumulator_dtype
+        for part, shares in self.sums:
+            for target, shares_of_target in zip(targets, shares, strict=True):
+                lane(sum_into, target[:, part], shares_of_target, wide)
         return lane.record()
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from ..problem.array_types import Array
+from .copies import in_words
+from .messages import is_on_host
 
 __all__ = ["add", "clear", "merge_into", "start", "store", "subtract", "sum_into"]
+
+
+#: Most shares of one kernel, whose arguments have 4 KiB.
+_MOST_SHARES = 32
 
 
 def clear(target: Array) -> None:
@@ -36,11 +44,45 @@ def subtract(target: Array, first: Array, second: Array) -> None:
 
 
 def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
-    """Writes the sum of shares, which is added up in the dtype `wide` and rounded once."""
-    total = shares[0].astype(wide)
-    for share in shares[1:]:
-        add(total, share)
-    store(target, total)
+    """Writes the sum of shares of the target's dtype, which is added up in the dtype `wide` and rounded once.
+
+    Without shares it is zero.
+    """
+    if not shares:
+        clear(target)
+    elif is_on_host(target) or len(shares) > _MOST_SHARES:
+        total = shares[0].astype(wide)
+        for share in shares[1:]:
+            add(total, share)
+        store(target, total)
+    else:
+        _sum_kernel(len(shares), wide)(target, *in_words(*shares, target))
+
+
+@functools.lru_cache(maxsize=None)
+def _sum_kernel(count: int, wide: str) -> Any:
+    """The kernel that reads and writes each element once, in words ``W`` of some elements ``T``.
+
+    CuPy would add up one share after the other, with a converted copy of each.
+    """
+    import cupy
+
+    total = {"float32": "float", "float64": "double"}[wide]
+    names = [f"share{n}" for n in range(count)]
+    words = "".join(f"const W word_of_{name} = {name}; " for name in names)
+    sums = "".join(f"total += static_cast<{total}>(reinterpret_cast<const T*>(&word_of_{name})[j]); " for name in names)
+    body = f"""
+        W word;
+        {words}
+        for (int j = 0; j < sizeof(W) / sizeof(T); ++j) {{
+            {total} total = 0;
+            {sums}
+            reinterpret_cast<T*>(&word)[j] = static_cast<T>(total);
+        }}
+        target = word;
+    """
+    shares = ", ".join(f"W {name}" for name in names)
+    return cupy.ElementwiseKernel(f"raw T like, {shares}", "W target", body, f"fa2cupy_sum_of_{count}")
 
 
 def merge_into(xp: ModuleType, total: Array, total_lse: Array, o: Array, lse: Array) -> None:
