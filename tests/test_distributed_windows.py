@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_cupy import FakeArray, place
 from support.fake_gpu import fake_gpu
-from support.fake_nccl import SIZE, FakeNccl, fake_sharing, fake_streams, run_all, shards, together
+from support.fake_nccl import SIZE, FakeCommunicator, FakeNccl, fake_sharing, fake_streams, run_all, shards, together
 from support.feature_cases import numbers
 
 import fa2cupy
@@ -276,9 +276,11 @@ def test_no_memory_is_an_error_on_all_ranks(gpus, monkeypatch):
     run_all(nccl, work)
 
 
-def test_a_failure_ends_all_waits(gpus):
-    """Those of calls that are queued already; later ones raise the error."""
+def test_a_failure_ends_all_waits(gpus, monkeypatch):
+    """Those of calls that are queued already, before NCCL frees its memory; later ones raise the error."""
     _, _, nccl, sharing = gpus
+    aborts = []
+    monkeypatch.setattr(FakeCommunicator, "abort", lambda one: aborts.append(sharing.is_idle(10)))
     inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
     sharing.timeout = 30.0
     failed = threading.Barrier(SIZE)
@@ -288,15 +290,17 @@ def test_a_failure_ends_all_waits(gpus):
         dist.forward(comm, q, k, v, scheme="heads")
         failed.wait(20)
         if comm.rank == 0:
-            threading.Timer(0.3, comm.transport_of(q)._end).start()
+            ending = threading.Timer(0.3, comm.transport_of(q)._end)
+            ending.start()
             start = time.monotonic()
             dist.forward(comm, q, k, v, scheme="heads")  # which the others do not make
             assert 0.1 < time.monotonic() - start < 10
             with pytest.raises(dist.CommunicationError, match="has waited"):
                 dist.forward(comm, q, k, v, scheme="heads")
+            ending.join(20)
 
     run_all(nccl, work)
-    assert not sharing.never
+    assert aborts == [True] and not sharing.never
 
 
 def test_ranks_that_make_different_calls_wait(gpus):

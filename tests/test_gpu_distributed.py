@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 
+import ml_dtypes
+import numpy as np
 import pytest
 from support import gpu_ranks
 
 from fa2cupy.distributed.copies import copy
 from fa2cupy.distributed.lanes import StreamLane
-from fa2cupy.distributed.sums import add
+from fa2cupy.distributed.sums import add, sum_into
 from fa2cupy.families.device import device_count
+from fa2cupy.problem.dtypes import accumulator_dtype
 
 cp = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -26,6 +29,12 @@ def test_ranks_compute_what_one_gpu_does(scheme, name):
     assert gpu_ranks.results(RANKS)[scheme, name] == ""
 
 
+@pytest.mark.several_gpus
+@pytest.mark.parametrize("how", gpu_ranks.FAILURES)
+def test_ranks_do_not_wait_forever_if_one(how):
+    assert gpu_ranks.results(RANKS, (how,), gpu_ranks.fail, patience=60.0)[how] == ""
+
+
 @pytest.mark.parametrize("dtype", ("bool", "float16", "float32", "float64"))
 @pytest.mark.parametrize("columns", (64, 59))
 @pytest.mark.parametrize("first", (0, 1))
@@ -36,6 +45,22 @@ def test_large_copies_between_strides(first, columns, dtype):
     copy(target[:, :, 1:49, :columns], source)
     assert cp.array_equal(target[:, :, 1:49, :columns], source)
     assert not (target[:, :, 0].any() or target[:, :, 49].any() or target[..., columns:].any())
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+@pytest.mark.parametrize("columns", (64, 59))
+@pytest.mark.parametrize("count", (0, 1, 3, 32, 33))
+def test_sums_of_shares(count, columns, dtype):
+    """Small arrays, large ones as words, and large ones whose rows are not words."""
+    wide, dtype = accumulator_dtype(dtype), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for rows in (4, 96):
+        drawn = np.random.default_rng(rows).standard_normal((count, 8, rows + 1, 6, columns)).astype(dtype)
+        target = cp.full((8, rows, 12, columns), 7, dtype)
+        shares = [x[:, :rows] for x in cp.asarray(drawn)]
+        sum_into(target[:, :, 4:10], shares, wide)
+        expected = np.full(target.shape, 7, dtype)
+        sum_into(expected[:, :, 4:10], [x[:, :rows] for x in drawn], wide)
+        np.testing.assert_array_equal(target.get(), expected)
 
 
 def test_what_lanes_allocate_in_a_capture_is_the_graphs():

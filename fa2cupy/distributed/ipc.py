@@ -36,7 +36,9 @@ _COPY_DEFAULT = 4
 #: Most matrices of an array that is not copied to a contiguous one first. Each takes the host about 3 us.
 _MOST_MATRICES = 64
 _WAIT_UNTIL_EQUAL = 1
-_RELEASE_S = 0.05
+_RELEASE_S, _PATIENCE_S = 0.02, 2.0
+#: Neither that of the caller's streams nor that of messages: streams of one priority may share a queue of the GPU.
+_PRIORITY_OF_ANSWERS = -2
 #: Length, stride in the target, stride in the source.
 _Axis: TypeAlias = "tuple[int, int, int]"
 _log = logging.getLogger("fa2cupy")
@@ -128,6 +130,7 @@ class DeviceWindow(Window):
         self._unfinished: list[_Queued] = []
         self._signals = _Shared(self, texts)
         self._signals.allocate(_WORD * len(Signal) * MOST_STEPS * size, zeroed=True)
+        self._answers = cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY_OF_ANSWERS)
         self._signals.everyones(self._try_signal, CommunicationError)
 
     # -- memory
@@ -195,7 +198,7 @@ class DeviceWindow(Window):
 
     def _try_signal(self) -> str:
         """Raises CommunicationError if streams cannot wait for signals."""
-        stream, address = self._cupy.cuda.Stream(non_blocking=True), self._address(self.rank, 0, self.rank)
+        stream, address = self._answers, self._address(self.rank, 0, self.rank)
         self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 1, 0)
         self._queue(self._driver.cuStreamWaitValue32, stream.ptr, address, 1, _WAIT_UNTIL_EQUAL)
         self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 0, 0)
@@ -216,20 +219,28 @@ class DeviceWindow(Window):
             self._unfinished[-1].end = self._last
 
     def release(self) -> None:
-        """Ends all waits of this rank, of calls to come, too, after a failure."""
-        device = self._cupy.cuda.Device()
+        """Ends all waits of this rank, of calls to come, too, after a failure.
+
+        Returns when the calls so far have ended. Where they wait for messages besides, it returns after some time.
+        """
+        device, end = self._cupy.cuda.Device(), time.monotonic() + _PATIENCE_S
         threading.Thread(target=self._answer, args=(device,), name="fa2cupy.distributed", daemon=True).start()
+        while self._waiting() is not None and time.monotonic() < end:
+            time.sleep(_RELEASE_S)
 
     def _answer(self, device: Any) -> None:
         """Writes the signals of all calls that are not done, one call after the other."""
         device.use()
-        stream = self._cupy.cuda.Stream(non_blocking=True)
         while True:
-            for waiting in [one for one in list(self._unfinished) if not one.is_done()][:1]:
-                for word, peer in itertools.product(waiting.words(), self.others):
+            if (call := self._waiting()) is not None:
+                for word, peer in itertools.product(call.words(), self.others):
                     address = self._address(self.rank, word, peer)
-                    self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, waiting.call, 0)
+                    self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, call.call, 0)
             time.sleep(_RELEASE_S)
+
+    def _waiting(self) -> _Queued | None:
+        """The first call that is not done."""
+        return next((call for call in list(self._unfinished) if not call.is_done()), None)
 
 
 @dataclass

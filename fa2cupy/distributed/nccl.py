@@ -182,9 +182,9 @@ class NcclTransport:
         )
         _log.error(self._failure)
         print(f"fa2cupy.distributed: {self._failure}", file=sys.stderr, flush=True)
-        self._binding.abort()
         if self._window is not None:
-            self._window.release()
+            self._window.release()  # first: NCCL frees memory, and CUDA waits for all streams then
+        self._binding.abort()
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes on the device."""

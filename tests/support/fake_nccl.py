@@ -150,6 +150,8 @@ class FakeSharing:
         Seconds that streams wait for a signal.
     never : list of int
         Streams that have waited for one that did not come.
+    waiting : int
+        Number of streams that wait.
     """
 
     SUCCESS = 0
@@ -158,7 +160,7 @@ class FakeSharing:
         self.log: list[tuple[str, int]] = []
         self.mapped: set[int] = set()
         self.refusal: str | None = None
-        self.timeout, self.never = 20.0, []
+        self.timeout, self.never, self.waiting = 20.0, [], 0
         self.changed = threading.Condition()
         self._driver = driver()
         cupy.cuda.runtime = self
@@ -212,9 +214,17 @@ class FakeSharing:
         assert flags == 1  # until equal
         word = ctypes.c_uint32.from_address(address)
         with self.changed:
+            self.waiting += 1
             if not self.changed.wait_for(lambda: word.value == value, self.timeout):
                 self.never.append(stream)
+            self.waiting -= 1
+            self.changed.notify_all()
         return (self.SUCCESS,)
+
+    def is_idle(self, timeout):
+        """Waits until no stream waits, like CUDA where memory is freed; returns False if that takes too long."""
+        with self.changed:
+            return self.changed.wait_for(lambda: not self.waiting, timeout)
 
 
 @contextlib.contextmanager

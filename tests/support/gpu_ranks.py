@@ -9,7 +9,8 @@ import os
 import queue
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from support import ranks
@@ -27,7 +28,8 @@ CASES = (
     ("heads", "groups"), ("heads", "packed"), ("heads", "sparse"), ("ring", "causal"), ("ring", "softcap"),
     *((scheme, "graph") for scheme in ("heads", "gather", "hybrid")),
 )  # fmt: skip
-_PATIENCE_S = 300.0
+#: What the last rank does while the others make calls that all have agreed on before.
+FAILURES = ("makes another call", "makes a call of another scheme", "ends")
 
 
 def distance(score, b, h, q, k, table):
@@ -121,27 +123,70 @@ def compare_graph(comm: dist.Communicator, scheme: str) -> str:
     return ""
 
 
+def compare_failure(comm: dist.Communicator, how: str) -> str:
+    """Lets the last rank leave the others alone: streams must end all the same, and the next call raises the error."""
+    import cupy
+
+    q, k, v = (dist.shard(comm, x) for x in make_inputs(DTYPE, **SIZES, xp=cupy)[:3])
+    for scheme in ("heads", "gather", "ring"):
+        for softcap in (1.0, 2.0):
+            dist.forward(comm, q, k, v, softcap=softcap, scheme=scheme)
+    cupy.cuda.Device().synchronize()
+    is_last = comm.rank == comm.size - 1
+    if is_last and how == "ends":
+        return ""
+    for scheme in ("heads", "gather", "ring"):
+        if is_last and how == "makes a call of another scheme":
+            scheme = "ring" if scheme == "heads" else "heads"
+        softcap = 2.0 if is_last and how == "makes another call" else 1.0
+        dist.forward(comm, q, k, v, softcap=softcap, scheme=scheme)
+    cupy.cuda.Device().synchronize()
+    try:
+        dist.forward(comm, q, k, v, softcap=1.0, scheme="heads")
+    except dist.CommunicationError as error:
+        return "" if "has waited" in str(error) else str(error)
+    return "no error"
+
+
 def work(rank: int, size: int, port: int, cases: tuple, answers) -> None:
     """Runs in the process of one GPU: puts (rank, case, text) for each case."""
     try:
-        import cupy
-
-        cupy.cuda.Device(rank).use()
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        comm = dist.Communicator.from_env(environment, ranks_per_host=max(1, size // 2), timeout=60.0)
+        comm = _communicator(rank, size, port, timeout=60.0)
         for case in cases:
             answers.put((rank, case, compare_graph(comm, case[0]) if case[1] == "graph" else compare(comm, *case)))
     except BaseException:  # the parent fails the cases that are left
         answers.put((rank, None, traceback.format_exc()))
 
 
+def fail(rank: int, size: int, port: int, cases: tuple, answers) -> None:
+    """Like `work`, for one of `FAILURES`; the process ends at once."""
+    try:
+        text = compare_failure(_communicator(rank, size, port, timeout=3.0), cases[0])
+    except BaseException:
+        text = traceback.format_exc()
+    answers.put((rank, cases[0], text))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # a rank that ends in order would tell NCCL so
+
+
+def _communicator(rank: int, size: int, port: int, timeout: float) -> dist.Communicator:
+    import cupy
+
+    cupy.cuda.Device(rank).use()
+    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return dist.Communicator.from_env(environment, ranks_per_host=max(1, size // 2), timeout=timeout)
+
+
 @functools.cache
-def results(size: int, cases: tuple[tuple[str, str], ...] = CASES) -> dict[tuple[str, str], str]:
-    """Returns what is wrong with each case, on any rank."""
-    found: dict[tuple[str, str], str] = dict.fromkeys(cases, "")
+def results(
+    size: int, cases: tuple = CASES, target: Callable[..., None] = work, patience: float = 300.0
+) -> dict[Any, str]:
+    """Returns what is wrong with each case, on any rank; waits so many seconds for each."""
+    found: dict[Any, str] = dict.fromkeys(cases, "")
     left = {(rank, case) for rank in range(size) for case in cases}
-    for rank, case, text in _answers(size, cases):
+    for rank, case, text in _answers(size, cases, target, patience):
         if case is None:
             return {one: found[one] if (rank, one) not in left else text for one in cases}
         left.discard((rank, case))
@@ -149,19 +194,19 @@ def results(size: int, cases: tuple[tuple[str, str], ...] = CASES) -> dict[tuple
     return {one: "no answer" if any((rank, one) in left for rank in range(size)) else found[one] for one in cases}
 
 
-def _answers(size: int, cases: tuple) -> Iterator[tuple]:
+def _answers(size: int, cases: tuple, target: Callable[..., None], patience: float) -> Iterator[tuple]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     own = [(rank, size, port, cases, answers) for rank in range(size)]
-    processes = [context.Process(target=work, args=arguments, daemon=True) for arguments in own]
+    processes = [context.Process(target=target, args=arguments, daemon=True) for arguments in own]
     for process in processes:
         process.start()
     try:
         with contextlib.suppress(queue.Empty):
             for _ in range(size * len(cases)):
-                yield answers.get(timeout=_PATIENCE_S)
+                yield answers.get(timeout=patience)
     finally:
         for process in processes:
             process.join(10)
