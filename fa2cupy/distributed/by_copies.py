@@ -9,10 +9,10 @@ __all__ = ["groups_of_copies", "takes"]
 
 _SCHEMES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
-#: Most groups: the first group's messages and the last one's results have no kernel to hide behind.
-_MOST_GROUPS = 4
-#: Rows of all query heads of a group, from which on its kernels are about as fast as those of all heads.
-_ROWS_OF_GROUP = 1 << 17
+#: Groups, and the rows of all query heads of a rank from which on their kernels are about as fast as those of all heads.
+#: The first group's messages and the last one's results have no kernel to hide behind. In ``"gather"`` a group has two
+#: kernels, and each of its shares is summed by one more.
+_GROUPS = {"heads": ((4, 1 << 19), (3, 3 << 17), (2, 1 << 18)), "gather": ((4, 1 << 20), (2, 1 << 18))}
 #: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
 
@@ -36,8 +36,8 @@ def groups_of_copies(request: Request) -> int:
     problem, size = request.problem, request.queries.size
     heads_kv = problem.num_heads_kv // (size if request.scheme == "heads" else 1)
     rows = problem.num_heads * problem.batch * problem.seqlen_q // size
-    most = min(_MOST_GROUPS, max(1, rows // _ROWS_OF_GROUP))
-    return next(count for count in range(most, 0, -1) if heads_kv % count == 0)
+    possible = (count for count, least in _GROUPS[request.scheme] if rows >= least and heads_kv % count == 0)
+    return next(possible, 1)
 
 
 def _has_gradients(request: Request) -> bool:
