@@ -120,8 +120,8 @@ def forward(
 
     Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
     query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` 2 N h d
-    e min(2, G) / G, and in a backward two to three times that for shares of gradients besides; ``"ring"`` 3 slots of 2 N
-    / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"``
+    e min(2, G) / G, and in a backward two to three times that for shares of gradients besides; ``"ring"`` 3 slots of 2
+    N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"``
     for h / R heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they have memory
     besides, in ``"heads"`` half as much again, in ``"gather"`` twice as much. What the ranks write for each other stays
     allocated as long as the communicator (``comm.window_bytes``).

@@ -9,7 +9,7 @@ __all__ = ["groups_of_copies", "takes"]
 
 _SCHEMES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
-#: Groups, and the rows of all query heads of a rank from which on their kernels are about as fast as those of all heads.
+#: Groups, and the rows of all query heads of a rank from which on their kernels are about as fast as one of all heads.
 #: The first group's messages and the last one's results have no kernel to hide behind. In ``"gather"`` a group has two
 #: kernels, and each of its shares is summed by one more.
 _GROUPS = {"heads": ((4, 1 << 19), (3, 3 << 17), (2, 1 << 18)), "gather": ((4, 1 << 20), (2, 1 << 18))}
