@@ -18,9 +18,10 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import api, ipc
+from fa2cupy.distributed import api, device_window
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed.matrices import matrices_of
 from fa2cupy.testing import Expectation, make_inputs
 
 
@@ -45,7 +46,7 @@ def test_matrices_cover_a_part_once(drawn):
     shape, (target, to_start, to), (source, of_start, of) = drawn
     source[...] = np.arange(1, source.size + 1).reshape(source.shape)
     copied = 0
-    for one in ipc.matrices_of(shape, target.strides, source.strides, target.itemsize, to_start, of_start):
+    for one in matrices_of(shape, target.strides, source.strides, target.itemsize, to_start, of_start):
         assert min(one.target_pitch, one.source_pitch) >= one.width
         copied += one.width * one.height
         for row in range(one.height):
@@ -62,13 +63,13 @@ def test_matrices_cover_a_part_once(drawn):
 def test_rows_of_heads_are_one_matrix():
     own, whole = (1, 100, 16, 128), (1, 400, 4, 128)
     strides = [np.zeros(shape, "float16").strides for shape in (whole, own)]
-    (one,) = ipc.matrices_of((1, 50, 4, 128), *strides, 2, (0, 300, 0, 0), (0, 50, 8, 0))
+    (one,) = matrices_of((1, 50, 4, 128), *strides, 2, (0, 300, 0, 0), (0, 50, 8, 0))
     assert one == (300 * 1024, 1024, 50 * 4096 + 8 * 256, 4096, 1024, 50)
 
 
 def test_broadcast_rows_are_no_matrix():
     """A pitch must not be less than the width."""
-    found = ipc.matrices_of((6, 4), (8, 2), (0, 2), 2)
+    found = matrices_of((6, 4), (8, 2), (0, 2), 2)
     assert len(found) == 6 and {one.height for one in found} == {1}
 
 
@@ -242,7 +243,7 @@ class TestMessages:
     def test_of_several_hosts(self, gpus, monkeypatch):
         _, _, nccl, sharing = gpus
         names = iter("abcd")
-        monkeypatch.setattr(ipc, "_host", lambda: next(names))
+        monkeypatch.setattr(device_window, "_host", lambda: next(names))
         inputs = make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16)
         o = together(run_all(nccl, lambda comm: dist.forward(comm, *shards(comm, inputs)[:3], scheme="heads")[0]), SIZE)
         Expectation(*inputs).check(o=o)

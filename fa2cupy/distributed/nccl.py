@@ -112,7 +112,7 @@ class NcclTransport:
         self._lock = new_lock()
         self._watcher: threading.Thread | None = None
         self._failure: str | None = None
-        self._has_window: bool | None = None
+        self._is_connected = False
         self._window: Any = None
 
     def check(self) -> None:
@@ -122,11 +122,11 @@ class NcclTransport:
 
     def window(self, is_captured: bool) -> Window | None:
         """The memory that the other GPUs of the host write; None if one of them cannot."""
-        if self._has_window is None and not is_captured:
-            from .ipc import connect
+        if not self._is_connected and not is_captured:
+            from .device_window import connect
 
             self._window = connect(self.rank, self.size, functools.partial(all_texts, self), self.check)
-            self._has_window = self._window is not None
+            self._is_connected = True
         return self._window
 
     @property

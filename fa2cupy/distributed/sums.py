@@ -11,7 +11,7 @@ from ..problem.array_types import Array
 from .copies import in_words
 from .messages import is_on_host
 
-__all__ = ["add", "clear", "merge_into", "start", "store", "subtract", "sum_into"]
+__all__ = ["add", "clear", "merge_into", "store", "subtract", "sum_into"]
 
 
 #: Most shares of one kernel, whose arguments have 4 KiB.
@@ -26,11 +26,6 @@ def clear(target: Array) -> None:
 def store(target: Array, total: Array) -> None:
     """Rounds a sum to the dtype of the target."""
     target[...] = total
-
-
-def start(total: Array, share: Array) -> None:
-    """Begins a sum with a share."""
-    total[...] = share
 
 
 def add(total: Array, share: Array) -> None:

@@ -1,4 +1,4 @@
-"""Windows of GPUs of one host: memory that processes share (CUDA IPC), copy engines, and signals that streams wait for.
+"""Windows of GPUs of one host: memory that processes share, copy engines, and signals that streams wait for.
 
 Streams write signals to the other ranks' memory and wait for those in their own (`cuStreamWriteValue32`,
 `cuStreamWaitValue32`), without a kernel and without the host.
@@ -6,103 +6,33 @@ Streams write signals to the other ranks' memory and wait for those in their own
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import logging
-import math
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ..problem.array_types import Array
+from .matrices import is_few, matrices_of
 from .messages import CommunicationError
+from .shared_memory import SharedMemory
 from .windows import MOST_STEPS, Copy, Signal, Window, word_of
 
-__all__ = ["DeviceWindow", "Matrix", "connect", "matrices_of"]
+__all__ = ["DeviceWindow", "connect"]
 
-#: Allocations of whole pages of this size are not parts of larger ones, whose handles would be those of the whole.
-_PAGE = 1 << 21
 _WORD = 4
-_LAZY_PEER_ACCESS = 1
 _COPY_DEFAULT = 4
-#: Most matrices of an array that is not copied to a contiguous one first. Each takes the host about 3 us.
-_MOST_MATRICES = 64
 _WAIT_UNTIL_EQUAL = 1
 _RELEASE_S, _PATIENCE_S = 0.02, 2.0
 #: Neither that of the caller's streams nor that of messages: streams of one priority may share a queue of the GPU.
 _PRIORITY_OF_ANSWERS = -2
-#: Length, stride in the target, stride in the source.
-_Axis: TypeAlias = "tuple[int, int, int]"
 _log = logging.getLogger("fa2cupy")
-
-
-class Matrix(NamedTuple):
-    """A matrix of bytes that is copied: its places from the beginning of two arrays, its pitches and its size."""
-
-    target: int
-    target_pitch: int
-    source: int
-    source_pitch: int
-    width: int
-    height: int
-
-
-@functools.lru_cache(maxsize=4096)
-def matrices_of(
-    shape: tuple[int, ...],
-    target: tuple[int, ...],
-    source: tuple[int, ...],
-    itemsize: int,
-    target_start: tuple[int, ...] | None = None,
-    source_start: tuple[int, ...] | None = None,
-) -> tuple[Matrix, ...]:
-    """The matrices that a part of this shape consists of, in arrays with these strides."""
-    width, rows, others = _layout(shape, target, source, itemsize)
-    height, target_pitch, source_pitch = rows
-    to, of = (
-        sum(n * stride for n, stride in zip(start or (), strides, strict=False))
-        for start, strides in ((target_start, target), (source_start, source))
-    )
-    found = []
-    for places in itertools.product(*(range(length) for length, *_ in others)):
-        pairs = list(zip(places, others, strict=True))
-        first = to + sum(n * stride for n, (_, stride, _) in pairs), of + sum(n * stride for n, (_, _, stride) in pairs)
-        found.append(Matrix(first[0], target_pitch, first[1], source_pitch, width, height))
-    return tuple(found)
-
-
-def _layout(
-    shape: tuple[int, ...], target: tuple[int, ...], source: tuple[int, ...], itemsize: int
-) -> tuple[int, _Axis, list[_Axis]]:
-    """The bytes of a row of a matrix, the axis of its rows, and the axes along which there are further matrices."""
-    axes = [one for one in zip(shape, target, source, strict=True) if one[0] != 1]
-    width = itemsize
-    while axes and axes[-1][1] == axes[-1][2] == width:
-        width *= axes.pop()[0]
-    merged: list[_Axis] = []
-    for length, to, of in axes:
-        if merged and merged[-1][1:] == (length * to, length * of):
-            length *= merged.pop()[0]
-        merged.append((length, to, of))
-    pitched = [axis for axis in merged if min(axis[1:]) >= width]  # rows of a matrix do not overlap
-    rows = max(pitched, default=(1, width, width))
-    return width, rows, [axis for axis in merged if axis is not rows]
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_few(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """True if an array and a contiguous one have few matrices in common."""
-    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    *_, others = _layout(shape, strides, dense, itemsize)
-    return math.prod(length for length, *_ in others) <= _MOST_MATRICES
 
 
 class DeviceWindow(Window):
@@ -124,11 +54,11 @@ class DeviceWindow(Window):
 
         self._driver, self._cupy, self._runtime = driver, cupy, cupy.cuda.runtime
         self._texts, self._check_transport = texts, check
-        self._data = _Shared(self, texts)
+        self._data = SharedMemory(rank, texts)
         self._is_kept = False
-        self._kept: list[_Shared] = []
+        self._kept: list[SharedMemory] = []
         self._unfinished: list[_Queued] = []
-        self._signals = _Shared(self, texts)
+        self._signals = SharedMemory(rank, texts)
         self._signals.allocate(_WORD * len(Signal) * MOST_STEPS * size, zeroed=True)
         self._answers = cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY_OF_ANSWERS)
         self._signals.everyones(self._try_signal, CommunicationError)
@@ -141,7 +71,7 @@ class DeviceWindow(Window):
         self._texts("")  # no rank writes to the old windows any more
         if self._is_kept:
             self._kept.append(self._data)
-            self._data, self._is_kept = _Shared(self, self._texts), False
+            self._data, self._is_kept = SharedMemory(self.rank, self._texts), False
         else:
             self._data.release()
         self._data.allocate(nbytes)
@@ -172,7 +102,7 @@ class DeviceWindow(Window):
 
     def can_copy(self, array: Array) -> bool:
         """True if the copy from or to a contiguous array is a few copies of matrices."""
-        return _is_few(array.shape, array.strides, array.itemsize)
+        return is_few(array.shape, array.strides, array.itemsize)
 
     # -- signals
 
@@ -268,88 +198,8 @@ class _Queued:
             yield word_of(kind, step)
 
 
-class _Shared:
-    """Memory of all ranks that this process reaches.
-
-    Attributes
-    ----------
-    pointers : list of cupy.cuda.MemoryPointer
-        By rank.
-    """
-
-    def __init__(self, window: DeviceWindow, texts: Callable[[str], list[str]]):
-        import cupy
-
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        self._window, self._texts = window, texts
-        self._memory: Any = None
-        self._mapped: list[int] = []
-        self.pointers: list[Any] = []
-        weakref.finalize(self, _unmap, self._runtime, self._mapped)  # or their owners could not free the memory
-
-    def allocate(self, nbytes: int, zeroed: bool = False) -> None:
-        """Allocates memory on each rank and maps that of the others. All ranks call it together.
-
-        Raises
-        ------
-        MemoryError, CommunicationError
-            A rank has no memory, or processes cannot share it: on all ranks.
-        """
-        nbytes = -(-nbytes // _PAGE) * _PAGE
-        handles = self.everyones(lambda: self._own_handle(nbytes, zeroed), MemoryError)
-        self.everyones(lambda: self._map(handles, nbytes), CommunicationError)
-
-    def release(self) -> None:
-        """Unmaps the memory of the others and frees that of this rank, which the others may have mapped still."""
-        _unmap(self._runtime, self._mapped)
-        self.pointers = []
-        self._texts("")
-        self._memory = None
-
-    def everyones(self, own: Callable[[], str], error: type[Exception]) -> list[str]:
-        """The texts of all ranks; an exception of one is raised on all."""
-        try:
-            text = {"found": own()}
-        except Exception as failure:
-            text = {"error": f"{type(failure).__name__}: {failure}"}
-        everyones = [json.loads(one) for one in self._texts(json.dumps(text))]
-        for rank, one in enumerate(everyones):
-            if "error" in one:
-                raise error(f"rank {rank} cannot share memory with the others: {one['error']}")
-        return [one["found"] for one in everyones]
-
-    def _own_handle(self, nbytes: int, zeroed: bool) -> str:
-        try:
-            self._memory = self._cupy.cuda.Memory(nbytes)
-        except self._cupy.cuda.memory.OutOfMemoryError:
-            self._cupy.get_default_memory_pool().free_all_blocks()
-            self._memory = self._cupy.cuda.Memory(nbytes)
-        if zeroed:
-            self._runtime.memset(self._memory.ptr, 0, nbytes)
-            self._runtime.deviceSynchronize()
-        return bytes(self._runtime.ipcGetMemHandle(self._memory.ptr)).hex()
-
-    def _map(self, handles: Sequence[str], nbytes: int) -> str:
-        memory, pointers = self._cupy.cuda, []
-        device = memory.Device().id
-        for rank, handle in enumerate(handles):
-            if rank == self._window.rank:
-                pointers.append(memory.MemoryPointer(self._memory, 0))
-                continue
-            address = self._runtime.ipcOpenMemHandle(bytes.fromhex(handle), _LAZY_PEER_ACCESS)
-            self._mapped.append(address)
-            pointers.append(memory.MemoryPointer(memory.UnownedMemory(address, nbytes, self, device), 0))
-        self.pointers = pointers
-        return ""
-
-
 def _address(array: Any) -> int:
     return array.data.ptr
-
-
-def _unmap(runtime: Any, addresses: list[int]) -> None:
-    while addresses:
-        runtime.ipcCloseMemHandle(addresses.pop())
 
 
 def connect(rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]) -> DeviceWindow | None:
