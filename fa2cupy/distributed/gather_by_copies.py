@@ -34,6 +34,8 @@ class _Gather(Gather):
     window : Window
     has_shares : bool
         True in a backward.
+    share_places : list of (int, (int, int))
+        The rank, and the numbers of the call and the chunk, of all shares that any other rank gets.
     """
 
     def __init__(self, run: Run, operands: Operands, has_shares: bool):
@@ -47,13 +49,14 @@ class _Gather(Gather):
         """Reserves the window, and replaces keys and values that are slow to copy."""
         run, window = self.run, self.window
         self._sources = [run.quick(x) for x in (self.operands.k, self.operands.v)]
+        self.share_places = list(self._share_places()) if self.has_shares else []
         slots = min(2, self.count)
-        arrays = self.wholes() + (self.landings() if self.has_shares else [])
+        arrays = self.wholes() + self.landings()
         request = run.request
         window.begin(run.main, slots * padded_bytes(arrays), self.count, request.number, run.is_captured)
 
-    def share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yields the rank, and the numbers of the call and the chunk, of all shares that any other rank gets."""
+    def _share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yields the elements of `share_places`."""
         size, keys = self.run.size, self.run.request.keys
         for rank, calls in enumerate(self.calls):
             for i, call in enumerate(calls):
@@ -68,7 +71,7 @@ class _Gather(Gather):
         rows = length(chunks[0].local)
         arrays = (self.operands.k, self.operands.v)
         own: _Arrays = [((len(x), rows, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
-        return own * len(list(self.share_places()))
+        return own * len(self.share_places)
 
     def slot(self) -> Slot:
         """Memory of the keys of a group, in the window."""
@@ -128,7 +131,7 @@ class _Shares(Shares):
     def __init__(self, gather: _Gather):
         window = gather.window
         shapes = iter(gather.landings())
-        self._places = {place: [window.arrays(*next(shapes)) for _ in range(2)] for place in gather.share_places()}
+        self._places = {place: [window.arrays(*next(shapes)) for _ in range(2)] for place in gather.share_places}
         super().__init__(gather)
 
     def prepare(self) -> None:
