@@ -16,6 +16,7 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy.distributed import by_copies
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.windows import Signal
 from fa2cupy.testing import make_inputs
@@ -52,6 +53,20 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
     expected = ranks.on_ranks(size, inputs, how=how, **options)
     with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
         found = ranks.on_ranks(size, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("between", [1, 3])
+@pytest.mark.parametrize("scheme", ["heads copies", "gather copies"])
+def test_nor_with_groups_of_several_sizes(scheme, between, seed, monkeypatch):
+    inputs, options, _ = case(2)
+    how = {"scheme": named(scheme)}
+    expected = ranks.on_ranks(2, inputs, how=how, **options)
+    monkeypatch.setattr(by_copies, "_BETWEEN", ((0, between),))
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(2, inputs, how=how, **options)
     for name, result in found.items():
         np.testing.assert_array_equal(result, expected[name], err_msg=name)
 

@@ -18,7 +18,7 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import api, device_window
+from fa2cupy.distributed import api, by_copies, device_window
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.matrices import matrices_of
@@ -115,6 +115,33 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
     assert {count for _, _, _, count, _, _ in nccl.log} <= set(range(8, 4096))
     computing = {stream for _, stream in cupy.launches}
     assert not computing & {stream for kind, stream in sharing.log if kind != "wait"}
+
+
+@pytest.mark.parametrize("between", [1, 3])
+@pytest.mark.parametrize("scheme", ["heads", "gather"])
+def test_groups_of_several_sizes(scheme, between, gpus, monkeypatch):
+    """Kernels read and write the heads of a group in memory for more of them."""
+    _, _, nccl, sharing = gpus
+    inputs = make_inputs("float16", batch=2, seqlen_q=64, num_heads=32, num_heads_kv=16, head_dim=16)
+
+    def work(comm):
+        o, backprop = dist.attention(comm, *shards(comm, inputs[:3]), causal=True, scheme=scheme)
+        return (o, *backprop(shards(comm, inputs)[3]))
+
+    expected = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
+    before = len(sharing.log)
+    monkeypatch.setattr(by_copies, "_BETWEEN", ((0, between),))
+    found = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
+    assert len(sharing.log) - before > before
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@given(st.integers(1, 64), st.integers(1, 4))
+def test_groups_have_all_heads(heads, between):
+    sizes = by_copies._with_small_ends(heads, between)
+    assert sum(sizes) == heads and min(sizes) > 0 and sizes[0] == sizes[-1]
+    assert len(sizes) <= between + 2 and max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1
 
 
 def test_keys_outside_all_windows_are_not_copied(gpus):

@@ -119,12 +119,12 @@ def forward(
     shorter calls may choose otherwise. ``"ring"`` merges results in float32 (float64 for float64 data).
 
     Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
-    query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` 2 N h d
-    e min(2, G) / G, and in a backward two to three times that for shares of gradients besides; ``"ring"`` 3 slots of 2
-    N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``, and with R ranks in a host that of ``"gather"``
-    for h / R heads and W / R ranks. Where messages of a batch of several sequences travel by NCCL, they have memory
-    besides, in ``"heads"`` half as much again, in ``"gather"`` twice as much. What the ranks write for each other stays
-    allocated as long as the communicator (``comm.window_bytes``).
+    query heads, h K/V heads of d columns and G groups of heads: ``"heads"`` N / W (4 H + 6 h) d e; ``"gather"`` at most
+    2 N h d e, with G groups of one size 2 N h d e min(2, G) / G, and in a backward two to three times that for shares
+    of gradients besides; ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``,
+    and with R ranks in a host that of ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of
+    several sequences travel by NCCL, they have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice
+    as much. What the ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
     engines, beside the kernels. In ``"heads"`` arrays over the scores and gradients of features, in both more than 64

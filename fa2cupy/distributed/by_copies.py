@@ -9,10 +9,9 @@ __all__ = ["groups_of_copies", "takes"]
 
 _SCHEMES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
-#: Groups, and the rows of all query heads of a rank from which on their kernels are about as fast as one of all heads.
-#: The first group's messages and the last one's results have no kernel to hide behind. In ``"gather"`` a group has two
-#: kernels, and each of its shares is summed by one more.
-_GROUPS = {"heads": ((4, 1 << 19), (3, 3 << 17), (2, 1 << 18)), "gather": ((4, 1 << 20), (2, 1 << 18))}
+#: Rows of all query heads of a rank, from which on there are so many groups between the first and the last one. In
+#: shorter calls the kernels of a part of the heads are slow. In longer ones memory counts, which is that of two groups.
+_BETWEEN = ((1 << 20, 3), (1 << 18, 1))
 #: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
 
@@ -29,15 +28,28 @@ def takes(request: Request) -> bool:
     return request.scheme == "gather" or not (_has_gradients(request) or over_scores(request.keywords))
 
 
-def groups_of_copies(request: Request) -> int:
-    """Groups of a rank's K/V heads: those of the caller, or as many as leave each enough work."""
+def groups_of_copies(request: Request) -> tuple[int, ...]:
+    """The K/V heads of each group of a rank, in groups of the caller, or with small ones at both ends.
+
+    The first group's messages and the last one's results have no kernel to hide behind.
+    """
     if request.head_groups is not None or _has_gradients(request):
         return request.groups
     problem, size = request.problem, request.queries.size
-    heads_kv = problem.num_heads_kv // (size if request.scheme == "heads" else 1)
+    heads = problem.num_heads_kv // (size if request.scheme == "heads" else 1)
     rows = problem.num_heads * problem.batch * problem.seqlen_q // size
-    possible = (count for count, least in _GROUPS[request.scheme] if rows >= least and heads_kv % count == 0)
-    return next(possible, 1)
+    between = next((count for least, count in _BETWEEN if rows >= least), None)
+    return (heads,) if between is None else _with_small_ends(heads, between)
+
+
+def _with_small_ends(heads: int, between: int) -> tuple[int, ...]:
+    """The numbers of heads of groups: an eighth in each of both ends, and others of about one size between these."""
+    end = max(1, heads // 8)
+    rest = heads - 2 * end
+    if rest <= 0:
+        return (1,) * heads
+    count = min(between, rest)
+    return (end, *(rest // count + (number < rest % count) for number in range(count)), end)
 
 
 def _has_gradients(request: Request) -> bool:

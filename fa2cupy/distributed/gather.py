@@ -36,7 +36,7 @@ def forward_of(gather: Gather, out: Sequence[Array]) -> None:
         heads, computed = gather.q_heads(group), []
         for call, lane in gather.own_calls():
             # Kernels take contiguous statistics alone.
-            statistics = run.empty((len(lse), gather.heads, length(call.local)), lse.dtype)
+            statistics = run.empty((len(lse), length(heads), length(call.local)), lse.dtype)
             lane.wait(arrived[group])
             inputs = (operands.q[:, call.local, heads], *gather.keys(group, call))
             run.forward(lane, inputs, (o[:, call.local, heads], statistics), gather.keywords(group, call))
@@ -50,7 +50,7 @@ def forward_of(gather: Gather, out: Sequence[Array]) -> None:
 def backward(run: Run, operands: Operands, out: Sequence[Array], of_heads: OfHeads | None = None) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
     gather = Gather(run, operands, of_heads)
-    backward_of(gather, [Shares(gather) for _ in gather.slots], out)
+    backward_of(gather, [Shares(gather, heads) for heads in gather.widths], out)
 
 
 def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) -> None:
@@ -65,7 +65,7 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
         heads, computed = gather.q_heads(group), []
         share = shares[group % len(shares)]
         for call, lane in gather.own_calls():
-            statistics = [run.empty((len(delta), gather.heads, length(call.local)), delta.dtype) for _ in range(2)]
+            statistics = [run.empty((len(delta), length(heads), length(call.local)), delta.dtype) for _ in range(2)]
             lane.wait(arrived[group])
             if share.sent is not None:
                 lane.wait(share.sent)
@@ -73,7 +73,7 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
                 lane(copy, copied, whole[:, heads, call.local])
             own_q, own_o, own_do = (x[:, call.local, heads] for x in (operands.q, o, do))
             inputs = (own_q, *gather.keys(group, call), own_o, statistics[0], own_do)
-            results = (dq[:, call.local, heads], *share.own[call.queries.start], *own.of(call))
+            results = (dq[:, call.local, heads], *share.results(group, call), *own.of(call))
             run.backward(lane, inputs, statistics[1], results, gather.keywords(group, call))
             computed.append(lane.record())
         gather.free[group % len(gather.slots)] = computed

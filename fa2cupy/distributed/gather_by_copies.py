@@ -50,10 +50,8 @@ class _Gather(Gather):
         run, window = self.run, self.window
         self._sources = [run.quick(x) for x in (self.operands.k, self.operands.v)]
         self.share_places = list(self._share_places()) if self.has_shares else []
-        slots = min(2, self.count)
-        arrays = self.wholes() + self.landings()
-        request = run.request
-        window.begin(run.main, slots * padded_bytes(arrays), self.count, request.number, run.is_captured)
+        nbytes = sum(padded_bytes(self.wholes(heads) + self.landings(heads)) for heads in self.widths)
+        window.begin(run.main, nbytes, self.count, run.request.number, run.is_captured)
 
     def _share_places(self) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yields the elements of `share_places`."""
@@ -65,17 +63,17 @@ class _Gather(Gather):
                     if any(length(call.seen(rows)) for rows in owned):
                         yield rank, (i, j)
 
-    def landings(self) -> _Arrays:
-        """Shapes and dtypes of the arrays for shares: dk and dv for each of the places."""
+    def landings(self, heads: int) -> _Arrays:
+        """Shapes and dtypes of the arrays for shares of some heads: dk and dv for each of the places."""
         chunks = self.run.request.keys.chunks(0)
         rows = length(chunks[0].local)
         arrays = (self.operands.k, self.operands.v)
-        own: _Arrays = [((len(x), rows, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
+        own: _Arrays = [((len(x), rows, heads, x.shape[3]), x.dtype) for x in arrays]
         return own * len(self.share_places)
 
-    def slot(self) -> Slot:
-        """Memory of the keys of a group, in the window."""
-        arrays = [self.window.arrays(*one) for one in self.wholes()]
+    def slot(self, heads: int) -> Slot:
+        """Memory of the keys of some heads, in the window."""
+        arrays = [self.window.arrays(*one) for one in self.wholes(heads)]
         self._windows.append(arrays)
         whole = [by_rank[self.run.rank] for by_rank in arrays]
         self.clear(whole)
@@ -107,14 +105,14 @@ class _Gather(Gather):
 
     def _copies(self, group: int, ranks: Sequence[int]) -> list[Copy]:
         """Copies of the keys of this rank that some ranks see, in a group."""
-        head = self.kv_heads(group).start
+        heads = self.kv_heads(group)
         return [
             Copy(
                 by_rank[rank],
                 (0, chunk.whole.start, 0, 0),
                 source,
-                (0, chunk.local.start, head, 0),
-                (len(source), length(chunk.local), self.heads_kv, source.shape[3]),
+                (0, chunk.local.start, heads.start, 0),
+                (len(source), length(chunk.local), length(heads), source.shape[3]),
             )
             for rank in ranks
             for by_rank, source in zip(self._windows[group % len(self.slots)], self._sources, strict=True)
@@ -128,11 +126,11 @@ class _Shares(Shares):
 
     gather: _Gather
 
-    def __init__(self, gather: _Gather):
+    def __init__(self, gather: _Gather, heads: int):
         window = gather.window
-        shapes = iter(gather.landings())
+        shapes = iter(gather.landings(heads))
         self._places = {place: [window.arrays(*next(shapes)) for _ in range(2)] for place in gather.share_places}
-        super().__init__(gather)
+        super().__init__(gather, heads)
 
     def prepare(self) -> None:
         """Nothing: shares are copied from where they are."""
@@ -153,7 +151,7 @@ class _Shares(Shares):
                 (0, 0, 0, 0),
                 share,
                 (0, seen.keys.start, 0, 0),
-                (len(share), length(seen.keys), *share.shape[2:]),
+                (len(share), length(seen.keys), self.gather.groups[group], share.shape[3]),
             )
             for to in window.others
             for seen in self.seen(run.rank, to)
@@ -185,7 +183,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
 def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
     gather = _Gather(run, operands, has_shares=True)
-    backward_of(gather, [_Shares(gather) for _ in gather.slots], out)
+    backward_of(gather, [_Shares(gather, heads) for heads in gather.widths], out)
     _end(gather)
 
 

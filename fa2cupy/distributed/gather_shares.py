@@ -40,6 +40,12 @@ class Seen(NamedTuple):
 class Shares:
     """Shares of dk and dv of one group: those of this rank's calls, and those that other ranks send.
 
+    Parameters
+    ----------
+    gather : Gather
+    heads : int
+        K/V heads that its memory has, of which a group takes the first ones.
+
     Attributes
     ----------
     own : dict of list of ndarray
@@ -52,10 +58,10 @@ class Shares:
         The lanes wait for it before `own` is written again.
     """
 
-    def __init__(self, gather: Gather):
+    def __init__(self, gather: Gather, heads: int):
         run, operands = gather.run, gather.operands
         self.gather = gather
-        self.shapes = [(len(x), gather.heads_kv, x.shape[3]) for x in (operands.k, operands.v)]
+        self.shapes = [(len(x), heads, x.shape[3]) for x in (operands.k, operands.v)]
         self.own = {
             call.queries.start: [run.empty((b, call.keys.stop, h, d), operands.k.dtype) for b, h, d in self.shapes]
             for call in gather.calls[run.rank]
@@ -99,6 +105,10 @@ class Shares:
         run, dtype = self.gather.run, self.gather.operands.k.dtype
         return [run.empty((b, length(seen.keys), h, d), dtype) for b, h, d in self.shapes]
 
+    def results(self, group: int, call: Call) -> list[Array]:
+        """Arrays for dk and dv of a call."""
+        return [share[:, :, : self.gather.groups[group]] for share in self.own[call.queries.start]]
+
     def _sums(self) -> list[tuple[slice, list[list[Array]]]]:
         landed = [one for rank in range(self.gather.run.size) for one in self.landing[rank]]
         ends = {0, self.gather.run.request.keys.local}.union(*((rows.start, rows.stop) for rows, _ in landed))
@@ -134,7 +144,8 @@ class Shares:
         wide = self.gather.run.request.problem.accumulator_dtype
         for part, shares in self.sums:
             for target, shares_of_target in zip(targets, shares, strict=True):
-                lane(sum_into, target[:, part], shares_of_target, wide)
+                heads = target.shape[2]
+                lane(sum_into, target[:, part], [share[:, :, :heads] for share in shares_of_target], wide)
         return lane.record()
 
 

@@ -76,18 +76,29 @@ class OfHeads(NamedTuple):
 
 
 class Gather:
-    """The calls of a rank, and the messages of its groups."""
+    """The calls of a rank, and the messages of its groups, which have one size.
+
+    Attributes
+    ----------
+    groups : tuple of int
+        The K/V heads of each.
+    count : int
+        Their number.
+    widths : list of int
+        The K/V heads that the memory of each slot has.
+    """
 
     def __init__(self, run: Run, operands: Operands, of_heads: OfHeads | None):
         request = run.request
         self.run, self.operands = run, operands
         self.of_heads = of_heads or OfHeads(0, over_scores(request.keywords))
-        self.count = request.groups
-        self.heads_kv = operands.k.shape[2] // self.count
-        self.heads = operands.q.shape[2] // self.count
+        self.groups = request.groups
+        self.count = len(self.groups)
+        self.ratio = operands.q.shape[2] // operands.k.shape[2]
         self.calls = [self.calls_of(rank) for rank in range(run.size)]
+        self.widths = [max(self.groups[first::2]) for first in range(min(2, self.count))]
         self.prepare()
-        self.slots = [self.slot() for _ in range(min(2, self.count))]
+        self.slots = [self.slot(heads) for heads in self.widths]
         self.free: list[list[Any]] = [[] for _ in self.slots]
         self.places: dict[tuple[int, int], Array] = {}
         if needs_place(request.keywords, has_all_queries=False):
@@ -122,24 +133,24 @@ class Gather:
             calls.append(Call(local, rows, slice(start, stop)))
         return calls
 
-    def slot(self) -> Slot:
-        """Memory of the keys of a group."""
+    def slot(self, heads: int) -> Slot:
+        """Memory of the keys of some heads."""
         run, arrays = self.run, (self.operands.k, self.operands.v)
         batch = len(self.operands.k)
-        whole = [run.empty(*one) for one in self.wholes()]
+        whole = [run.empty(*one) for one in self.wholes(heads)]
         self.clear(whole)
 
         def chunks() -> list[Array]:
             count = len(run.request.keys.chunks(run.rank))
             rows = run.request.keys.local // count
-            return [run.empty((count, batch, rows, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
+            return [run.empty((count, batch, rows, heads, x.shape[3]), x.dtype) for x in arrays]
 
         return Slot(whole, chunks(), [chunks() for _ in range(run.size)] if batch > 1 else [])
 
-    def wholes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shapes and dtypes of the keys and values of a group."""
+    def wholes(self, heads: int) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and dtypes of the keys and values of some heads."""
         arrays, seqlen = (self.operands.k, self.operands.v), self.run.request.problem.seqlen_k
-        return [((len(x), seqlen, self.heads_kv, x.shape[3]), x.dtype) for x in arrays]
+        return [((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
 
     def clear(self, whole: Sequence[Array]) -> None:
         """Clears keys, some of which may not be sent because no row sees them.
@@ -152,15 +163,17 @@ class Gather:
 
     def kv_heads(self, group: int) -> slice:
         """The K/V heads of a group."""
-        return slice(group * self.heads_kv, (group + 1) * self.heads_kv)
+        first = sum(self.groups[:group])
+        return slice(first, first + self.groups[group])
 
     def q_heads(self, group: int) -> slice:
         """The query heads of a group."""
-        return slice(group * self.heads, (group + 1) * self.heads)
+        heads = self.kv_heads(group)
+        return slice(self.ratio * heads.start, self.ratio * heads.stop)
 
     def first_head(self, group: int) -> int:
         """The first query head of a group, among those of the call on the whole sequence."""
-        return self.of_heads.first + group * self.heads
+        return self.of_heads.first + self.q_heads(group).start
 
     def own_calls(self) -> list[tuple[Call, Lane]]:
         """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's."""
@@ -201,18 +214,18 @@ class Gather:
 
     def keys(self, group: int, call: Call) -> tuple[Array, Array]:
         """The keys and values of a group for a call."""
-        k, v = self.slots[group % len(self.slots)].whole
-        return k[:, : call.keys.stop], v[:, : call.keys.stop]
+        k, v = (x[:, : call.keys.stop, : self.groups[group]] for x in self.slots[group % len(self.slots)].whole)
+        return k, v
 
     def keywords(self, group: int, call: Call) -> dict[str, Any]:
         """The keywords of features for a call."""
         request, heads, first = self.run.request, self.q_heads(group), self.first_head(group)
-        part = Part(slice(first, first + self.heads), call.queries, call.keys.stop)
+        part = Part(slice(first, first + length(heads)), call.queries, call.keys.stop)
         scores = {name: of_part(x, heads, call.local, part.keys) for name, x in self.of_heads.scores.items()}
         place = self.places.get((group, call.queries.start))
         return part_keywords(request.problem, request.keywords, part, scores, place)
 
 
 def length(rows: slice) -> int:
-    """The number of rows."""
+    """The number of rows, or of heads."""
     return rows.stop - rows.start

@@ -62,9 +62,9 @@ class Heads:
     def __init__(self, run: Run, operands: Operands):
         request = run.request
         self.run, self.operands = run, operands
-        self.count = request.groups
-        ranks = run.size * self.count
-        self.heads, self.heads_kv = operands.q.shape[2] // ranks, operands.k.shape[2] // ranks
+        self.groups = request.groups
+        self.count = len(self.groups)
+        self.ratio = operands.q.shape[2] // operands.k.shape[2]
         self.scores = over_scores(request.keywords)
         self.rows_of_scores = {
             name for name, x in self.scores.items() if x.shape[2] > 1 and not request.problem.is_packed
@@ -75,16 +75,16 @@ class Heads:
 
     def q_heads(self, rank: int, group: int) -> slice:
         """The query heads of a group of a rank."""
-        first = (rank * self.count + group) * self.heads
-        return slice(first, first + self.heads)
+        heads = self.kv_heads(rank, group)
+        return slice(self.ratio * heads.start, self.ratio * heads.stop)
 
     def kv_heads(self, rank: int, group: int) -> slice:
         """The K/V heads of a group of a rank."""
-        first = (rank * self.count + group) * self.heads_kv
-        return slice(first, first + self.heads_kv)
+        first = rank * sum(self.groups) + sum(self.groups[:group])
+        return slice(first, first + self.groups[group])
 
     def _by_rank(self, array: Array, axis: int, group: int) -> Array:
-        """A view of the heads of a group of all ranks, with the axis of ranks in front."""
+        """A view of the heads of a group of all ranks, with the axis of ranks in front, for groups of one size."""
         per = array.shape[axis] // (self.run.size * self.count)
         shape = (*array.shape[:axis], self.run.size, self.count, per, *array.shape[axis + 1 :])
         divided = array.reshape(shape)[(slice(None),) * (axis + 1) + (group,)]
@@ -219,7 +219,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
         lane.wait(arrived)
         q, _, v = wholes
         whole_o = run.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        whole_lse = run.empty((len(q), heads.heads, q.shape[1]), lse.dtype)
+        whole_lse = run.empty((len(q), q.shape[2], q.shape[1]), lse.dtype)
         run.forward(lane, wholes, (whole_o, whole_lse), heads.keywords(group, scores))
         computed = lane.record()
         if group + 2 < heads.count:
@@ -289,7 +289,7 @@ class HeadShares:
             if name == "dbias":
                 self.results.append(run.empty(scores["bias"].shape, array.dtype))
             elif name == "dsink":
-                self.results.append(run.empty((heads.heads,), array.dtype))
+                self.results.append(run.empty((heads.ratio * heads.groups[0],), array.dtype))
             else:
                 self.results.append(run.empty(array.shape, array.dtype))
 

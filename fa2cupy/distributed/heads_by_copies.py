@@ -40,16 +40,13 @@ class _Shape(NamedTuple):
     order : RowOrder
     sizes : tuple of int
         Those of this rank's rows of all heads.
-    heads : int
-        Heads of one group.
-    groups : int
-        Groups of a rank.
+    heads : tuple of int
+        Those of each group of a rank.
     """
 
     order: RowOrder
     sizes: tuple[int, ...]
-    heads: int
-    groups: int
+    heads: tuple[int, ...]
 
     def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
         """Numbers for each axis: two for rows and heads, and others."""
@@ -58,22 +55,25 @@ class _Shape(NamedTuple):
         numbers[row], numbers[head] = rows, heads
         return tuple(numbers)
 
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The shape of all rows of the heads of one group."""
-        return self.with_sizes(self.order.seqlen, self.heads, self.sizes)
+    def whole(self, group: int) -> tuple[int, ...]:
+        """The shape of all rows of the heads of a group."""
+        return self.with_sizes(self.order.seqlen, self.heads[group], self.sizes)
+
+    def first_head(self, rank: int, group: int) -> int:
+        """The first head of a group of a rank."""
+        return rank * sum(self.heads) + sum(self.heads[:group])
 
 
 @functools.lru_cache(maxsize=4096)
 def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Part, ...]:
     """The parts of the rows of one rank and the heads of a group of another."""
     zeros = (0,) * len(shape.sizes)
-    head = (heads_of * shape.groups + group) * shape.heads
+    head = shape.first_head(heads_of, group)
     return tuple(
         (
             shape.with_sizes(chunk.whole.start, 0, zeros),
             shape.with_sizes(chunk.local.start, head, zeros),
-            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.heads, shape.sizes),
+            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.heads[group], shape.sizes),
         )
         for chunk in shape.order.chunks(rows_of)
     )
@@ -82,9 +82,8 @@ def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Par
 @functools.lru_cache(maxsize=4096)
 def _heads_of(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where the heads of a group of a rank begin in an array of a rank's rows, and the shape of that part."""
-    head = (heads_of * shape.groups + group) * shape.heads
-    start = shape.with_sizes(0, head, (0,) * len(shape.sizes))
-    return start, shape.with_sizes(shape.order.local, shape.heads, shape.sizes)
+    start = shape.with_sizes(0, shape.first_head(heads_of, group), (0,) * len(shape.sizes))
+    return start, shape.with_sizes(shape.order.local, shape.heads[group], shape.sizes)
 
 
 class _Route(NamedTuple):
@@ -93,10 +92,9 @@ class _Route(NamedTuple):
     array: Array
     shape: _Shape
 
-    @property
-    def whole(self) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of all rows of the heads of one group."""
-        return self.shape.whole, self.array.dtype
+    def whole(self, group: int) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of all rows of the heads of a group."""
+        return self.shape.whole(group), self.array.dtype
 
 
 class _Call:
@@ -130,8 +128,8 @@ class _Call:
 
     def _route(self, array: Array, is_keys: bool) -> _Route:
         order = self._run.request.keys if is_keys else self._run.request.queries
-        heads = self.heads.heads_kv if is_keys else self.heads.heads
-        return _Route(array, _Shape(order, array.shape, heads, self.heads.count))
+        ratio = 1 if is_keys else self.heads.ratio
+        return _Route(array, _Shape(order, array.shape, tuple(ratio * heads for heads in self.heads.groups)))
 
     def _quick_target(self, array: Array) -> Array:
         """The array, or memory for its elements if its layout is slow to copy."""
@@ -140,9 +138,10 @@ class _Call:
     def _begin(self) -> None:
         run, window, count = self._run, self._window, self.heads.count
         landings = [(route.array.shape, route.array.dtype) for route in self._out]
-        nbytes = count * padded_bytes([route.whole for route in self._inputs]) + padded_bytes(landings)
+        wholes = [[route.whole(group) for route in self._inputs] for group in range(count)]
+        nbytes = sum(map(padded_bytes, [*wholes, landings]))
         window.begin(run.main, nbytes, count, run.request.number, run.is_captured)
-        self._wholes = [[window.arrays(*route.whole) for route in self._inputs] for _ in range(count)]
+        self._wholes = [[window.arrays(*one) for one in group] for group in wholes]
         self._landings = [window.arrays(*one) for one in landings]
         begun = run.main.record()
         run.comm.wait(begun)
@@ -162,7 +161,7 @@ class _Call:
         for group in groups:
             self._keep(group)
         for group in groups:
-            results = [self._run.empty(*route.whole) for route in self._out]
+            results = [self._run.empty(*route.whole(group)) for route in self._out]
             kernels(group, self._arrived(group), results)
             if group + 1 in groups:
                 self._send(group + 1)

@@ -35,7 +35,8 @@ class _Levels:
         request, ranks = run.request, run.ranks_per_host
         queries, keys = request.queries, request.keys
         first, number = run.rank - run.rank % ranks, run.rank % ranks
-        own = replace(request, queries=queries.within_host(ranks), keys=keys.within_host(ranks), groups=1)
+        heads = request.problem.num_heads_kv // ranks
+        own = replace(request, queries=queries.within_host(ranks), keys=keys.within_host(ranks), groups=(heads,))
         everyones = replace(request, queries=queries.of_hosts(ranks), keys=keys.of_hosts(ranks))
         self.within = run.among(range(first, first + ranks), own)
         self.between = run.among(range(number, run.size, ranks), everyones)
@@ -56,7 +57,7 @@ def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     scores = {name: heads.over_scores(batch, name, 0) for name in heads.scores}
     batch.queue()
     whole_o = run.empty((*q.shape[:3], v.shape[3]), q.dtype)
-    whole_lse = run.empty((len(q), heads.heads, q.shape[1]), lse.dtype)
+    whole_lse = run.empty((len(q), q.shape[2], q.shape[1]), lse.dtype)
     gather.forward(levels.between, Operands(q, k, v), (whole_o, whole_lse), levels.of_heads(scores))
     for lane in (run.main, run.side):
         run.comm.wait(lane.record())

@@ -88,8 +88,8 @@ class Request:
         The ranks' rows of q and of k.
     head_groups : int or None
         The caller's number of groups.
-    groups : int
-        Groups of K/V heads that are computed one after the other.
+    groups : tuple of int
+        K/V heads of each group of a rank. Groups are computed one after the other.
     options : CallOptions
     keywords : dict
         Those of features that are not None.
@@ -103,7 +103,7 @@ class Request:
     queries: RowOrder
     keys: RowOrder
     head_groups: int | None
-    groups: int
+    groups: tuple[int, ...]
     options: CallOptions
     keywords: Mapping[str, Any]
     number: int = 1

@@ -127,8 +127,8 @@ def is_positional(problem: AttentionProblem) -> bool:
     return problem.band != (None, None) or any(name in problem.features for name in _POSITIONAL)
 
 
-def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object, has_extras: bool) -> int:
-    """Groups of a rank's K/V heads: those of the caller, or as many as were fastest in the README's measurements.
+def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object, has_extras: bool) -> tuple[int, ...]:
+    """The K/V heads of each group of a rank: in as many groups as the caller wants, or as were fastest when measured.
 
     Gradients of the arrays of features are summed over heads, in one group.
     """
@@ -141,8 +141,10 @@ def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object,
         if scheme == "ring" and int(given) > 1:
             raise ValueError("head_groups: scheme='ring' has no groups of heads")
     if has_extras or scheme == "ring":
-        return 1
-    if given is not None:
-        return int(given)
-    wanted = 1 if problem.seqlen_k < _MANY_KEYS else 2 if scheme == "heads" else 4
-    return next(count for count in range(wanted, 0, -1) if heads % count == 0) if heads else 1
+        count = 1
+    elif given is not None:
+        count = int(given)
+    else:
+        wanted = 1 if problem.seqlen_k < _MANY_KEYS else 2 if scheme == "heads" else 4
+        count = next(count for count in range(wanted, 0, -1) if heads % count == 0)
+    return (heads // count,) * count
