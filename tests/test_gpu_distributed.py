@@ -11,7 +11,7 @@ from support import gpu_ranks
 
 from fa2cupy.distributed.copies import copy
 from fa2cupy.distributed.lanes import StreamLane
-from fa2cupy.distributed.sums import add, sum_into
+from fa2cupy.distributed.sums import add, merge_into, subtract, sum_into
 from fa2cupy.families.device import device_count
 from fa2cupy.problem.dtypes import accumulator_dtype
 
@@ -63,26 +63,46 @@ def test_sums_of_shares(count, columns, dtype):
         np.testing.assert_array_equal(target.get(), expected)
 
 
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))
+def test_merges_and_added_shares(dtype):
+    """Those of strided arrays are those on the host, also of rows without a visible key."""
+    wide, dtype = accumulator_dtype(dtype), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    rng = np.random.default_rng(0)
+    o, share = rng.standard_normal((2, 2, 40, 6, 64)).astype(dtype)
+    lse, total_lse = rng.standard_normal((2, 2, 6, 40)).astype(wide)
+    lse[:, :, :3] = total_lse[:, :, 2:5] = -np.inf
+    arrays = rng.standard_normal((2, 60, 6, 64)).astype(wide), total_lse, o, lse, share
+    found = []
+    for xp in (cp, np):
+        total, total_lse, o, lse, share = (xp.array(x) for x in arrays)
+        merge_into(xp, total[:, 10:50], total_lse, o, lse)
+        add(total[:, 20:60], share)
+        found.append((cp.asnumpy(total), cp.asnumpy(total_lse)))
+    tolerance = 1e-12 if wide == "float64" else 1e-5
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
 def test_what_lanes_allocate_in_a_capture_is_the_graphs():
     """Memory of CuPy's pool would be given to others while the graph writes to it."""
     main, other = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     pool = cp.get_default_memory_pool()
     with main:  # which waits for no other stream
-        share, total = cp.ones((64, 1000), "float16"), cp.zeros((64, 1000), "float32")
-        add(total, share)
+        share, total = cp.ones((64, 1000), "float32"), cp.zeros((64, 1000), "float32")
+        subtract(total, total, share)
         main.begin_capture()
         lanes = [StreamLane(stream, is_captured=True) for stream in (main, other)]
         lanes[1].wait(lanes[0].record())
         gc.collect()  # arrays of earlier tests would be freed meanwhile
         before = pool.total_bytes(), pool.used_bytes()
         for lane in (lanes[1], lanes[1]):
-            lane(add, total, share)
+            lane(subtract, total, total, share)
         assert (pool.total_bytes(), pool.used_bytes()) == before
         lanes[0].wait(lanes[1].record())
-        lanes[0](add, total, share)
+        lanes[0](subtract, total, total, share)
         graph = main.end_capture()
         others = [cp.full((64, 1000), n, "float32") for n in range(8)]
         for launches in range(1, 4):
             graph.launch()
-            assert (total == 1 + 3 * launches).all()
+            assert (total == -1 - 3 * launches).all()
         assert all((x == n).all() for n, x in enumerate(others))

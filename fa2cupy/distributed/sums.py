@@ -30,7 +30,10 @@ def store(target: Array, total: Array) -> None:
 
 def add(total: Array, share: Array) -> None:
     """Adds a share to a sum."""
-    total += share.astype(total.dtype, copy=False)
+    if is_on_host(total):
+        total += share.astype(total.dtype, copy=False)
+    else:
+        _kernel("T share", "W total", "total += static_cast<W>(share)", "fa2cupy_add")(share, total)
 
 
 def subtract(target: Array, first: Array, second: Array) -> None:
@@ -55,13 +58,15 @@ def sum_into(target: Array, shares: Sequence[Array], wide: str) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _sum_kernel(count: int, wide: str) -> Any:
-    """The kernel that reads and writes each element once, in words ``W`` of some elements ``T``.
-
-    CuPy would add up one share after the other, with a converted copy of each.
-    """
+def _kernel(reads: str, writes: str, body: str, name: str) -> Any:
+    """A kernel of CuPy that reads and writes each element once. Operators would make an array of each step."""
     import cupy
 
+    return cupy.ElementwiseKernel(reads, writes, body, name)
+
+
+def _sum_kernel(count: int, wide: str) -> Any:
+    """The kernel that adds up shares in words ``W`` of some elements ``T``."""
     total = {"float32": "float", "float64": "double"}[wide]
     names = [f"share{n}" for n in range(count)]
     words = "".join(f"const W word_of_{name} = {name}; " for name in names)
@@ -77,7 +82,7 @@ def _sum_kernel(count: int, wide: str) -> Any:
         target = word;
     """
     shares = ", ".join(f"W {name}" for name in names)
-    return cupy.ElementwiseKernel(f"raw T like, {shares}", "W target", body, f"fa2cupy_sum_of_{count}")
+    return _kernel(f"raw T like, {shares}", "W target", body, f"fa2cupy_sum_of_{count}")
 
 
 def merge_into(xp: ModuleType, total: Array, total_lse: Array, o: Array, lse: Array) -> None:
@@ -96,7 +101,11 @@ def merge_into(xp: ModuleType, total: Array, total_lse: Array, o: Array, lse: Ar
     old, new = xp.exp(total_lse - shift), xp.exp(lse - shift)
     both = old + new
     inverse = 1 / xp.where(both == 0, 1, both).astype(top.dtype, copy=False)
-    for_rows = [(weight * inverse).swapaxes(1, 2)[..., None] for weight in (old, new)]
-    total *= for_rows[0]
-    total += o.astype(total.dtype, copy=False) * for_rows[1]
+    for_total, for_o = ((weight * inverse).swapaxes(1, 2)[..., None] for weight in (old, new))
+    if is_on_host(total):
+        total *= for_total
+        total += o.astype(total.dtype, copy=False) * for_o
+    else:
+        merged = "total = total * for_total + static_cast<W>(o) * for_o"
+        _kernel("T o, W for_total, W for_o", "W total", merged, "fa2cupy_merge")(o, for_total, for_o, total)
     total_lse[...] = xp.where(both == 0, -xp.inf, shift + xp.log(xp.where(both == 0, 1, both)))
