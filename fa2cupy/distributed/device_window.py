@@ -22,7 +22,7 @@ from ..problem.array_types import Array
 from .matrices import is_few, matrices_of
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
-from .windows import MOST_STEPS, Copy, Signal, Window, word_of
+from .windows import IS_READY, MOST_STEPS, READY, Copy, Signal, Window, word_of
 
 __all__ = ["DeviceWindow", "connect"]
 
@@ -106,16 +106,16 @@ class DeviceWindow(Window):
 
     # -- signals
 
-    def _write(self, word: int, call: int) -> None:
+    def _write(self, word: int, number: int) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
         for peer in self.others:
-            self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), call, 0)
+            self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), number, 0)
 
-    def _wait(self, word: int, peers: Sequence[int], call: int) -> None:
+    def _wait(self, word: int, peers: Sequence[int], number: int) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
         for peer in peers:
             address = self._address(self.rank, word, peer)
-            self._queue(self._driver.cuStreamWaitValue32, stream, address, call, _WAIT_UNTIL_EQUAL)
+            self._queue(self._driver.cuStreamWaitValue32, stream, address, number, _WAIT_UNTIL_EQUAL)
             self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)
 
     def _address(self, owner: int, word: int, writer: int) -> int:
@@ -127,8 +127,17 @@ class DeviceWindow(Window):
             raise CommunicationError(f"{queue.__name__} failed: {result.name}")
 
     def _try_signal(self) -> str:
-        """Raises CommunicationError if streams cannot wait for signals."""
+        """Lets this rank's window be written for the first time.
+
+        Raises
+        ------
+        CommunicationError
+            Streams cannot wait for signals.
+        """
         stream, address = self._answers, self._address(self.rank, 0, self.rank)
+        for peer in self.others:
+            own = self._address(self.rank, READY, peer)
+            self._queue(self._driver.cuStreamWriteValue32, stream.ptr, own, IS_READY, 0)
         self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 1, 0)
         self._queue(self._driver.cuStreamWaitValue32, stream.ptr, address, 1, _WAIT_UNTIL_EQUAL)
         self._queue(self._driver.cuStreamWriteValue32, stream.ptr, address, 0, 0)
@@ -163,9 +172,9 @@ class DeviceWindow(Window):
         device.use()
         while True:
             if (call := self._waiting()) is not None:
-                for word, peer in itertools.product(call.words(), self.others):
+                for (word, number), peer in itertools.product(call.signals(), self.others):
                     address = self._address(self.rank, word, peer)
-                    self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, call.call, 0)
+                    self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, number, 0)
             time.sleep(_RELEASE_S)
 
     def _waiting(self) -> _Queued | None:
@@ -192,10 +201,10 @@ class _Queued:
         """True if all its work is done."""
         return self.end is not None and self.end.done
 
-    def words(self) -> Iterator[int]:
-        """Yields the words that it waits for."""
+    def signals(self) -> Iterator[tuple[int, int]]:
+        """Yields the words that it waits for, and their numbers."""
         for kind, step in itertools.product(Signal, range(self.steps)):
-            yield word_of(kind, step)
+            yield word_of(kind, step), IS_READY if kind == Signal.READY else self.call
 
 
 def _address(array: Any) -> int:

@@ -85,8 +85,10 @@ class _Gather(Gather):
         begun = run.main.record()
         run.comm.wait(begun)
         run.back.wait(begun)
-        window.signal(run.comm, Signal.READY)
-        window.wait(run.comm, Signal.READY)
+        window.enter(run.comm)
+        if self.has_gaps:  # which this rank has cleared
+            window.signal(run.comm, Signal.USED)
+            window.wait(run.comm, Signal.USED)
 
     def fetch(self, group: int) -> Any:
         """Queues the copies of the keys of a group; returns the event of their arrival."""

@@ -152,12 +152,14 @@ class Gather:
         arrays, seqlen = (self.operands.k, self.operands.v), self.run.request.problem.seqlen_k
         return [((len(x), seqlen, heads, x.shape[3]), x.dtype) for x in arrays]
 
-    def clear(self, whole: Sequence[Array]) -> None:
-        """Clears keys, some of which may not be sent because no row sees them.
+    @property
+    def has_gaps(self) -> bool:
+        """True if some keys may not be sent because no row sees them."""
+        return self.run.request.problem.band[0] is not None
 
-        Kernels read some of these beside those that are sent: they must be finite.
-        """
-        if self.run.request.problem.band[0] is not None:
+    def clear(self, whole: Sequence[Array]) -> None:
+        """Clears keys if there are gaps. Kernels read some of these beside those that are sent: they must be finite."""
+        if self.has_gaps:
             for array in whole:
                 self.run.main(clear, array)
 

@@ -146,8 +146,7 @@ class _Call:
         begun = run.main.record()
         run.comm.wait(begun)
         run.back.wait(begun)
-        window.signal(run.comm, Signal.READY)
-        window.wait(run.comm, Signal.READY)
+        window.enter(run.comm)
 
     def set_last(self, array: Array) -> None:
         """Gives the last input, which the caller's lane has written since."""
@@ -165,9 +164,9 @@ class _Call:
             kernels(group, self._arrived(group), results)
             if group + 1 in groups:
                 self._send(group + 1)
-            self._send_back(group, results)
             if group:
                 self._receive(group - 1)
+            self._send_back(group, results)
         self._receive(groups[-1])
         self._end()
 

@@ -2,6 +2,7 @@
 
     window.begin(run.main, nbytes, steps, call) at the start of a call, on all ranks
     window.arrays(shape, dtype)                 an array at the same place in the windows of all ranks, by rank
+    window.enter(lane)                          lets what is queued after it wait until it may write to the others
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step, peers)        lets what is queued after it wait for the signals of other ranks
     lane(window.copy, copies)                   copies of parts of arrays; those to other ranks need no multiprocessor
@@ -22,7 +23,7 @@ import numpy as np
 from ..problem.array_types import Array
 from .lanes import Lane
 
-__all__ = ["MOST_STEPS", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
+__all__ = ["IS_READY", "MOST_STEPS", "READY", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
 
 #: Most steps of a call.
 MOST_STEPS = 1024
@@ -52,7 +53,7 @@ class Copy(NamedTuple):
 class Signal(enum.IntEnum):
     """What a rank tells the others."""
 
-    #: Its window may be written: what earlier calls have read there is not needed any more.
+    #: Its window may be written: its last call has ended.
     READY = 0
     #: It has written the rows of a step.
     SENT = 1
@@ -67,6 +68,10 @@ class Signal(enum.IntEnum):
 def word_of(kind: Signal, step: int) -> int:
     """The number of a signal's word: each rank has one for each signal of each other rank."""
     return kind * MOST_STEPS + step
+
+
+#: The word of `Signal.READY`, and the number that it is given.
+READY, IS_READY = word_of(Signal.READY, 0), 1
 
 
 def padded_bytes(shapes: Sequence[tuple[tuple[int, ...], np.dtype]]) -> int:
@@ -97,7 +102,8 @@ class Window:
     A signal is a number that stands for the call. A rank waits until it finds the number of its own call, and writes 0
     in its place, so that graphs can repeat a call, and ranks that make different calls wait for each other until the
     time is up. Each signal is waited for once. `Signal.READY` is needed between calls of several shapes: a rank whose
-    call has ended would write inputs where another one still reads results.
+    call has ended would write inputs where another one still reads results. It is sent at the end of each call, so that
+    the next one need not wait for it, whichever it is, and is there from the start.
     """
 
     def __init__(self, rank: int, size: int):
@@ -169,10 +175,15 @@ class Window:
         """Lets what is queued on the lane after it wait for a signal of other ranks, by default of all."""
         lane(self._wait, word_of(kind, step), self.others if peers is None else peers, self._call)
 
+    def enter(self, lane: Lane) -> None:
+        """Lets what is queued on the lane after it wait until the windows of all other ranks may be written."""
+        lane(self._wait, READY, self.others, IS_READY)
+
     def end(self, lane: Lane) -> None:
-        """Notes that the call has queued all its work, which the lane waits for."""
+        """Notes that the call has queued all its work, which the lane waits for, and tells the other ranks."""
         if not self._is_captured:
             self._last = lane.record()
+        lane(self._write, READY, IS_READY)
         self._ended()
 
     # -- by kind of memory
@@ -206,10 +217,10 @@ class Window:
     def _ended(self) -> None:
         """Notes that a call has queued all its work."""
 
-    def _write(self, word: int, call: int) -> None:
-        """Writes the number of the call to a word of each other rank's, on the current lane."""
+    def _write(self, word: int, number: int) -> None:
+        """Writes a number to a word of each other rank's, on the current lane."""
         raise NotImplementedError
 
-    def _wait(self, word: int, peers: Sequence[int], call: int) -> None:
-        """Waits on the current lane until these ranks have written the number of the call, and writes 0."""
+    def _wait(self, word: int, peers: Sequence[int], number: int) -> None:
+        """Waits on the current lane until these ranks have written a number, and writes 0."""
         raise NotImplementedError

@@ -24,6 +24,8 @@ __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candi
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
+#: Keys for each query, from which on so few blocks are shorter than the others that they hardly drift apart.
+_EQUAL_BLOCKS = 8
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
 
@@ -103,6 +105,9 @@ def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, 
         kernel = max(_time_of_blocks(cost, step, shares, device, tile), costs.read_rows * keys)
         return kernel + (costs.merge + costs.merge_rows * rows * splits if splits > 1 else 0.0)
 
+    slots = device.multiprocessors * tile.blocks_per_sm
+    if sum(steps.values()) * heads > _ASSIGNED_SINGLY * slots:
+        return 1  # so many blocks fill the slots evenly, and shares read more keys at a time than the L2 cache holds
     most = min(most, _most_copies(4e6 * rows), max(steps, default=0))
     return min(range(1, max(1, most) + 1), key=time)
 
@@ -193,7 +198,7 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     of_head = _bytes_of_head(problem, problem.seqlen_q)
     left, right = problem.band
     # But for the last, and for those at the ends of a window.
-    has_equal_blocks = right is None or left is not None or problem.seqlen_k >= 2 * problem.seqlen_q
+    has_equal_blocks = right is None or left is not None or problem.seqlen_k >= _EQUAL_BLOCKS * problem.seqlen_q
     harmless = 1 if of_head > device.l2_bytes else 2
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0

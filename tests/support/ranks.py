@@ -17,7 +17,7 @@ import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.threads import ThreadTransport
-from fa2cupy.distributed.windows import MOST_STEPS, Signal, Window
+from fa2cupy.distributed.windows import IS_READY, MOST_STEPS, READY, Signal, Window
 
 LANES = 4  # of a call: the caller's, a second one, that of messages and that of copies
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
@@ -184,6 +184,7 @@ class SharedWindows:
     def __init__(self, size: int):
         self.memory = [np.zeros(0, np.uint8)] * size
         self.numbers = np.zeros((size, len(Signal) * MOST_STEPS, size), np.int64)
+        self.numbers[:, READY] = IS_READY
         self.barrier, self.changed = threading.Barrier(size), threading.Condition()
 
 
@@ -221,16 +222,16 @@ class ThreadWindow(Window):
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._shared.memory[peer][offset : offset + nbytes].view(dtype).reshape(shape)
 
-    def _write(self, word: int, call: int) -> None:
+    def _write(self, word: int, number: int) -> None:
         with self._shared.changed:
             for peer in self.others:
-                self._shared.numbers[peer, word, self.rank] = call
+                self._shared.numbers[peer, word, self.rank] = number
             self._shared.changed.notify_all()
 
-    def _wait(self, word: int, peers, call: int) -> None:
+    def _wait(self, word: int, peers, number: int) -> None:
         own = self._shared.numbers[self.rank, word]
         with self._shared.changed:
-            if not self._shared.changed.wait_for(lambda: all(own[peer] == call for peer in peers), self.timeout):
+            if not self._shared.changed.wait_for(lambda: all(own[peer] == number for peer in peers), self.timeout):
                 raise dist.CommunicationError(f"rank {self.rank} waits for signal {word} of ranks {peers}")
             own[list(peers)] = 0
 
