@@ -131,7 +131,7 @@ def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
 
 @pytest.mark.parametrize("scheme", ["heads", "gather", "ring", "hybrid"])
 def test_streams_and_memory(scheme, gpus):
-    """Kernels run on the caller's stream and another one; memory comes from the caller's stream and a third one."""
+    """Kernels run on streams without messages; memory comes from the caller's stream and one that is for nothing else."""
     launched, cupy, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=16)
     made = []
@@ -148,16 +148,16 @@ def test_streams_and_memory(scheme, gpus):
         return caller
 
     callers = set(run_all(nccl, work))
-    assert len(made) == 4 * SIZE and all(one.non_blocking for one in made)
+    assert len(made) == 6 * SIZE and all(one.non_blocking for one in made)
     by_priority = defaultdict(set)
     for one in made:
         by_priority[one.priority].add(one.ptr)
-    (urgent,) = (ptrs for priority, ptrs in by_priority.items() if priority < 0)
-    assert len(urgent) == 2 * SIZE
+    urgent, *of_groups, least = (by_priority[priority] for priority in sorted(by_priority))
+    assert len(urgent) == 2 * SIZE and [len(ptrs) for ptrs in of_groups] == [SIZE, SIZE]
     computing = {stream for _, stream in cupy.launches}
     assert not computing & urgent
-    arenas = by_priority[0] - computing if scheme != "ring" else by_priority[0]
-    assert computing <= callers | by_priority[0]
+    assert (computing > set().union(*of_groups)) is (scheme == "heads")
+    arenas = least - computing
     allocating = {stream for stream, _ in cupy.allocated}
     assert not allocating & urgent
     assert allocating <= callers | arenas

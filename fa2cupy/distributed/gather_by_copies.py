@@ -43,6 +43,7 @@ class _Gather(Gather):
         self.window: Window = run.window
         self.has_shares = has_shares
         self._windows: list[list[list[Array]]] = []
+        self._last_arrival: Any = None
         super().__init__(run, operands, None)
 
     def prepare(self) -> None:
@@ -96,6 +97,8 @@ class _Gather(Gather):
         for event in self.free[number]:
             run.comm.wait(event)
             run.back.wait(event)
+        if group and not self.free[number]:
+            run.comm.wait(self._last_arrival)  # the first group's keys of all ranks go first
         if self.free[number]:
             window.signal(run.comm, Signal.USED, group)
             window.wait(run.comm, Signal.USED, group)
@@ -103,7 +106,8 @@ class _Gather(Gather):
         window.signal(run.comm, Signal.SENT, group)
         run.back(window.copy, self._copies(group, (run.rank,)))
         window.wait(run.back, Signal.SENT, group)
-        return run.back.record()
+        self._last_arrival = run.back.record()
+        return self._last_arrival
 
     def _copies(self, group: int, ranks: Sequence[int]) -> list[Copy]:
         """Copies of the keys of this rank that some ranks see, in a group."""

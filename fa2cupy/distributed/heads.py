@@ -192,7 +192,8 @@ class Heads:
 
     def lane(self, group: int) -> Lane:
         """The lane of a group."""
-        return (self.run.main, self.run.side)[group % 2]
+        lanes = (self.run.main,) if self.count == 1 else self.run.of_groups
+        return lanes[group % len(lanes)]
 
 
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:

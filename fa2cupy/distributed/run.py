@@ -21,8 +21,8 @@ from .windows import Window
 
 __all__ = ["Run", "is_captured"]
 
-#: CUDA clamps a priority to the highest one of the device.
-_HIGHEST_PRIORITY = -5
+#: CUDA clamps a priority to the highest one of the device. What computes has a lower one than messages.
+_HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3)
 
 
 class Run:
@@ -38,6 +38,9 @@ class Run:
         ``numpy`` or ``cupy``.
     main, side, comm, back : Lane
         The caller's stream, a second one for computing, the one of messages, and the one of copies on this rank.
+    of_groups : tuple of Lane
+        Three for computing, of falling priority: kernels of an earlier lane go first. What follows the large kernel of
+        a group, and lets its results travel, would otherwise wait until the one of the next group ends.
     options : CallOptions
         Those of the attention calls of parts.
     is_captured : bool
@@ -64,9 +67,11 @@ class Run:
         self.is_captured = is_captured(array)
         self.window: Window | None = None
         if is_on_host(array):
-            self.main, self.side, self.comm, self.back = host_lanes(comm.rank)
+            lanes = host_lanes(comm.rank)
         else:
-            self.main, self.side, self.comm, self.back, self._arena = _device_lanes(array, self.is_captured)
+            lanes, self._arena = _device_lanes(array, self.is_captured)
+        self.main, self.side, self.comm, self.back, *first = lanes
+        self.of_groups = (*first, self.side)
         if self.is_captured:
             comm.captured.append(self._held)
             self.side.wait(self.main.record())  # the call that has no work for it waits for it at the end all the same
@@ -121,7 +126,7 @@ class Run:
             self.comm(self._transport.watch)
         self.main.wait(self.comm.record())
         self.main.wait(self.side.record())
-        for lane in (self.comm, self.side, self.back, self.main):
+        for lane in (self.comm, *self.of_groups, self.back, self.main):
             lane.join()
 
     def packed(self, lane: Lane, view: Array) -> Array:
@@ -155,10 +160,9 @@ class Run:
         return [array[0] for array in arrays] if self.request.problem.is_packed else list(arrays)
 
 
-def host_lanes(rank: int) -> tuple[Lane, Lane, Lane, Lane]:
+def host_lanes(rank: int) -> tuple[Lane, ...]:
     """The lanes of a call on NumPy arrays."""
-    lane = HostLane()
-    return lane, lane, lane, lane
+    return (HostLane(),) * (4 + len(_PRIORITIES_OF_GROUPS))
 
 
 def host_memory(shape: tuple[int, ...], dtype: np.dtype | str) -> np.ndarray:
@@ -182,28 +186,24 @@ def is_captured(array: Array) -> bool:
     return device_memory.is_capturing()
 
 
-def _device_lanes(array: Any, is_captured: bool) -> tuple[Lane, Lane, Lane, Lane, Any]:
+def _device_lanes(array: Any, is_captured: bool) -> tuple[list[Lane], Any]:
     """The lanes of a call on CuPy arrays, and the stream that its memory is allocated on."""
     import cupy
 
     current = cupy.cuda.get_current_stream()
-    side, comm, back, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
-    main, side, comm, back = (StreamLane(stream, is_captured) for stream in (current, side, comm, back))
-    return main, side, comm, back, arena
+    streams, arena = _streams(array.data.device_id, threading.get_ident(), current.ptr)
+    return [StreamLane(stream, is_captured) for stream in (current, *streams)], arena
 
 
 @functools.lru_cache(maxsize=None)
-def _streams(device: int, thread: int, current: int) -> tuple[Any, Any, Any, Any]:
-    """The streams for computing, for messages, for copies and to allocate on that belong to one stream of the caller.
+def _streams(device: int, thread: int, current: int) -> tuple[list[Any], Any]:
+    """The streams that belong to one stream of the caller: the lanes after the caller's, and the one to allocate on.
 
     Blocks of the stream with a higher priority go first where several wait for a multiprocessor.
     """
     import cupy
 
+    priorities = (0, _HIGHEST_PRIORITY, _HIGHEST_PRIORITY, *_PRIORITIES_OF_GROUPS)
     with cupy.cuda.Device(device):
-        return (
-            cupy.cuda.Stream(non_blocking=True),
-            cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY),
-            cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY),
-            cupy.cuda.Stream(non_blocking=True),
-        )
+        streams = [cupy.cuda.Stream(non_blocking=True, priority=priority) for priority in priorities]
+        return streams, cupy.cuda.Stream(non_blocking=True)

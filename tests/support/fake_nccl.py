@@ -311,6 +311,7 @@ class FakeCommunicator:
 def fake_streams(monkeypatch):
     """Makes fa2cupy.distributed take the arrays of the fake GPU for CuPy's; yields the fake CuPy."""
     cupy = StreamsCupy()
+    cupy.launches = calls.cupy.launches  # the fake GPU notes them
     for module in MODULES:
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
