@@ -22,6 +22,11 @@ from fa2cupy.distributed import api, by_copies, device_window
 from fa2cupy.distributed import nccl as nccl_module
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.matrices import matrices_of
+from fa2cupy.distributed.orders import RowOrder
+from fa2cupy.distributed.requests import Request
+from fa2cupy.distributed.schemes import groups_of
+from fa2cupy.problem.checks import check_forward
+from fa2cupy.problem.options import CallOptions
 from fa2cupy.testing import Expectation, make_inputs
 
 
@@ -117,9 +122,8 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
     assert computing and not computing & {stream for kind, stream in sharing.log if kind == "copy"}
 
 
-@pytest.mark.parametrize("between", [1, 3])
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
-def test_groups_of_several_sizes(scheme, between, gpus, monkeypatch):
+def test_groups_of_several_sizes(scheme, gpus, monkeypatch):
     """Kernels read and write the heads of a group in memory for more of them."""
     _, _, nccl, sharing = gpus
     inputs = make_inputs("float16", batch=2, seqlen_q=64, num_heads=32, num_heads_kv=16, head_dim=16)
@@ -130,18 +134,39 @@ def test_groups_of_several_sizes(scheme, between, gpus, monkeypatch):
 
     expected = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
     before = len(sharing.log)
-    monkeypatch.setattr(by_copies, "_BETWEEN", ((0, between),))
+    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
+    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
     found = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
     assert len(sharing.log) - before > before
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-@given(st.integers(1, 64), st.integers(1, 4))
-def test_groups_have_all_heads(heads, between):
-    sizes = by_copies._with_small_ends(heads, between)
-    assert sum(sizes) == heads and min(sizes) > 0 and sizes[0] == sizes[-1]
-    assert len(sizes) <= between + 2 and max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1
+@given(st.integers(1, 64), st.integers(1, 1 << 20))
+def test_groups_have_all_heads_and_enough_rows(heads, rows):
+    sizes = by_copies._with_small_ends(heads, rows)
+    assert sum(sizes) == heads and min(sizes) > 0 and sizes[0] == sizes[-1] and len(sizes) <= 3
+    assert len(sizes) == 1 or min(sizes[0], sizes[-1]) * rows >= by_copies._LEAST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "scheme"),
+    [
+        (4096, (32, 8), (2,), "heads"),
+        (32768, (32, 8), (1, 1), "heads"),
+        (32768, (16, 16), (1, 2, 1), "heads"),
+        (32768, (32, 8), (1, 6, 1), "gather"),
+        (32768, (16, 16), (4, 8, 4), "gather"),
+        (131072, (32, 8), (2, 2, 2, 2), "gather"),
+    ],
+)
+def test_groups_of_lengths(rows, heads, groups, scheme):
+    arrays = [np.broadcast_to(np.zeros((), "float16"), (1, rows, n, 128)) for n in (heads[0], *2 * heads[1:])]
+    problem = check_forward(dict(zip("qkv", arrays, strict=True)), CallOptions(causal=True), {}).problem
+    order = RowOrder("zigzag", 4, rows)
+    equal = groups_of(scheme, problem, 4 if scheme == "heads" else 1, None, False)
+    request = Request(problem, (), scheme, order, order, None, equal, CallOptions(), {})
+    assert by_copies.groups_of_copies(request) == groups
 
 
 def test_keys_outside_all_windows_are_not_copied(gpus):

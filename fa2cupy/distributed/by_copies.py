@@ -9,9 +9,11 @@ __all__ = ["groups_of_copies", "takes"]
 
 _SCHEMES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
-#: Rows of all query heads of a rank, from which on there are so many groups between the first and the last one. In
-#: shorter calls the kernels of a part of the heads are slow. In longer ones memory counts, which is that of two groups.
-_BETWEEN = ((1 << 20, 3), (1 << 18, 1))
+#: Rows of all query heads of a rank. In shorter calls, the kernels of a part of the heads are slow. In longer ones of
+#: ``"gather"``, whose memory is that of two groups, all groups have one size: what nothing hides is little there.
+_FEW_ROWS, _MANY_ROWS = 1 << 17, 1 << 20
+#: Rows of the query heads of a group in one call: as many tiles as a large GPU has multiprocessors.
+_LEAST_ROWS = 1 << 14
 #: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
 
@@ -29,27 +31,29 @@ def takes(request: Request) -> bool:
 
 
 def groups_of_copies(request: Request) -> tuple[int, ...]:
-    """The K/V heads of each group of a rank, in groups of the caller, or with small ones at both ends.
+    """The K/V heads of each group of a rank: those of the caller's groups, or small groups at both ends of a large one.
 
     The first group's messages and the last one's results have no kernel to hide behind.
     """
-    if request.head_groups is not None or _has_gradients(request):
-        return request.groups
     problem, size = request.problem, request.queries.size
-    heads = problem.num_heads_kv // (size if request.scheme == "heads" else 1)
-    rows = problem.num_heads * problem.batch * problem.seqlen_q // size
-    between = next((count for least, count in _BETWEEN if rows >= least), None)
-    return (heads,) if between is None else _with_small_ends(heads, between)
+    all_rows = problem.num_heads * problem.batch * problem.seqlen_q // size
+    is_long = request.scheme == "gather" and all_rows >= _MANY_ROWS
+    if request.head_groups is not None or _has_gradients(request) or is_long:
+        return request.groups
+    if request.scheme == "heads":
+        heads, rows = problem.num_heads_kv // size, problem.seqlen_q
+    else:
+        heads, rows = problem.num_heads_kv, request.queries.local // len(request.queries.chunks(0))
+    if all_rows < _FEW_ROWS:
+        return (heads,)
+    return _with_small_ends(heads, problem.batch * problem.heads_per_group * rows)
 
 
-def _with_small_ends(heads: int, between: int) -> tuple[int, ...]:
-    """The numbers of heads of groups: an eighth in each of both ends, and others of about one size between these."""
-    end = max(1, heads // 8)
+def _with_small_ends(heads: int, rows: int) -> tuple[int, ...]:
+    """The heads of each group: about an eighth at each end, but enough `rows`, of which a head has so many."""
+    end = max(-(-heads // 8), -(-_LEAST_ROWS // rows))
     rest = heads - 2 * end
-    if rest <= 0:
-        return (1,) * heads
-    count = min(between, rest)
-    return (end, *(rest // count + (number < rest % count) for number in range(count)), end)
+    return (heads,) if rest < 0 else (end, rest, end) if rest else (end, end)
 
 
 def _has_gradients(request: Request) -> bool:
