@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from support.fake_cupy import FakeArray, place
-from support.fake_gpu import fake_gpu
+from support.fake_gpu import backward, fake_gpu, forward
 from support.fake_nccl import INT8, SIZE, FakeCommunicator, FakeNccl, fake_streams, run_all, shards, together
 from support.simulator import simulated_gpu
 
@@ -82,6 +82,41 @@ def test_parts_know_which_heads_and_queries_they_have(scheme, monkeypatch):
         assert {(record["window_left"], record["window_right"]) for record in records} == chunks
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(2048, 3), (8192, 1)])
+@pytest.mark.parametrize("scheme", ["heads", "gather", "hybrid"])
+def test_parts_have_the_splits_of_the_whole(scheme, rows, expected, monkeypatch):
+    """Their own grids are smaller: by default they would have more, and other bits."""
+    launches, nccl = [], FakeNccl(SIZE)
+    monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+    q, lse = np.zeros((1, rows, 4, 128), "float16"), np.zeros((1, 4, rows), "float32")
+    options = {"causal": True, "deterministic": True}
+
+    def splits() -> dict[str, set[int]]:
+        found = defaultdict(set)
+        for launch in launches:
+            if launch.spec.operation in ("forward", "backward_dkdv"):
+                found[launch.spec.operation].add(launch.values.get("num_splits", 1))
+        launches.clear()
+        return dict(found)
+
+    def work(comm):
+        own, statistics = dist.shard(comm, q), place(dist.shard(comm, lse, axis=2))
+        own = place(own)
+        dist.forward(comm, own, own, own, causal=True, scheme=scheme)
+        if scheme == "heads":
+            dist.backward(comm, own, own, own, own, statistics, own, scheme=scheme, **options)
+
+    with fake_gpu(monkeypatch, run=launches.append):
+        whole = place(q)
+        forward(whole, whole, whole, causal=True)
+        if scheme == "heads":
+            backward(whole, whole, whole, whole, place(lse), whole, **options)
+        of_whole = splits()
+        with fake_streams(monkeypatch):
+            run_all(nccl, work)
+    assert splits() == of_whole and of_whole["forward"] == {expected}
+
+
 @pytest.mark.simulated
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_kernels_compute_what_one_call_does(scheme, monkeypatch):
@@ -131,7 +166,7 @@ def test_messages_match_and_are_in_one_order_on_all_ranks(scheme, gpus):
 
 @pytest.mark.parametrize("scheme", ["heads", "gather", "ring", "hybrid"])
 def test_streams_and_memory(scheme, gpus):
-    """Kernels run on streams without messages; memory comes from the caller's stream and one that is for nothing else."""
+    """Kernels run on streams without messages; memory comes from the caller's stream and one for nothing else."""
     launched, cupy, nccl = gpus
     inputs = make_inputs("float16", seqlen_q=64, num_heads=8, num_heads_kv=8, head_dim=16)
     made = []

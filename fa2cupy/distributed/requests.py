@@ -31,6 +31,7 @@ from .communicator import Communicator
 from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
 from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
+from .splits import with_splits_of_whole
 
 __all__ = ["CallArguments", "Request", "checked"]
 
@@ -91,6 +92,7 @@ class Request:
     groups : tuple of int
         K/V heads of each group of a rank. Groups are computed one after the other.
     options : CallOptions
+        Those of the calls of parts.
     keywords : dict
         Those of features that are not None.
     number : int
@@ -186,7 +188,8 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     requested_method(options.method, options.deterministic, with_atomics=not is_on_host(arrays["q"]))
     requested_tile("forward", options.config)
     shadows, rows = _shadows(comm.size, order, arguments)
-    whole = _whole_request(arguments, shadows, comm.size)
+    keywords = _whole_keywords(arguments, shadows)
+    whole = _whole_request(arguments, shadows, keywords, comm.size)
     problem = whole.problem
     queries, keys = (RowOrder(order, comm.size, rows[name] * comm.size) for name in ("q", "k"))
     results = _own_results(whole.results, arguments)
@@ -198,6 +201,9 @@ def _request(comm: Communicator, arguments: CallArguments) -> Request:
     check_scheme(scheme, problem, queries, ranks, on_gpu=not is_on_host(arrays["q"]))
     has_extras = len(results) > 3
     groups = groups_of(scheme, problem, ranks, arguments.head_groups, has_extras)
+    if not is_on_host(arrays["q"]):
+        names = [result.name for result in results]
+        options = with_splits_of_whole(arguments.call, problem, options, scheme, keywords, names)
     return Request(problem, results, scheme, queries, keys, arguments.head_groups, groups, options, arguments.keywords)
 
 
@@ -256,13 +262,19 @@ def _shadow(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _whole_request(arguments: CallArguments, shadows: Mapping[str, Any], size: int) -> WholeRequest:
+def _whole_keywords(arguments: CallArguments, shadows: Mapping[str, Any]) -> dict[str, Any]:
     keywords: dict[str, Any] = {name: shadows.get(name, value) for name, value in arguments.keywords.items()}
     for name in ("score_args", "mask_args"):
         if name in keywords and isinstance(keywords[name], tuple | list):
             keywords[name] = tuple(_shadow(array.shape, array.dtype) for array in keywords[name])
     if isinstance(keywords.get("block_mask"), BlockMask):
         keywords["block_mask"] = keywords["block_mask"].layout
+    return keywords
+
+
+def _whole_request(
+    arguments: CallArguments, shadows: Mapping[str, Any], keywords: Mapping[str, Any], size: int
+) -> WholeRequest:
     check = check_forward if arguments.call == "forward" else check_backward
     try:
         return check(shadows, arguments.options, keywords)

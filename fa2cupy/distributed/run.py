@@ -67,7 +67,7 @@ class Run:
         self.is_captured = is_captured(array)
         self.window: Window | None = None
         if is_on_host(array):
-            lanes = host_lanes(comm.rank)
+            lanes: Sequence[Lane] = host_lanes(comm.rank)
         else:
             lanes, self._arena = _device_lanes(array, self.is_captured)
         self.main, self.side, self.comm, self.back, *first = lanes

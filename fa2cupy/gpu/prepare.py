@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -91,7 +90,7 @@ def prepare(
         given = [name for name in arguments.results if named[name] is not None]
         plan = kernels.plan(problem, in_place=named)
         return KernelCall(plan, ordinal, arguments, results, given, check_overlap if given else None)
-    padded = _padded(problem, family)
+    padded = problem.padded(family.head_dim_step)
     in_place = {name: named[name] for name in arguments.inputs if name not in copied}
     inner_results = _padded_results(padded, results, sums_dbias)
     inner = KernelCall(kernels.plan(padded, in_place), ordinal, arguments, inner_results)
@@ -171,13 +170,6 @@ def _must_be_copied(name: str, array: cupy.ndarray | None, problem: AttentionPro
     if _is_tensor(name):
         return not takes_rows(family.row_alignment, array)
     return name in _CONTIGUOUS and not array.flags.c_contiguous
-
-
-def _padded(problem: AttentionProblem, family: Family) -> AttentionProblem:
-    """The problem with one head_dim for all tensors that the family takes. Columns of zeros change no product."""
-    widest = max(problem.head_dim, problem.head_dim_v or 0)
-    padded = -(-widest // family.head_dim_step) * family.head_dim_step
-    return dataclasses.replace(problem, head_dim=padded, head_dim_v=None)
 
 
 def _padded_results(padded: AttentionProblem, results: tuple[Result, ...], sums_dbias: bool) -> tuple[Result, ...]:

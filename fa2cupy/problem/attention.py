@@ -174,6 +174,11 @@ class AttentionProblem:
         """The same problem with other features."""
         return dataclasses.replace(self, settings=settings)
 
+    def padded(self, step: int) -> AttentionProblem:
+        """The problem with one head_dim for all tensors, a multiple of `step`. Columns of zeros change no product."""
+        widest = max(self.head_dim, self.head_dim_v or 0)
+        return dataclasses.replace(self, head_dim=-(-widest // step) * step, head_dim_v=None)
+
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of lse and delta: (batch, num_heads, seqlen_q), without the axes that the caller left out."""

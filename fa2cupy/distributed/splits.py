@@ -1,0 +1,64 @@
+"""The number of splits of the calls of parts: that of one call on the whole sequence, so that all bits are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..families.choice import choose, requested_method, used_features
+from ..families.device import DeviceInfo
+from ..families.registry import choose_family
+from ..problem.attention import ROWS_OF, AttentionProblem
+from ..problem.options import CallOptions
+from ..problem.strides import AnyStrides, argument_layouts, feature_strides
+
+__all__ = ["with_splits_of_whole"]
+
+
+def with_splits_of_whole(
+    call: str,
+    problem: AttentionProblem,
+    options: CallOptions,
+    scheme: str,
+    keywords: Mapping[str, Any],
+    gradients: Sequence[str],
+) -> CallOptions:
+    """The options of the calls of parts on the current GPU.
+
+    Parameters
+    ----------
+    call : {"forward", "backward"}
+    problem : AttentionProblem
+        That of the whole sequence.
+    options : CallOptions
+    scheme : str
+    keywords : mapping
+        Those of features, with arrays of the shapes for the whole sequence.
+    gradients : sequence of str
+        Names of the gradients of features.
+    """
+    if options.num_splits is not None or not _has_bits_of_whole(call, options, scheme) or 0 in problem.score_shape:
+        return options
+    extras = tuple(name for name in ("dbias", "dsink") if name in gradients)
+    device = DeviceInfo.current()
+    used = used_features(problem, extras)
+    family = choose_family(call, problem.dtype, device, options.family, used, options.precision)
+    padded = problem.padded(family.head_dim_step)
+    strides: dict[str, AnyStrides] = {
+        name: padded.kernel_strides(padded.shape_of(name)) for name, rows in ROWS_OF.items() if rows != "statistics"
+    }
+    strides |= feature_strides(keywords) | argument_layouts(keywords)
+    choice = choose(call, padded, device, strides, options, extras=extras)
+    if "decode" in choice.tiles:
+        return options
+    return options._replace(num_splits=max(choice.num_splits.values(), default=1))
+
+
+def _has_bits_of_whole(call: str, options: CallOptions, scheme: str) -> bool:
+    """True if the results of parts are to be those of one call, bit for bit.
+
+    Gradients are only in ``"heads"``, and only if the order of sums is the same from run to run.
+    """
+    if call == "forward":
+        return scheme != "ring"
+    return scheme == "heads" and requested_method(options.method, options.deterministic) == "two_pass"
