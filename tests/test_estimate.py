@@ -123,6 +123,10 @@ class TestForwardSplits:
         assert self.shares(1, 256, (8, 1)) == self.shares(2048, 2048, (8, 1)) == self.shares(4096, 4096, (16, 16)) == 1
         assert self.shares(1, 16384, (8, 1), window=(255, 0)) == 1
 
+    def test_many_blocks_are_not_shared(self):
+        """Measured on an H100: 194 ms for 64k queries of 8/2 heads against 512k keys, with four shares 277."""
+        assert self.shares(65536, 524288, (8, 2)) == self.shares(65536, 458752, (8, 2)) == 1
+
     def test_reading_the_keys_takes_the_same_time_for_any_number(self):
         assert self.shares(128, 16384, (90, 1)) > 1 == self.shares(128, 16384, (90, 90))
 
@@ -143,6 +147,16 @@ def test_heads_that_do_not_fit_in_the_cache_have_blocks_of_their_own():
         assert splits(problem((2 * group, 2), 65536), method="single_pass") == group
     few_queries = dataclasses.replace(problem((8, 2), 65536), seqlen_k=262144)  # all blocks are in step
     assert splits(few_queries, method="single_pass") == 1
+
+
+def test_short_heads_drift_apart_though_keys_are_more():
+    """Measured on an H100, 32/8 heads, both chunks of a rank of four: 8.5 to 9.1 ms, with two shares 7.6 to 7.7."""
+    for keys in (8192, 16384, 28672):
+        few_queries = dataclasses.replace(problem((32, 8), 4096), seqlen_k=keys)
+        assert splits(few_queries, method="single_pass") == 2
+    for queries, keys in ((4096, 32768), (8192, 16384), (8192, 32768)):
+        few_queries = dataclasses.replace(problem((32, 8), queries), seqlen_k=keys)
+        assert splits(few_queries, method="single_pass") == 1
 
 
 def test_what_the_caller_asks_for_is_taken():

@@ -43,7 +43,6 @@ class _Gather(Gather):
         self.window: Window = run.window
         self.has_shares = has_shares
         self._windows: list[list[list[Array]]] = []
-        self._last_arrival: Any = None
         super().__init__(run, operands, None)
 
     def prepare(self) -> None:
@@ -97,8 +96,6 @@ class _Gather(Gather):
         for event in self.free[number]:
             run.comm.wait(event)
             run.back.wait(event)
-        if group and not self.free[number]:
-            run.comm.wait(self._last_arrival)  # the first group's keys of all ranks go first
         if self.free[number]:
             window.signal(run.comm, Signal.USED, group)
             window.wait(run.comm, Signal.USED, group)
@@ -106,8 +103,7 @@ class _Gather(Gather):
         window.signal(run.comm, Signal.SENT, group)
         run.back(window.copy, self._copies(group, (run.rank,)))
         window.wait(run.back, Signal.SENT, group)
-        self._last_arrival = run.back.record()
-        return self._last_arrival
+        return run.back.record()
 
     def _copies(self, group: int, ranks: Sequence[int]) -> list[Copy]:
         """Copies of the keys of this rank that some ranks see, in a group."""

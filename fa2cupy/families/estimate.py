@@ -24,8 +24,9 @@ __all__ = ["BlockCost", "Costs", "backward_time", "forward_splits", "split_candi
 #: Shares have workspaces of their own in kernels without atomics. More than this many copies of O, or of dK and dV, are
 #: made only where all of them are smaller than `_SMALL_BYTES`.
 _MOST_COPIES, _SMALL_BYTES = 4, 64 << 20
-#: Keys for each query, from which on so few blocks are shorter than the others that they hardly drift apart.
-_EQUAL_BLOCKS = 8
+#: Keys for each query, from which on so few blocks are shorter than the others that they do not drift apart: where the
+#: heads of a block fit in half of the L2 cache, and where they do not. Short heads follow each other faster.
+_EQUAL_BLOCKS_OF_SHORT_HEADS, _EQUAL_BLOCKS = 8, 2
 _ASSIGNED_SINGLY = 8  # blocks for each slot, up to which the schedule is simulated block by block
 
 
@@ -67,7 +68,7 @@ class Costs:
     drift : float
         Growth of a step of ``single_pass``, for each doubling of a block's heads beyond two, if the heads do not fit
         in the L2 cache; beyond one, if one head does not. Under a causal mask blocks of different lengths drift apart
-        and work on different heads. Where keys are twice as many as queries, or more, most blocks have the same length.
+        and work on different heads. Where keys are many times as many as queries, most blocks have the same length.
     """
 
     blocks: Mapping[str, Mapping[int, BlockCost]]
@@ -107,7 +108,7 @@ def forward_splits(costs: Costs, problem: AttentionProblem, device: DeviceInfo, 
 
     slots = device.multiprocessors * tile.blocks_per_sm
     if sum(steps.values()) * heads > _ASSIGNED_SINGLY * slots:
-        return 1  # so many blocks fill the slots evenly, and shares read more keys at a time than the L2 cache holds
+        return 1  # so many blocks fill the slots evenly; shares of them read more keys at a time
     most = min(most, _most_copies(4e6 * rows), max(steps, default=0))
     return min(range(1, max(1, most) + 1), key=time)
 
@@ -198,7 +199,9 @@ def _drift(costs: Costs, problem: AttentionProblem, device: DeviceInfo, splits: 
     of_head = _bytes_of_head(problem, problem.seqlen_q)
     left, right = problem.band
     # But for the last, and for those at the ends of a window.
-    has_equal_blocks = right is None or left is not None or problem.seqlen_k >= _EQUAL_BLOCKS * problem.seqlen_q
+    is_short = 2 * of_head * problem.heads_per_group <= device.l2_bytes
+    keys = (_EQUAL_BLOCKS_OF_SHORT_HEADS if is_short else _EQUAL_BLOCKS) * problem.seqlen_q
+    has_equal_blocks = right is None or left is not None or problem.seqlen_k >= keys
     harmless = 1 if of_head > device.l2_bytes else 2
     if has_equal_blocks or heads <= harmless or of_head * problem.batch * problem.num_heads <= device.l2_bytes:
         return 1.0
