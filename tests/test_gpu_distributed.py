@@ -10,7 +10,9 @@ import pytest
 from support import gpu_ranks
 
 from fa2cupy.distributed.copies import copy
+from fa2cupy.distributed.copy_kernel import copy_matrices
 from fa2cupy.distributed.lanes import StreamLane
+from fa2cupy.distributed.matrices import Matrix
 from fa2cupy.distributed.sums import add, merge_into, subtract, sum_into
 from fa2cupy.families.device import device_count
 from fa2cupy.problem.dtypes import accumulator_dtype
@@ -45,6 +47,24 @@ def test_large_copies_between_strides(first, columns, dtype):
     copy(target[:, :, 1:49, :columns], source)
     assert cp.array_equal(target[:, :, 1:49, :columns], source)
     assert not (target[:, :, 0].any() or target[:, :, 49].any() or target[..., columns:].any())
+
+
+@pytest.mark.parametrize("word", (16, 8, 4, 2, 1))
+def test_copies_of_matrices(word):
+    """Two that are larger than the blocks of a launch take at a time, and 70 small ones: two launches."""
+    rng = np.random.default_rng(word)
+    source, target = (cp.asarray(rng.integers(0, 256, 1 << 26).astype(np.uint8)) for _ in range(2))
+    expected, data = target.get(), source.get()
+    places = [(0, 4096 + word, 0, 8192 + word, 4096 - word, 8000), (1 << 25, 2048, 1 << 23, 1024, 1024, 9000)]
+    places += [((1 << 26) - (n + 1) * 1024, 128, n * 1024, 64, 3 * word, 5) for n in range(70)]
+    for to, to_pitch, of, of_pitch, width, height in places:
+        for row in range(height):
+            expected[to + row * to_pitch :][:width] = data[of + row * of_pitch :][:width]
+    addresses = target.data.ptr, source.data.ptr
+    copy_matrices(
+        [Matrix(addresses[0] + to, to_pitch, addresses[1] + of, *others) for to, to_pitch, of, *others in places]
+    )
+    np.testing.assert_array_equal(target.get(), expected)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32", "float64"))

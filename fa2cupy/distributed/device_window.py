@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from ..problem.array_types import Array
-from .matrices import is_few, matrices_of
+from .copy_kernel import copy_matrices
+from .matrices import Matrix, is_few, matrices_of
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
 from .windows import IS_READY, MOST_STEPS, READY, Copy, Signal, Window, word_of
@@ -88,17 +89,14 @@ class DeviceWindow(Window):
     # -- copies
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Queues copies on the current stream: those to other GPUs are made by a copy engine."""
+        """Queues copies to other GPUs on the current stream, which a copy engine makes."""
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
-        for target, target_start, source, source_start, shape in copies:
-            if 0 in shape:
-                continue
-            to, of = _address(target), _address(source)
-            for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
-                memcpy(
-                    to + one.target, one.target_pitch, of + one.source, one.source_pitch, one.width, one.height,
-                    _COPY_DEFAULT, stream,
-                )  # fmt: skip
+        for to, to_pitch, of, of_pitch, width, height in _matrices(copies):
+            memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
+
+    def copy_here(self, copies: Sequence[Copy]) -> None:
+        """Queues copies inside this GPU on the current stream, as one kernel."""
+        copy_matrices(list(_matrices(copies)))
 
     def can_copy(self, array: Array) -> bool:
         """True if the copy from or to a contiguous array is a few copies of matrices."""
@@ -209,6 +207,16 @@ class _Queued:
 
 def _address(array: Any) -> int:
     return array.data.ptr
+
+
+def _matrices(copies: Sequence[Copy]) -> Iterator[Matrix]:
+    """Yields the matrices of copies, with addresses."""
+    for target, target_start, source, source_start, shape in copies:
+        if 0 in shape:
+            continue
+        to, of = _address(target), _address(source)
+        for one in matrices_of(shape, target.strides, source.strides, target.itemsize, target_start, source_start):
+            yield Matrix(to + one.target, one.target_pitch, of + one.source, *one[3:])
 
 
 def connect(rank: int, size: int, texts: Callable[[str], list[str]], check: Callable[[], None]) -> DeviceWindow | None:

@@ -101,7 +101,7 @@ class _Gather(Gather):
             window.wait(run.comm, Signal.USED, group)
         run.comm(window.copy, self._copies(group, window.others))
         window.signal(run.comm, Signal.SENT, group)
-        run.back(window.copy, self._copies(group, (run.rank,)))
+        run.back(window.copy_here, self._copies(group, (run.rank,)))
         window.wait(run.back, Signal.SENT, group)
         return run.back.record()
 

@@ -172,21 +172,21 @@ class _Call:
 
     def _send(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
-        self._copy_inputs(self._run.comm, group, self._window.others)
+        self._copy_inputs(self._run.comm, self._window.copy, group, self._window.others)
         self._window.signal(self._run.comm, Signal.SENT, group)
 
     def _keep(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to its own window."""
-        self._copy_inputs(self._run.back, group, (self._run.rank,))
+        self._copy_inputs(self._run.back, self._window.copy_here, group, (self._run.rank,))
         self._copied.append(self._run.back.record())
 
-    def _copy_inputs(self, lane: Lane, group: int, ranks: Sequence[int]) -> None:
+    def _copy_inputs(self, lane: Lane, copy: Callable[..., None], group: int, ranks: Sequence[int]) -> None:
         routes = list(zip(self._inputs, self._wholes[group], strict=True))
         if group == 0 and self._written is not None:
-            lane(self._window.copy, self._to_windows(routes[:-1], group, ranks))
+            lane(copy, self._to_windows(routes[:-1], group, ranks))
             lane.wait(self._written)
             routes = routes[-1:]
-        lane(self._window.copy, self._to_windows(routes, group, ranks))
+        lane(copy, self._to_windows(routes, group, ranks))
 
     def _to_windows(self, routes: Sequence[tuple[_Route, list[Array]]], group: int, ranks: Sequence[int]) -> list[Copy]:
         return [
@@ -211,7 +211,7 @@ class _Call:
         run.comm(window.copy, self._to_rows(group, results, window.others))
         window.signal(run.comm, Signal.RETURNED, group)
         run.back.wait(computed)
-        run.back(window.copy, self._to_rows(group, results, (run.rank,)))
+        run.back(window.copy_here, self._to_rows(group, results, (run.rank,)))
 
     def _to_rows(self, group: int, results: Sequence[Array], ranks: Sequence[int]) -> list[Copy]:
         own = self._run.rank
@@ -231,7 +231,7 @@ class _Call:
             for route, landings in zip(self._out, self._landings, strict=True):
                 start, shape = _heads_of(route.shape, peer, group)
                 copies.append(Copy(route.array, start, landings[run.rank], start, shape))
-            run.back(window.copy, copies)
+            run.back(window.copy_here, copies)
 
     def _end(self) -> None:
         """Lets the lane of messages, which the caller's lane waits for, wait for the copies on this rank."""

@@ -5,7 +5,8 @@
     window.enter(lane)                          lets what is queued after it wait until it may write to the others
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step, peers)        lets what is queued after it wait for the signals of other ranks
-    lane(window.copy, copies)                   copies of parts of arrays; those to other ranks need no multiprocessor
+    lane(window.copy, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
+    lane(window.copy_here, copies)              copies of parts of this rank's arrays
     window.end(lane)                            at the end: the lane has waited for all that was done with the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
@@ -189,7 +190,11 @@ class Window:
     # -- by kind of memory
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Makes copies one after the other, on the current lane."""
+        """Makes copies to other ranks one after the other, on the current lane."""
+        raise NotImplementedError
+
+    def copy_here(self, copies: Sequence[Copy]) -> None:
+        """Makes copies on this rank together, on the current lane."""
         raise NotImplementedError
 
     def can_copy(self, array: Array) -> bool:

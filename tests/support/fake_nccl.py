@@ -14,7 +14,7 @@ import numpy as np
 from support.fake_cupy import FakeArray, FakeCupy, FakeMemory, current_device, place
 
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import communicator, messages, requests
+from fa2cupy.distributed import communicator, device_window, messages, requests
 from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.nccl import NcclTransport
 from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepared, tile_states
@@ -141,7 +141,7 @@ class FakeSharing:
     Attributes
     ----------
     log : list of (kind, stream)
-        Copies and signals, in the order in which they were queued.
+        Copies, copies inside a GPU and signals, in the order in which they were queued.
     mapped : set of int
         Addresses that a rank has opened and not closed.
     refusal : str or None
@@ -162,7 +162,7 @@ class FakeSharing:
         self.refusal: str | None = None
         self.timeout, self.never, self.waiting = 20.0, [], 0
         self.changed = threading.Condition()
-        self._driver = driver()
+        self._driver, self.current = driver(), cupy.cuda.get_current_stream
         cupy.cuda.runtime = self
         cupy.cuda.Memory = self._memory
         cupy.cuda.MemoryPointer = lambda memory, offset: FakeMemory(memory.ptr + offset, memory)
@@ -202,6 +202,13 @@ class FakeSharing:
         for row in range(height):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
+    def copy_matrices(self, matrices):
+        self.log.append(("local copy", self.current().ptr))
+        for one in matrices:
+            for row in range(one.height):
+                to, of = one.target + row * one.target_pitch, one.source + row * one.source_pitch
+                ctypes.memmove(to, of, one.width)
+
     def cuStreamWriteValue32(self, stream, address, value, flags):
         self.log.append(("write", stream))
         with self.changed:
@@ -236,6 +243,7 @@ def fake_sharing(monkeypatch, cupy: StreamsCupy):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "cuda.bindings", bindings)
         patch.setattr(NcclTransport, "window", WINDOW)
+        patch.setattr(device_window, "copy_matrices", sharing.copy_matrices)
         yield sharing
 
 

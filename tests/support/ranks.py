@@ -205,6 +205,8 @@ class ThreadWindow(Window):
             )
             target[to] = source[of]
 
+    copy_here = copy
+
     def can_copy(self, array) -> bool:
         return array.strides[-1] == array.itemsize
 

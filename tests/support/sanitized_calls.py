@@ -23,6 +23,8 @@ from support.feature_cases import extras, options_of
 from support.traced_cases import on_gpu, ready_made
 
 import fa2cupy
+from fa2cupy.distributed.copy_kernel import copy_matrices
+from fa2cupy.distributed.matrices import Matrix
 from fa2cupy.testing import make_inputs
 
 #: (dtype, head_dim): a native and a padded dimension of each main loop.
@@ -146,6 +148,14 @@ def sparse() -> None:
         check_calls(q, k, v, do, dtype, {"block_mask": given, "causal": True})
 
 
+def copied() -> None:
+    """Copies matrices of rows of 37 words, of each size."""
+    for word in (16, 8, 4, 2, 1):
+        source, target = (cupy.asarray(np.zeros((90, 40 * word), np.uint8)) for _ in range(2))
+        one = Matrix(target.data.ptr, 40 * word, source.data.ptr, 40 * word, 37 * word, 90)
+        copy_matrices([one._replace(height=50), one._replace(target=one.target + 60 * 40 * word, height=30)])
+
+
 def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
     """Calls forward and both backward methods."""
     fa2cupy.forward(q, k, v, **options)
@@ -157,7 +167,7 @@ def check_calls(q, k, v, do, dtype: str, options: dict) -> None:
 PARTS = {
     "plain": plain, "features": with_settings, "functions": with_functions, "packed": packed, "sparse": sparse,
     "float32-59": functools.partial(of_parts, 59), "float32-128": functools.partial(of_parts, 128),
-    "float32-250": functools.partial(of_parts, 250), "decode": decoding,
+    "float32-250": functools.partial(of_parts, 250), "decode": decoding, "copies": copied,
 }  # fmt: skip
 
 if __name__ == "__main__":
