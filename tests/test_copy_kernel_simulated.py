@@ -1,4 +1,4 @@
-"""The kernel that copies matrices inside a GPU, in the interpreter of PTX."""
+"""The kernel that copies matrices, in the interpreter of PTX."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ class DeviceWindow(Window):
         for to, to_pitch, of, of_pitch, width, height in _matrices(copies):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
-    def copy_here(self, copies: Sequence[Copy]) -> None:
-        """Queues copies inside this GPU on the current stream, as one kernel."""
+    def copy_by_kernel(self, copies: Sequence[Copy]) -> None:
+        """Queues copies inside this GPU and to others on the current stream, as one kernel."""
         copy_matrices(list(_matrices(copies)))
 
     def can_copy(self, array: Array) -> bool:

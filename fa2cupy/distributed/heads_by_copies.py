@@ -2,7 +2,8 @@
 
 NCCL's blocks cannot start while a persistent kernel has all multiprocessors, so that its messages wait for the end of
 kernels. Copy engines need none: they write a group's rows to the other ranks while another group is computed, from the
-caller's strided arrays and to their places.
+caller's strided arrays and to their places. Each of their copies takes about 3 us besides: before the first group is
+computed and after the last one, where multiprocessors are idle, a kernel writes to all ranks at once.
 
     comm    writes to other ranks: the rows of a group, and its results when it is computed
     back    copies on this rank: its own rows and results, and the results that others have written
@@ -172,12 +173,13 @@ class _Call:
 
     def _send(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
-        self._copy_inputs(self._run.comm, self._window.copy, group, self._window.others)
+        copy = self._window.copy if group else self._window.copy_by_kernel
+        self._copy_inputs(self._run.comm, copy, group, self._window.others)
         self._window.signal(self._run.comm, Signal.SENT, group)
 
     def _keep(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to its own window."""
-        self._copy_inputs(self._run.back, self._window.copy_here, group, (self._run.rank,))
+        self._copy_inputs(self._run.back, self._window.copy_by_kernel, group, (self._run.rank,))
         self._copied.append(self._run.back.record())
 
     def _copy_inputs(self, lane: Lane, copy: Callable[..., None], group: int, ranks: Sequence[int]) -> None:
@@ -208,10 +210,11 @@ class _Call:
         run, window = self._run, self._window
         computed = self.heads.lane(group).record()
         run.comm.wait(computed)
-        run.comm(window.copy, self._to_rows(group, results, window.others))
+        is_last = group == self.heads.count - 1
+        run.comm(window.copy_by_kernel if is_last else window.copy, self._to_rows(group, results, window.others))
         window.signal(run.comm, Signal.RETURNED, group)
         run.back.wait(computed)
-        run.back(window.copy_here, self._to_rows(group, results, (run.rank,)))
+        run.back(window.copy_by_kernel, self._to_rows(group, results, (run.rank,)))
 
     def _to_rows(self, group: int, results: Sequence[Array], ranks: Sequence[int]) -> list[Copy]:
         own = self._run.rank
@@ -231,7 +234,7 @@ class _Call:
             for route, landings in zip(self._out, self._landings, strict=True):
                 start, shape = _heads_of(route.shape, peer, group)
                 copies.append(Copy(route.array, start, landings[run.rank], start, shape))
-            run.back(window.copy_here, copies)
+            run.back(window.copy_by_kernel, copies)
 
     def _end(self) -> None:
         """Lets the lane of messages, which the caller's lane waits for, wait for the copies on this rank."""

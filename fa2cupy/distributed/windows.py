@@ -6,7 +6,7 @@
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
     window.wait(lane, kind, step, peers)        lets what is queued after it wait for the signals of other ranks
     lane(window.copy, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
-    lane(window.copy_here, copies)              copies of parts of this rank's arrays
+    lane(window.copy_by_kernel, copies)         copies, where nothing else is computed or to this rank
     window.end(lane)                            at the end: the lane has waited for all that was done with the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
@@ -193,8 +193,8 @@ class Window:
         """Makes copies to other ranks one after the other, on the current lane."""
         raise NotImplementedError
 
-    def copy_here(self, copies: Sequence[Copy]) -> None:
-        """Makes copies on this rank together, on the current lane."""
+    def copy_by_kernel(self, copies: Sequence[Copy]) -> None:
+        """Makes copies to any ranks together, on the current lane, which may wait for kernels."""
         raise NotImplementedError
 
     def can_copy(self, array: Array) -> bool:

@@ -141,7 +141,7 @@ class FakeSharing:
     Attributes
     ----------
     log : list of (kind, stream)
-        Copies, copies inside a GPU and signals, in the order in which they were queued.
+        Copies of matrices and signals, in the order in which they were queued.
     mapped : set of int
         Addresses that a rank has opened and not closed.
     refusal : str or None
@@ -203,8 +203,8 @@ class FakeSharing:
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
     def copy_matrices(self, matrices):
-        self.log.append(("local copy", self.current().ptr))
         for one in matrices:
+            self.log.append(("copy by kernel", self.current().ptr))
             for row in range(one.height):
                 to, of = one.target + row * one.target_pitch, one.source + row * one.source_pitch
                 ctypes.memmove(to, of, one.width)

@@ -205,7 +205,7 @@ class ThreadWindow(Window):
             )
             target[to] = source[of]
 
-    copy_here = copy
+    copy_by_kernel = copy
 
     def can_copy(self, array) -> bool:
         return array.strides[-1] == array.itemsize
