@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from ptxsim.memory import Memory
 from support.ptxsim_kernels import cuda_module
 
 from fa2cupy.distributed import copy_kernel
-from fa2cupy.distributed.copy_kernel import SOURCE, THREADS, launches_of
+from fa2cupy.distributed.copy_kernel import _RECORD_BYTES, SOURCE, THREADS, launches_of
 from fa2cupy.distributed.matrices import Matrix
 
 BYTES = 1 << 16
@@ -35,7 +37,7 @@ def test_matrices_are_copied_and_nothing_else(word, blocks):
     )
     assert name.endswith(f"_{word}")
     launch = cuda_module(SOURCE, "compute_80").launch
-    launch(name, min(blocks, shares), THREADS, [record[()]], memory=memory, race_check=True)
+    launch(name, min(blocks, shares), THREADS, [record.ljust(_RECORD_BYTES, b"\xff")], memory=memory, race_check=True)
     expected = before.copy()
     for target, target_pitch, first, pitch, width, height in CASES[word]:
         for row in range(height):
@@ -47,11 +49,10 @@ def test_matrices_are_copied_and_nothing_else(word, blocks):
 def test_large_and_many_matrices_are_several(monkeypatch):
     monkeypatch.setattr(copy_kernel, "_MOST_WORDS", 100)
     matrices = [Matrix(1 << 20, 512, 1 << 30, 1024, 160, 33)] * 10  # 10 rows of 10 words at a time: 4 parts
-    found = list(launches_of(matrices))
-    assert [int(record["count"]) for _, _, record in found] == [40]
+    assert [len(record) for _, _, record in launches_of(matrices)] == [8 + 40 * 48]
     monkeypatch.setattr(copy_kernel, "_MOST_MATRICES", 16)
-    found = list(launches_of(matrices))
-    assert [int(record["count"]) for _, _, record in found] == [16, 16, 8]
-    assert sum(int(one["words"]) for _, _, record in found for one in record["matrices"]) == 10 * 33 * 10
-    assert all(shares == record["matrices"][int(record["count"]) - 1]["end"] for _, shares, record in found)
+    launches = [(shares, list(struct.iter_unpack("<5q2I", record[8:]))) for _, shares, record in launches_of(matrices)]
+    assert [len(parts) for _, parts in launches] == [16, 16, 8]
+    assert all(parts[-1][4] == shares for shares, parts in launches)
+    assert sum(words for _, parts in launches for *_, words in parts) == 10 * 33 * 10
     assert list(launches_of([])) == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from .matrices import Matrix
 
@@ -16,7 +15,7 @@ __all__ = ["SOURCE", "THREADS", "copy_matrices", "launches_of"]
 THREADS = 256
 #: Words that a thread copies at a time, and the bytes of the longest ones.
 _EACH, _LONGEST = 4, 16
-#: Matrices of a launch, whose record is limited to 4 KiB, and words of a matrix.
+#: Matrices of a launch, whose record is limited to 4 KiB, and words of a matrix, of which there are fewer.
 _MOST_MATRICES, _MOST_WORDS = 64, 1 << 31
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -69,11 +68,8 @@ KERNEL(4, unsigned)
 KERNEL(2, unsigned short)
 KERNEL(1, unsigned char)
 """
-_MATRIX = np.dtype(
-    [(name, "i8") for name in ("target", "target_pitch", "source", "source_pitch", "end")]
-    + [(name, "u4") for name in ("words_of_row", "words")]
-)
-_RECORD = np.dtype([("count", "i8"), ("matrices", _MATRIX, (_MOST_MATRICES,))])
+_COUNT_BYTES, _MATRIX_BYTES = 8, 48
+_RECORD_BYTES = _COUNT_BYTES + _MOST_MATRICES * _MATRIX_BYTES
 
 
 def copy_matrices(matrices: Sequence[Matrix]) -> None:
@@ -84,36 +80,30 @@ def copy_matrices(matrices: Sequence[Matrix]) -> None:
     device = cupy.cuda.Device()
     most, stream = _BLOCKS_PER_MULTIPROCESSOR * _multiprocessors(device.id), cupy.cuda.get_current_stream().ptr
     for name, shares, record in launches_of(matrices):
-        parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
-        kernel = _kernel(name, device.id)
-        driver.launchKernel(
-            kernel.ptr, min(shares, most), 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0
-        )
+        buffer = ctypes.create_string_buffer(record, _RECORD_BYTES)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        blocks = min(shares, most)
+        function = _function(name, device.id).ptr
+        driver.launchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
 
 
-def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yields the kernel, the number of shares and the record of each launch."""
-    if not matrices:
-        return
-    together = functools.reduce(lambda bits, one: bits | _bits(one), matrices, _LONGEST)
-    word = together & -together  # divides all of them
-    rows = [part for one in matrices for part in _of_some_words(one, word)]
-    for begin in range(0, len(rows), _MOST_MATRICES):
-        record = np.zeros((), _RECORD)
-        shares, entries = 0, []
-        for one in rows[begin : begin + _MOST_MATRICES]:
-            words_of_row = one.width // word
-            shares += -(-words_of_row * one.height // (THREADS * _EACH))
-            entries.append((*one[:4], shares, words_of_row, words_of_row * one.height))
-        record["count"] = len(entries)
-        record["matrices"][: len(entries)] = entries
-        yield f"fa2_copy_matrices_{word}", shares, record
-
-
-def _bits(matrix: Matrix) -> int:
-    """The bits that are set in any number of bytes."""
-    pitches = matrix.target_pitch | matrix.source_pitch if matrix.height > 1 else 0
-    return matrix.target | matrix.source | matrix.width | pitches
+def launches_of(matrices: Sequence[Matrix]) -> Iterator[tuple[str, int, bytes]]:
+    """Yields the kernel, the number of shares and the front of the record of each launch."""
+    together = _LONGEST
+    for target, target_pitch, source, source_pitch, width, height in matrices:
+        together |= target | source | width | (target_pitch | source_pitch if height > 1 else 0)
+    word = together & -together  # divides all of these
+    if any(one.width * one.height >= _MOST_WORDS * word for one in matrices):
+        matrices = [part for one in matrices for part in _of_some_words(one, word)]
+    for begin in range(0, len(matrices), _MOST_MATRICES):
+        values: list[int] = []
+        shares, some = 0, matrices[begin : begin + _MOST_MATRICES]
+        for target, target_pitch, source, source_pitch, width, height in some:
+            words_of_row = width // word
+            words = words_of_row * height
+            shares += -(-words // (THREADS * _EACH))
+            values += (target, target_pitch, source, source_pitch, shares, words_of_row, words)
+        yield f"fa2_copy_matrices_{word}", shares, struct.pack("<q" + "5q2I" * len(some), len(some), *values)
 
 
 def _of_some_words(matrix: Matrix, word: int) -> Iterator[Matrix]:
@@ -135,8 +125,8 @@ def _multiprocessors(device: int) -> int:
 
 
 @functools.lru_cache(maxsize=None)
-def _kernel(name: str, device: int) -> Any:
-    """The kernel, loaded on the device, which is the current one."""
+def _function(name: str, device: int) -> Any:
+    """The kernel as a ``cupy.cuda.Function`` of the device, which is the current one."""
     return _module().get_function(name).kernel
 
 
