@@ -9,9 +9,9 @@ Writes ``scripts/results/<gpu>/check.json``: the device, driver and compiler, ho
 skipped, and what each tool of compute-sanitizer found. Tests of large arrays (``large``) and those that need two GPUs
 (``several_gpus``) are counted apart; the others run once more with each array alone in pages of its own (``isolated``,
 by ``pytest --isolate``). With ``--processes`` they take turns with the GPUs of the machine. A digest of ``fa2cupy/``
-and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. The receipt is written after
-each step, and a run that skips steps keeps the earlier results of the same code, so that short runs make one
-receipt. Commit it with the change that it checks.
+and ``kernels/`` ties the receipt to its code; ``--verify`` compares it with a checkout. Each step is noted in the
+receipt when it ends, and what other runs have noted of the same code stays: short runs, one after the other or at a
+time, make one receipt. Commit it with the change that it checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     folder = results_folder(gpu.name, options.out)
     versions = info()
-    receipt = {
+    setting: dict[str, object] = {
         "date": datetime.date.today().isoformat(),
         "device": gpu.name,
         "driver": gpu.driver,
@@ -110,9 +110,7 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
         "python": versions["python"],
         "digest": code_digest(ROOT),
     }
-    # Written after each step, so that an interrupted run leaves its results.
     path = folder / "check.json"
-    before = _receipt_of(receipt, path)
     steps: dict[str, Callable[[Path], object]] = {
         name: functools.partial(_run_tests, marker=marker, processes=options.processes, more=more)
         for name, (marker, more) in SUITES.items()
@@ -120,17 +118,25 @@ def _check(options: argparse.Namespace, gpu: Gpu) -> int:
     steps |= {"sanitizers": _run_sanitizers, "benchmark": _run_benchmark}
     if not {"tests", "isolated"} <= set(options.skip):
         _compile_ahead()
-    receipt |= {name: before.get(name, "skipped") if name in options.skip else "not finished" for name in STEPS}
-    path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
-    for name, step in steps.items():
-        if name not in options.skip:
-            receipt[name] = step(folder)
-            path.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+    own = [name for name in steps if name not in options.skip]
+    receipt = _note(path, setting, dict.fromkeys(own, "not finished"))
+    for name in own:
+        receipt = _note(path, setting, {name: steps[name](folder)})
     print(path.read_text(encoding="utf-8"))
-    return 0 if _passed(receipt) else 1
+    return 0 if _passed({**receipt, **dict.fromkeys(options.skip, "skipped")}) else 1
 
 
-def _receipt_of(setting: dict[str, object], path: Path) -> dict:
+def _note(path: Path, setting: Mapping[str, object], found: Mapping[str, object]) -> dict:
+    """Notes steps in the receipt, beside what this and other runs have noted of the same code, and returns it."""
+    before = _receipt_of(setting, path)
+    receipt = {**setting, **{name: before.get(name, "skipped") for name in STEPS}, **found}
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)
+    return receipt
+
+
+def _receipt_of(setting: Mapping[str, object], path: Path) -> dict:
     """Returns the earlier receipt if it is of the same code, device and versions, else an empty one."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -162,7 +168,7 @@ def _run_tests(folder: Path, marker: str, processes: int, more: Sequence[str]) -
     start = time.perf_counter()
     # Tests of large arrays need a GPU's memory for themselves, those of several GPUs all of these.
     parallel = ["-n", str(processes), "--dist", "worksteal"] if processes > 1 and "not large" in marker else []
-    report = folder / "tests.xml"
+    report = folder / f"tests-{os.getpid()}.xml"
     options = [f"--junitxml={report}", *more, *parallel]
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", marker, *options], cwd=ROOT)
     suite = next(ElementTree.parse(report).iter("testsuite"))

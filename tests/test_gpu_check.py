@@ -82,6 +82,18 @@ def test_short_runs_of_gpu_check_make_one_receipt(monkeypatch, tmp_path):
     assert [receipt[step] for step in gpu_check.STEPS] == [
         suite, suite, suite, suite, {"memcheck": "0 errors"}, "skipped",
     ]  # fmt: skip
+
+    def beside_another_run(folder):
+        gpu_check.main([*run, "tests", "large", "isolated", "sanitizers", "benchmark"])
+        return {"memcheck": "0 errors in the second run"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "_run_sanitizers", beside_another_run)
+        patch.setattr(gpu_check, "_run_tests", lambda folder, marker, processes, more: {**suite, "passed": 4})
+        assert gpu_check.main([*run, "tests", "large", "several_gpus", "isolated", "benchmark"]) == 0
+    receipt = json.loads((tmp_path / "check.json").read_text())
+    assert receipt["several_gpus"]["passed"] == 4 and receipt["tests"]["passed"] == 3
+    assert receipt["sanitizers"] == {"memcheck": "0 errors in the second run"}
     monkeypatch.setattr(gpu_check, "code_digest", lambda root: "other code")
     assert gpu_check.main([*run, *gpu_check.STEPS]) == 0
     receipt = json.loads((tmp_path / "check.json").read_text())
