@@ -64,6 +64,7 @@ def test_nor_with_groups_of_several_sizes(scheme, seed, monkeypatch):
     expected = ranks.on_ranks(2, inputs, how=how, **options)
     monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
     monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
     with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
         found = ranks.on_ranks(2, inputs, how=how, **options)
     for name, result in found.items():

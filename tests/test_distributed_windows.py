@@ -136,6 +136,7 @@ def test_groups_of_several_sizes(scheme, gpus, monkeypatch):
     before = len(sharing.log)
     monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
     monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
     found = [together(parts, SIZE) for parts in zip(*run_all(nccl, work), strict=True)]
     assert len(sharing.log) - before > before
     for one, other in zip(found, expected, strict=True):
@@ -150,21 +151,27 @@ def test_groups_have_all_heads_and_enough_rows(heads, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "groups", "scheme"),
+    ("scheme", "size", "rows", "heads", "groups"),
     [
-        (4096, (32, 8), (2,), "heads"),
-        (32768, (32, 8), (1, 1), "heads"),
-        (32768, (16, 16), (1, 2, 1), "heads"),
-        (32768, (32, 8), (1, 6, 1), "gather"),
-        (32768, (16, 16), (4, 8, 4), "gather"),
-        (131072, (32, 8), (2, 2, 2, 2), "gather"),
+        ("heads", 4, 4096, (32, 8), (2,)),
+        ("heads", 4, 32768, (32, 8), (1, 1)),
+        ("heads", 4, 32768, (16, 16), (1, 2, 1)),
+        ("heads", 2, 32768, (32, 8), (1, 2, 1)),
+        ("gather", 4, 4096, (32, 8), (8,)),
+        ("gather", 4, 32768, (8, 1), (1,)),
+        ("gather", 4, 32768, (32, 8), (1, 6, 1)),
+        ("gather", 4, 32768, (16, 16), (4, 8, 4)),
+        ("gather", 2, 32768, (16, 16), (2, 12, 2)),
+        ("gather", 2, 32768, (32, 8), (4, 4)),
+        ("gather", 2, 32768, (12, 3), (2, 1)),
+        ("gather", 4, 131072, (32, 8), (2, 2, 2, 2)),
     ],
 )
-def test_groups_of_lengths(rows, heads, groups, scheme):
+def test_groups_of_lengths(scheme, size, rows, heads, groups):
     arrays = [np.broadcast_to(np.zeros((), "float16"), (1, rows, n, 128)) for n in (heads[0], *2 * heads[1:])]
     problem = check_forward(dict(zip("qkv", arrays, strict=True)), CallOptions(causal=True), {}).problem
-    order = RowOrder("zigzag", 4, rows)
-    equal = groups_of(scheme, problem, 4 if scheme == "heads" else 1, None, False)
+    order = RowOrder("zigzag", size, rows)
+    equal = groups_of(scheme, problem, size if scheme == "heads" else 1, None, False)
     request = Request(problem, (), scheme, order, order, None, equal, CallOptions(), {})
     assert by_copies.groups_of_copies(request) == groups
 

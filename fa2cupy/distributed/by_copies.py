@@ -14,6 +14,9 @@ _RESULTS = ("o", "lse", "dq", "dk", "dv")
 _FEW_ROWS, _MANY_ROWS = 1 << 17, 1 << 20
 #: Rows of the query heads of a group in one call: as many tiles as a large GPU has multiprocessors.
 _LEAST_ROWS = 1 << 14
+#: Keys of all query heads of a K/V head, for each other rank, from which on the kernels of ``"gather"`` take so long
+#: beside the messages of their keys that small groups cost more than they hide.
+_LONG_KERNELS = 1 << 16
 #: Most matrices of an array: the copy of each takes a copy engine at least 5 us.
 _MOST_MATRICES = 64
 
@@ -31,9 +34,10 @@ def takes(request: Request) -> bool:
 
 
 def groups_of_copies(request: Request) -> tuple[int, ...]:
-    """The K/V heads of each group of a rank: those of the caller's groups, or small groups at both ends of a large one.
+    """The K/V heads of each group of a rank: those of the caller's groups, or as was fastest when measured.
 
-    The first group's messages and the last one's results have no kernel to hide behind.
+    The first group's messages and the last one's results have no kernel to hide behind: where they take long beside
+    kernels, small groups are at both ends of a large one.
     """
     problem, size = request.problem, request.queries.size
     all_rows = problem.num_heads * problem.batch * problem.seqlen_q // size
@@ -44,8 +48,10 @@ def groups_of_copies(request: Request) -> tuple[int, ...]:
         heads, rows = problem.num_heads_kv // size, problem.seqlen_q
     else:
         heads, rows = problem.num_heads_kv, request.queries.local // len(request.queries.chunks(0))
-    if all_rows < _FEW_ROWS:
+    if all_rows < _FEW_ROWS or heads == 1:
         return (heads,)
+    if request.scheme == "gather" and problem.heads_per_group * problem.seqlen_k >= _LONG_KERNELS * (size - 1):
+        return (-(-heads // 2), heads // 2)
     return _with_small_ends(heads, problem.batch * problem.heads_per_group * rows)
 
 
