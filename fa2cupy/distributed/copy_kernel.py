@@ -57,10 +57,9 @@ __device__ void copy(const Record& record) {{
   }}
 }}
 
-#define KERNEL(bytes, Word)                                   \\
-  extern "C" __global__ void __launch_bounds__({THREADS})          \\
-  fa2_copy_matrices_##bytes(const __grid_constant__ Record record) {{ \\
-    copy<Word>(record);                                       \\
+#define KERNEL(bytes, Word) \\
+  extern "C" __global__ void __launch_bounds__({THREADS}) fa2_copy_matrices_##bytes(const Record record) {{ \\
+    copy<Word>(record); \\
   }}
 KERNEL(16, uint4)
 KERNEL(8, unsigned long long)
