@@ -57,7 +57,7 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
     """Computes the gradients, whatever brings the keys and the shares of their gradients, for each slot."""
     run, operands, (dq, dk, dv, *extra) = gather.run, gather.operands, out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
-    delta = operands.row_delta(run)
+    delta = operands.row_delta(run, run.main)
     own = ExtraShares(run, gather, extra)
     run.side.wait(run.main.record())
     o, lse, do = operands.of_backward

@@ -237,7 +237,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     heads = Heads(run, operands)
     _, lse, do = operands.of_backward
     dq, dk, dv, *extra = out
-    delta = operands.row_delta(run)
+    delta = operands.row_delta(run, run.main)
     run.begin()
     fetched: list[tuple[list[Array], list[Array], dict[str, Array], Any]] = []
 

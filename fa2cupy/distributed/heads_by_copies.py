@@ -6,7 +6,10 @@ caller's strided arrays and to their places. Each of their copies takes about 3 
 computed and after the last one, where multiprocessors are idle, a kernel writes to all ranks at once.
 
     comm    writes to other ranks: the rows of a group, and its results when it is computed
-    back    copies on this rank: its own rows and results, and the results that others have written
+    back    copies on this rank: its own results, and those that others have written
+
+The lane of a group copies this rank's own rows itself. Lanes have falling priorities, so that the rows of later groups
+do not delay the first one.
 """
 
 from __future__ import annotations
@@ -123,7 +126,6 @@ class _Call:
         self._results = out
         are_keys = (False, False) if len(out) == 2 else (False, True, True)
         self._out = [self._route(self._quick_target(x), is_keys) for x, is_keys in zip(out, are_keys, strict=True)]
-        self._copied: list[Any] = []
         self._written: Any = None
         self._begin()
 
@@ -145,14 +147,18 @@ class _Call:
         self._wholes = [[window.arrays(*one) for one in group] for group in wholes]
         self._landings = [window.arrays(*one) for one in landings]
         begun = run.main.record()
-        run.comm.wait(begun)
-        run.back.wait(begun)
+        for lane in (run.comm, *self._lanes()):
+            lane.wait(begun)
         window.enter(run.comm)
 
-    def set_last(self, array: Array) -> None:
-        """Gives the last input, which the caller's lane has written since."""
-        self._inputs[-1] = self._inputs[-1]._replace(array=self._run.quick(array))
-        self._written = self._run.main.record()
+    def _lanes(self) -> list[Lane]:
+        """The lanes of the groups."""
+        return [self.heads.lane(group) for group in range(self.heads.count)]
+
+    def set_last(self, array: Array, lane: Lane) -> None:
+        """Gives the last input, which a lane has written. The copies of the others do not wait for it."""
+        self._inputs[-1] = self._inputs[-1]._replace(array=self._run.quick(array, lane))
+        self._written = lane.record()
 
     def compute(self, kernels: Callable[[int, list[Array], list[Array]], None]) -> None:
         """Queues all messages, and the kernels of each group: ``kernels(group, inputs, results)``."""
@@ -173,36 +179,34 @@ class _Call:
 
     def _send(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
-        copy = self._window.copy if group else self._window.copy_by_kernel
-        self._copy_inputs(self._run.comm, copy, group, self._window.others)
-        self._window.signal(self._run.comm, Signal.SENT, group)
+        run, window = self._run, self._window
+        copy = window.copy if group else window.copy_by_kernel
+        if group == 0 and self._written is not None:
+            run.comm(copy, self._to_windows(group, window.others, slice(-1)))
+            run.comm.wait(self._written)
+            run.comm(copy, self._to_windows(group, window.others, slice(-1, None)))
+        else:
+            run.comm(copy, self._to_windows(group, window.others))
+        window.signal(run.comm, Signal.SENT, group)
 
     def _keep(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to its own window."""
-        self._copy_inputs(self._run.back, self._window.copy_by_kernel, group, (self._run.rank,))
-        self._copied.append(self._run.back.record())
-
-    def _copy_inputs(self, lane: Lane, copy: Callable[..., None], group: int, ranks: Sequence[int]) -> None:
-        routes = list(zip(self._inputs, self._wholes[group], strict=True))
-        if group == 0 and self._written is not None:
-            lane(copy, self._to_windows(routes[:-1], group, ranks))
+        lane = self.heads.lane(group)
+        if self._written is not None:
             lane.wait(self._written)
-            routes = routes[-1:]
-        lane(copy, self._to_windows(routes, group, ranks))
+        lane(self._window.copy_by_kernel, self._to_windows(group, (self._run.rank,)))
 
-    def _to_windows(self, routes: Sequence[tuple[_Route, list[Array]]], group: int, ranks: Sequence[int]) -> list[Copy]:
+    def _to_windows(self, group: int, ranks: Sequence[int], inputs: slice = slice(None)) -> list[Copy]:
         return [
             Copy(wholes[rank], to, route.array, of, shape)
             for rank in ranks
-            for route, wholes in routes
+            for route, wholes in zip(self._inputs[inputs], self._wholes[group][inputs], strict=True)
             for to, of, shape in _parts(route.shape, self._run.rank, rank, group)
         ]
 
     def _arrived(self, group: int) -> list[Array]:
         """The inputs of a group, which its lane waits for."""
-        lane = self.heads.lane(group)
-        lane.wait(self._copied[group])
-        self._window.wait(lane, Signal.SENT, group)
+        self._window.wait(self.heads.lane(group), Signal.SENT, group)
         return [wholes[self._run.rank] for wholes in self._wholes[group]]
 
     def _send_back(self, group: int, results: Sequence[Array]) -> None:
@@ -262,7 +266,8 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     _, lse, do = operands.of_backward
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True), (do, False), (lse, False), (lse, False))
     call = _Call(run, operands, inputs, out)
-    call.set_last(operands.row_delta(run))  # the other copies do not wait for it
+    first = call.heads.lane(0)
+    call.set_last(operands.row_delta(run, first), first)
 
     def kernels(group: int, inputs: list[Array], results: list[Array]) -> None:
         q, k, v, do, lse, delta = inputs

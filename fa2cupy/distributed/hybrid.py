@@ -73,7 +73,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     heads, batch = levels.heads, Batch(levels.within)
     _, lse, do = operands.of_backward
     dq, dk, dv, *extra = out
-    delta = operands.row_delta(run)
+    delta = operands.row_delta(run, run.main)
     run.begin()
     q, whole_do = (heads.rows(batch, x, 0, is_keys=False) for x in (operands.q, do))
     k, v = (heads.rows(batch, x, 0, is_keys=True) for x in (operands.k, operands.v))

@@ -9,6 +9,7 @@ from typing import Any
 from ..problem.array_types import Array
 from ..problem.attention import SOURCE_AXES
 from ..problem.options import CallOptions
+from .lanes import Lane
 from .run import Run
 from .sums import subtract
 
@@ -48,17 +49,17 @@ class Operands:
         assert self.o is not None and self.lse is not None and self.do is not None
         return self.o, self.lse, self.do
 
-    def row_delta(self, run: Run) -> Array:
-        """Delta with dlse subtracted, queued on the caller's lane."""
+    def row_delta(self, run: Run, lane: Lane) -> Array:
+        """Delta with dlse subtracted, queued on a lane."""
         o, lse, do = self.of_backward
         result = self.delta
         if result is None:
             result = run.empty(lse.shape, lse.dtype)
-            run.main(run.backend.delta, o, do, result, CallOptions())
+            lane(run.backend.delta, o, do, result, CallOptions())
         if self.dlse is None:
             return result
         difference = run.empty(lse.shape, lse.dtype)
-        run.main(subtract, difference, result, self.dlse)
+        lane(subtract, difference, result, self.dlse)
         return difference
 
 

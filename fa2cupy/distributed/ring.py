@@ -142,7 +142,7 @@ def _clear_lse(xp: Any, total_lse: Array) -> None:
 def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes dq, dk and dv of this rank's rows."""
     ring = _Ring(run, operands)
-    delta = operands.row_delta(run)
+    delta = operands.row_delta(run, run.main)
     o, lse, do = operands.of_backward
     dq, dk, dv = out
     wide = run.request.problem.accumulator_dtype

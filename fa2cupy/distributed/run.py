@@ -137,10 +137,10 @@ class Run:
         lane(copy, array, view)
         return array
 
-    def quick(self, array: Array) -> Array:
-        """An array that copy engines are fast with: itself, or a contiguous copy that the caller's lane makes."""
+    def quick(self, array: Array, lane: Lane | None = None) -> Array:
+        """An array that copy engines are fast with: itself, or a contiguous copy, made by a lane, else the caller's."""
         assert self.window is not None, "has_window has been asked"
-        return array if self.window.can_copy(array) else self.packed(self.main, array)
+        return array if self.window.can_copy(array) else self.packed(lane or self.main, array)
 
     def forward(self, lane: Lane, inputs: Sequence[Array], out: Sequence[Array], keywords: dict[str, Any]) -> None:
         """Queues a forward of q, k and v with the axes (batch, row, head, column)."""
