@@ -23,7 +23,6 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
             const Tile tile = query_tile<Spec>(params_, index);
             publish(tile);
             if (tile.key_tiles == 0) break;
-            index = next_index(params_, index);  // the atomic's latency overlaps with this tile
             load_queries(params_.q, memory_.query(queries_.slot()), memory_.full_query(queries_.slot()),
                          memory_.empty_query(queries_.slot()), tile);
             load_key(tile, tile.key_tiles - 1);
@@ -31,16 +30,25 @@ class BackwardDqProducer : QueryTileProducer<Spec, BackwardDqShape<Spec>, QueryT
                          memory_.empty_dout(queries_.slot()), tile);
             load_value(tile, tile.key_tiles - 1);
             queries_.advance();
-#pragma unroll 1
-            for (int32 block = tile.key_tiles - 2; block >= (kLeftLimit ? tile.first_key_tile : 0); --block) {
-                load_key(tile, block);
-                load_value(tile, block);
-            }
+            const int32 first = kLeftLimit ? tile.first_key_tile : 0;
+            int32 block = tile.key_tiles - 2;
+            load_down_to(tile, block, first + kDrawnAhead);
+            index = next_index(params_, index);
+            load_down_to(tile, block, first);
         }
         leave_counter(params_);
     }
 
   private:
+    // Loads K and V of the key tiles from `block` to `first`.
+    __device__ void load_down_to(const Tile& tile, int32& block, int32 first) {
+#pragma unroll 1
+        for (; block >= first; --block) {
+            load_key(tile, block);
+            load_value(tile, block);
+        }
+    }
+
     __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, uint32 empty, const Tile& tile) {
         mbarrier_wait(empty, queries_.parity() ^ 1);
         load_rows(map, smem, full, tile);

@@ -10,7 +10,7 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
     using Shape = ForwardShape<Spec>;
     using Memory = ForwardMemory<Shape>;
     using Base = QueryTileProducer<Spec, Shape, Memory>;
-    using Base::load_key, Base::load_rows, Base::load_value, Base::publish, Base::published;
+    using Base::load_key, Base::load_rows, Base::load_value, Base::publish;
     using Base::memory_, Base::params_, Base::queries_;
     using typename Base::Tile;
     static constexpr bool kHasBegin = sm90::kHasBegin<Spec>;
@@ -26,42 +26,37 @@ class ForwardProducer : QueryTileProducer<Spec, ForwardShape<Spec>, ForwardMemor
         publish(tile);
         if (Spec::kVarlen && tile.key_tiles == 0) return leave_counter(params_);
         start(tile);
-        index = next_index(params_, index);
         while (true) {
+            const int32 last = kHasBegin ? tile.first_key_tile : 0;
+            int32 block = tile.key_tiles - 1;
+            load_down_to(tile, block, last + kDrawnAhead);
+            index = next_index(params_, index);
+            load_down_to(tile, block, last);
             const Tile next = query_tile<Spec>(params_, index);
             publish(next);
             const bool is_last = next.key_tiles == 0;
-            index = next_index(params_, index);  // the atomic's latency overlaps with this tile
-#pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block > (kHasBegin ? tile.first_key_tile : 0); --block) {
-                load_key(tile, block - 1);
-                load_value(tile, block);
-            }
             if (Shape::kQueryBuffers == 2 && !is_last) start(next);
-            load_value(tile, kHasBegin ? tile.first_key_tile : 0);
+            load_value(tile, last);
             if (Shape::kQueryBuffers == 1 && !is_last) start(next);
             if (is_last) break;
-            if constexpr (Spec::kSplit)
-                tile = published();
-            else
-                tile = next;
+            tile = next;
         }
         leave_counter(params_);
     }
 
   private:
-    // With the begin of a share, the producer's registers do not hold a second tile while it loads the first, so that
-    // the second is read back from its slot.
-    __device__ void start(const Tile& next) {
-        if constexpr (Spec::kSplit)
-            start_loads(published());
-        else
-            start_loads(next);
-    }
-
-    __device__ void start_loads(const Tile& tile) {
+    __device__ void start(const Tile& tile) {
         load_query(tile);
         load_key(tile, tile.key_tiles - 1);
+    }
+
+    // Loads K of the key tiles from `block` - 1 to `end`, and V of those before them.
+    __device__ void load_down_to(const Tile& tile, int32& block, int32 end) {
+#pragma unroll 1
+        for (; block > end; --block) {
+            load_key(tile, block - 1);
+            load_value(tile, block);
+        }
     }
 
     __device__ void load_query(const Tile& tile) {

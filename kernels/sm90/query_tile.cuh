@@ -23,6 +23,10 @@ struct alignas(32) QueryTile {
 template <class Spec>
 inline constexpr bool kHasBegin = common::kLeftLimit<Spec> || Spec::kSplit;
 
+// Key tiles of a query tile whose loads hide the latency of drawing the next one. A block draws no earlier: it would hold
+// the tile while others have nothing left to do.
+inline constexpr int kDrawnAhead = 2;
+
 // Block b starts with tile b and then draws indices from the shared counter; -1: none left. Without a counter the
 // stride is gridDim.x, so that the order is fixed.
 __device__ __forceinline__ int32 next_index(const Params& params, int32 previous) {

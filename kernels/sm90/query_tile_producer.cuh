@@ -16,17 +16,6 @@ class QueryTileProducer {
 
     __device__ void publish(const Tile& tile) { publish_tile<Spec>(memory_, tiles_, tile); }
 
-    // The tile that was published last, with what its loads need.
-    __device__ Tile published() const {
-        const TileInSlot slot{memory_.tile_slot((tiles_.turn - 1) % kTileSlots), 0};
-        const QueryTile tile{slot.key_tiles(),      0, slot.first_row(), slot.head(), slot.batch(),
-                             slot.first_key_tile(), 0};
-        if constexpr (common::kListsTiles<Spec>)
-            return loaded_tile<Spec>(params_, tile, listed_keys<Spec>(params_, slot).entries);
-        else
-            return loaded_tile<Spec>(params_, tile);
-    }
-
     // Loads the query tile's rows of Q or dO.
     __device__ void load_rows(const TensorMap& map, uint32 smem, uint32 full, const Tile& tile) const {
         mbarrier_arrive_expect(full, Shape::kQueryBytes);

@@ -87,21 +87,20 @@ class QueryTileProducer {
     __device__ QueryTileProducer(const Params& params, const Memory& memory)
         : params_(params), memory_(memory), keys_(params, memory) {}
 
-    // The next index is drawn ahead of a tile's loads, so that they hide the atomic's latency. The next tile is found
-    // after them, because the producer has no registers for two.
+    // The next tile is found after a tile's loads, because the producer has no registers for two.
     __device__ void run() {
         int32 index = blockIdx.x;
         for (Tile tile = next_own(index); tile.key_tiles > 0; tile = next_own(index)) {
             publish_tile<Spec>(memory_, tiles_, tile);
-            index = next_index(params_, index);
             load_queries(tile);
             const int32 num_heads_kv = params_.num_heads / params_.heads_per_group;
             const int32 head = head_with_parts<Spec>(tile.batch, num_heads_kv, tile.head / params_.heads_per_group);
             const int32 first = Layout::row_of(head, params_.k_blocks, first_part_row<Spec, true>(params_, tile.batch));
             const int32 begin = kHasBegin<Spec> ? tile.first_key_tile : 0;
-#pragma unroll 1
-            for (int32 block = tile.key_tiles - 1; block >= begin; block -= Shape::kSharers)
-                keys_.load(first + block * Shape::kBc, block - begin + 1);
+            int32 block = tile.key_tiles - 1;
+            load_down_to(first, begin, block, begin + kDrawnAhead);
+            index = next_index(params_, index);
+            load_down_to(first, begin, block, begin);
         }
         publish_tile<Spec>(memory_, tiles_, {});
         leave_counter(params_);
@@ -117,6 +116,13 @@ class QueryTileProducer {
             tile = query_tile<Spec>(params_, index);
         }
         return tile;
+    }
+
+    // Loads the key tiles from `block` to `end`, those of warp groups that take turns together. `first`: the row of the
+    // first key tile of all; `begin`: the last one of the query tile.
+    __device__ void load_down_to(int32 first, int32 begin, int32& block, int32 end) {
+#pragma unroll 1
+        for (; block >= end; block -= Shape::kSharers) keys_.load(first + block * Shape::kBc, block - begin + 1);
     }
 
     __device__ void load_queries(const Tile& tile) {
