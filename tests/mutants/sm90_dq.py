@@ -50,7 +50,7 @@ MUTANTS = (
         "backward_dq",
         "RingPosition<Shape::kValueStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
         "RingPosition<Shape::kStages> values_;\n    RingPosition<kTileSlots> tiles_;\n\n  private:",
-        "deadlock",
+        "race",
         HOPPER_SKIPPING,
     ),
     Mutant(

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "the last V never comes",
         "forward",
-        "load_value(tile, kHasBegin ? tile.first_key_tile : 0);\n            if",
+        "load_value(tile, last);\n            if",
         "if",
         "deadlock",
         HOPPER_TILES,

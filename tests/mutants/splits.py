@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "sm90: a share of the tile before the next",
         "forward",
-        "tile = published();",
-        ";",
+        "if (is_last) break;\n            tile = next;",
+        "if (is_last) break;",
         "numbers",
         HOPPER_MANY_SHARES,
     ),
