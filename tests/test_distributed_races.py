@@ -114,11 +114,11 @@ class PickyLane(ranks.SlowLane):
 class PickyWindow(ranks.ThreadWindow):
     """A window that notes where the package waits for signals, and leaves out one of these waits."""
 
-    def wait(self, lane, kind, step=0, peers=None) -> None:
+    def wait(self, lane, kind, step=0) -> None:
         site = place_of(sys._getframe(1))
         PickyLane.seen.add(site)
         if site != PickyLane.left_out:
-            super().wait(lane, kind, step, peers)
+            super().wait(lane, kind, step)
 
 
 def place_of(frame) -> str:

@@ -1,4 +1,4 @@
-"""Copies by one kernel for many matrices, inside a GPU and to others: CUDA has a kernel or an engine copy each."""
+"""Copies inside a GPU by one kernel for many matrices: CUDA has a kernel copy each."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ class DeviceWindow(Window):
 
     # -- copies
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def send(self, copies: Sequence[Copy]) -> None:
         """Queues copies to other GPUs on the current stream, which a copy engine makes."""
         stream, memcpy = self._cupy.cuda.get_current_stream().ptr, self._runtime.memcpy2DAsync
         for to, to_pitch, of, of_pitch, width, height in _matrices(copies):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
-    def copy_by_kernel(self, copies: Sequence[Copy]) -> None:
-        """Queues copies inside this GPU and to others on the current stream, as one kernel."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Queues copies inside this GPU on the current stream, as one kernel."""
         copy_matrices(list(_matrices(copies)))
 
     def can_copy(self, array: Array) -> bool:
@@ -109,9 +109,9 @@ class DeviceWindow(Window):
         for peer in self.others:
             self._queue(self._driver.cuStreamWriteValue32, stream, self._address(peer, word, self.rank), number, 0)
 
-    def _wait(self, word: int, peers: Sequence[int], number: int) -> None:
+    def _wait(self, word: int, number: int) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
-        for peer in peers:
+        for peer in self.others:
             address = self._address(self.rank, word, peer)
             self._queue(self._driver.cuStreamWaitValue32, stream, address, number, _WAIT_UNTIL_EQUAL)
             self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)

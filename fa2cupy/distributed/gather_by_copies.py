@@ -99,9 +99,9 @@ class _Gather(Gather):
         if self.free[number]:
             window.signal(run.comm, Signal.USED, group)
             window.wait(run.comm, Signal.USED, group)
-        run.comm(window.copy if group else window.copy_by_kernel, self._copies(group, window.others))
+        run.comm(window.send, self._copies(group, window.others))
         window.signal(run.comm, Signal.SENT, group)
-        run.back(window.copy_by_kernel, self._copies(group, (run.rank,)))
+        run.back(window.copy, self._copies(group, (run.rank,)))
         window.wait(run.back, Signal.SENT, group)
         return run.back.record()
 
@@ -161,8 +161,7 @@ class _Shares(Shares):
                 self._places[run.rank, seen.place], self.own[seen.call.queries.start], strict=True
             )
         ]
-        is_last = group == self.gather.count - 1
-        run.comm(window.copy_by_kernel if is_last else window.copy, copies)
+        run.comm(window.send, copies)
         window.signal(run.comm, Signal.RETURNED, group)
 
     def add_up(self, group: int, targets: Sequence[Array]) -> None:

@@ -76,7 +76,7 @@ class OfHeads(NamedTuple):
 
 
 class Gather:
-    """The calls of a rank, and the messages of its groups, which have one size.
+    """The calls of a rank, and the messages of its groups. Groups of several sizes are for copies alone.
 
     Attributes
     ----------

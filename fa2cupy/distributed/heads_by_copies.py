@@ -2,8 +2,7 @@
 
 NCCL's blocks cannot start while a persistent kernel has all multiprocessors, so that its messages wait for the end of
 kernels. Copy engines need none: they write a group's rows to the other ranks while another group is computed, from the
-caller's strided arrays and to their places. Each of their copies takes about 3 us besides: before the first group is
-computed and after the last one, where multiprocessors are idle, a kernel writes to all ranks at once.
+caller's strided arrays and to their places.
 
     comm    writes to other ranks: the rows of a group, and its results when it is computed
     back    copies on this rank: its own results, and those that others have written
@@ -147,13 +146,9 @@ class _Call:
         self._wholes = [[window.arrays(*one) for one in group] for group in wholes]
         self._landings = [window.arrays(*one) for one in landings]
         begun = run.main.record()
-        for lane in (run.comm, *self._lanes()):
+        for lane in (run.comm, *(self.heads.lane(group) for group in range(count))):
             lane.wait(begun)
         window.enter(run.comm)
-
-    def _lanes(self) -> list[Lane]:
-        """The lanes of the groups."""
-        return [self.heads.lane(group) for group in range(self.heads.count)]
 
     def set_last(self, array: Array, lane: Lane) -> None:
         """Gives the last input, which a lane has written. The copies of the others do not wait for it."""
@@ -180,13 +175,12 @@ class _Call:
     def _send(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
         run, window = self._run, self._window
-        copy = window.copy if group else window.copy_by_kernel
         if group == 0 and self._written is not None:
-            run.comm(copy, self._to_windows(group, window.others, slice(-1)))
+            run.comm(window.send, self._to_windows(group, window.others, slice(-1)))
             run.comm.wait(self._written)
-            run.comm(copy, self._to_windows(group, window.others, slice(-1, None)))
+            run.comm(window.send, self._to_windows(group, window.others, slice(-1, None)))
         else:
-            run.comm(copy, self._to_windows(group, window.others))
+            run.comm(window.send, self._to_windows(group, window.others))
         window.signal(run.comm, Signal.SENT, group)
 
     def _keep(self, group: int) -> None:
@@ -194,7 +188,7 @@ class _Call:
         lane = self.heads.lane(group)
         if self._written is not None:
             lane.wait(self._written)
-        lane(self._window.copy_by_kernel, self._to_windows(group, (self._run.rank,)))
+        lane(self._window.copy, self._to_windows(group, (self._run.rank,)))
 
     def _to_windows(self, group: int, ranks: Sequence[int], inputs: slice = slice(None)) -> list[Copy]:
         return [
@@ -214,11 +208,10 @@ class _Call:
         run, window = self._run, self._window
         computed = self.heads.lane(group).record()
         run.comm.wait(computed)
-        is_last = group == self.heads.count - 1
-        run.comm(window.copy_by_kernel if is_last else window.copy, self._to_rows(group, results, window.others))
+        run.comm(window.send, self._to_rows(group, results, window.others))
         window.signal(run.comm, Signal.RETURNED, group)
         run.back.wait(computed)
-        run.back(window.copy_by_kernel, self._to_rows(group, results, (run.rank,)))
+        run.back(window.copy, self._to_rows(group, results, (run.rank,)))
 
     def _to_rows(self, group: int, results: Sequence[Array], ranks: Sequence[int]) -> list[Copy]:
         own = self._run.rank
@@ -232,13 +225,13 @@ class _Call:
     def _receive(self, group: int) -> None:
         """Queues the copies of a group's results that other ranks have sent."""
         run, window = self._run, self._window
+        window.wait(run.back, Signal.RETURNED, group)
+        copies = []
         for peer in window.others:
-            window.wait(run.back, Signal.RETURNED, group, (peer,))
-            copies = []
             for route, landings in zip(self._out, self._landings, strict=True):
                 start, shape = _heads_of(route.shape, peer, group)
                 copies.append(Copy(route.array, start, landings[run.rank], start, shape))
-            run.back(window.copy_by_kernel, copies)
+        run.back(window.copy, copies)
 
     def _end(self) -> None:
         """Lets the lane of messages, which the caller's lane waits for, wait for the copies on this rank."""

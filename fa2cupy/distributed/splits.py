@@ -8,7 +8,7 @@ from typing import Any
 from ..families.choice import choose, requested_method, used_features
 from ..families.device import DeviceInfo
 from ..families.registry import choose_family
-from ..problem.attention import ROWS_OF, AttentionProblem
+from ..problem.attention import AttentionProblem
 from ..problem.options import CallOptions
 from ..problem.strides import AnyStrides, argument_layouts, feature_strides
 
@@ -21,7 +21,7 @@ def with_splits_of_whole(
     options: CallOptions,
     scheme: str,
     keywords: Mapping[str, Any],
-    gradients: Sequence[str],
+    results: Sequence[str],
 ) -> CallOptions:
     """The options of the calls of parts on the current GPU.
 
@@ -34,19 +34,17 @@ def with_splits_of_whole(
     scheme : str
     keywords : mapping
         Those of features, with arrays of the shapes for the whole sequence.
-    gradients : sequence of str
-        Names of the gradients of features.
+    results : sequence of str
+        Names of the results of the call.
     """
     if options.num_splits is not None or not _has_bits_of_whole(call, options, scheme) or 0 in problem.score_shape:
         return options
-    extras = tuple(name for name in ("dbias", "dsink") if name in gradients)
+    extras = tuple(name for name in ("dbias", "dsink") if name in results)
     device = DeviceInfo.current()
     used = used_features(problem, extras)
     family = choose_family(call, problem.dtype, device, options.family, used, options.precision)
     padded = problem.padded(family.head_dim_step)
-    strides: dict[str, AnyStrides] = {
-        name: padded.kernel_strides(padded.shape_of(name)) for name, rows in ROWS_OF.items() if rows != "statistics"
-    }
+    strides: dict[str, AnyStrides] = {**padded.contiguous_strides()}
     strides |= feature_strides(keywords) | argument_layouts(keywords)
     choice = choose(call, padded, device, strides, options, extras=extras)
     if "decode" in choice.tiles:

@@ -4,9 +4,9 @@
     window.arrays(shape, dtype)                 an array at the same place in the windows of all ranks, by rank
     window.enter(lane)                          lets what is queued after it wait until it may write to the others
     window.signal(lane, kind, step)             tells all other ranks that the lane has come so far
-    window.wait(lane, kind, step, peers)        lets what is queued after it wait for the signals of other ranks
-    lane(window.copy, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
-    lane(window.copy_by_kernel, copies)         copies, where nothing else is computed or to this rank
+    window.wait(lane, kind, step)               lets what is queued after it wait for the signals of all other ranks
+    lane(window.send, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
+    lane(window.copy, copies)                   copies inside this rank
     window.end(lane)                            at the end: the lane has waited for all that was done with the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
@@ -172,13 +172,13 @@ class Window:
         """Queues a signal to all other ranks."""
         lane(self._write, word_of(kind, step), self._call)
 
-    def wait(self, lane: Lane, kind: Signal, step: int = 0, peers: Sequence[int] | None = None) -> None:
-        """Lets what is queued on the lane after it wait for a signal of other ranks, by default of all."""
-        lane(self._wait, word_of(kind, step), self.others if peers is None else peers, self._call)
+    def wait(self, lane: Lane, kind: Signal, step: int = 0) -> None:
+        """Lets what is queued on the lane after it wait for a signal of all other ranks."""
+        lane(self._wait, word_of(kind, step), self._call)
 
     def enter(self, lane: Lane) -> None:
         """Lets what is queued on the lane after it wait until the windows of all other ranks may be written."""
-        lane(self._wait, READY, self.others, IS_READY)
+        lane(self._wait, READY, IS_READY)
 
     def end(self, lane: Lane) -> None:
         """Notes that the call has queued all its work, which the lane waits for, and tells the other ranks."""
@@ -189,12 +189,12 @@ class Window:
 
     # -- by kind of memory
 
-    def copy(self, copies: Sequence[Copy]) -> None:
+    def send(self, copies: Sequence[Copy]) -> None:
         """Makes copies to other ranks one after the other, on the current lane."""
         raise NotImplementedError
 
-    def copy_by_kernel(self, copies: Sequence[Copy]) -> None:
-        """Makes copies to any ranks together, on the current lane, which may wait for kernels."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies inside this rank together, on the current lane, which may wait for kernels."""
         raise NotImplementedError
 
     def can_copy(self, array: Array) -> bool:
@@ -226,6 +226,6 @@ class Window:
         """Writes a number to a word of each other rank's, on the current lane."""
         raise NotImplementedError
 
-    def _wait(self, word: int, peers: Sequence[int], number: int) -> None:
-        """Waits on the current lane until these ranks have written a number, and writes 0."""
+    def _wait(self, word: int, number: int) -> None:
+        """Waits on the current lane until all other ranks have written a number, and writes 0."""
         raise NotImplementedError

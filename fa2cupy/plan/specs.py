@@ -74,8 +74,7 @@ def default_specs(
     for keywords in _examples(features, dtype, functions):
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
         problem = problem_from_arrays(q, q, q, causal=causal, **keywords)
-        rows = problem.kernel_strides(problem.q_shape)
-        strides: dict[str, AnyStrides] = dict.fromkeys(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), rows)
+        strides: dict[str, AnyStrides] = {**problem.contiguous_strides()}
         strides |= feature_strides(keywords) | argument_layouts(functions)
         present = extras
         if "dbias" in extras:

@@ -193,6 +193,11 @@ class AttentionProblem:
             view = view[:, None, :]
         return view if batch is not None else view[None]
 
+    def contiguous_strides(self) -> dict[str, Strides]:
+        """Element strides of all tensors with rows of head_dim, if they are contiguous, by the kernels' names."""
+        names = (name for name, rows in ROWS_OF.items() if rows != "statistics")
+        return {name: self.kernel_strides(self.shape_of(name)) for name in names}
+
     def kernel_strides(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Strides:
         """Element strides of (batch, row, head), from strides in bytes; by default those of C order.
 

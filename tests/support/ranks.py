@@ -197,7 +197,7 @@ class ThreadWindow(Window):
         super().__init__(rank, size)
         self._shared = shared
 
-    def copy(self, copies) -> None:
+    def send(self, copies) -> None:
         for target, target_start, source, source_start, shape in copies:
             to, of = (
                 tuple(slice(first, first + n) for first, n in zip(start, shape, strict=True))
@@ -205,7 +205,7 @@ class ThreadWindow(Window):
             )
             target[to] = source[of]
 
-    copy_by_kernel = copy
+    copy = send
 
     def can_copy(self, array) -> bool:
         return array.strides[-1] == array.itemsize
@@ -230,12 +230,12 @@ class ThreadWindow(Window):
                 self._shared.numbers[peer, word, self.rank] = number
             self._shared.changed.notify_all()
 
-    def _wait(self, word: int, peers, number: int) -> None:
-        own = self._shared.numbers[self.rank, word]
+    def _wait(self, word: int, number: int) -> None:
+        own, others = self._shared.numbers[self.rank, word], list(self.others)
         with self._shared.changed:
-            if not self._shared.changed.wait_for(lambda: all(own[peer] == number for peer in peers), self.timeout):
-                raise dist.CommunicationError(f"rank {self.rank} waits for signal {word} of ranks {peers}")
-            own[list(peers)] = 0
+            if not self._shared.changed.wait_for(lambda: (own[others] == number).all(), self.timeout):
+                raise dist.CommunicationError(f"rank {self.rank} waits for signal {word} of ranks {others}")
+            own[others] = 0
 
 
 @contextlib.contextmanager
