@@ -34,10 +34,10 @@ def named(scheme: str) -> str:
     return scheme.removesuffix(" copies")
 
 
-def case(size: int) -> tuple[tuple, dict, dict]:
+def case(size: int, ratio: int = 1) -> tuple[tuple, dict, dict]:
     """Returns inputs, options and head groups of a call with several groups of heads."""
     heads = 4 * size
-    inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+    inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=ratio * heads, num_heads_kv=heads, head_dim=4)
     groups = {"heads": 4, "heads copies": 4, "gather": 4, "gather copies": 4, "hybrid": 2}
     return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
 
@@ -57,9 +57,10 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("scheme", ["heads copies", "gather copies"])
-def test_nor_with_groups_of_several_sizes(scheme, seed, monkeypatch):
-    inputs, options, _ = case(2)
+def test_nor_with_groups_of_several_sizes(scheme, ratio, seed, monkeypatch):
+    inputs, options, _ = case(2, ratio)
     how = {"scheme": named(scheme)}
     expected = ranks.on_ranks(2, inputs, how=how, **options)
     monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
@@ -141,7 +142,8 @@ class LateInputs:
         self.size, self.how, self.options = size, how, options
         self.scheme = how["scheme"]
         heads = options.pop("heads", 4 * size)
-        self.inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=heads, head_dim=4)
+        kv = options.pop("kv", heads)
+        self.inputs = make_inputs("float32", seqlen_q=8 * size, num_heads=heads, num_heads_kv=kv, head_dim=4)
         self.expected = self.run()
 
     def run(self) -> list[list[np.ndarray]]:
@@ -201,6 +203,7 @@ HOST_LANES = run_module.host_lanes
 CASES = {
     "heads": {"how": {"scheme": "heads", "head_groups": 4}},
     "heads copies": {"how": {"scheme": "heads copies", "head_groups": 4}},
+    "heads copies of query heads": {"how": {"scheme": "heads copies"}, "heads": 16, "kv": 4},
     "gather": {"how": {"scheme": "gather", "head_groups": 4}, "heads": 4},
     "gather window": {"how": {"scheme": "gather"}, "heads": 2, "window": (3, 0)},
     "gather copies": {"how": {"scheme": "gather copies", "head_groups": 4}, "heads": 4},
@@ -218,6 +221,8 @@ def test_every_wait_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(run_module, "host_memory", ranks.poisoned)
     monkeypatch.setattr(PickyLane, "seen", set())
     monkeypatch.setattr(run_module, "host_lanes", immediate_first_work())
+    monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
+    monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
     cases = [LateInputs(4, causal=True, **options) for options in CASES.values()]
     orders = [(slow, late) for late in (None, 0, 2) for slow in range(ranks.LANES)]
 

@@ -122,11 +122,12 @@ def test_results_are_those_of_the_whole_sequence(scheme, dtype, layout, gpus):
     assert computing and not computing & {stream for kind, stream in sharing.log if kind == "copy"}
 
 
+@pytest.mark.parametrize("heads_kv", [16, 8])
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
-def test_groups_of_several_sizes(scheme, gpus, monkeypatch):
+def test_groups_of_several_sizes(scheme, heads_kv, gpus, monkeypatch):
     """Kernels read and write the heads of a group in memory for more of them."""
     _, _, nccl, sharing = gpus
-    inputs = make_inputs("float16", batch=2, seqlen_q=64, num_heads=32, num_heads_kv=16, head_dim=16)
+    inputs = make_inputs("float16", batch=2, seqlen_q=64, num_heads=32, num_heads_kv=heads_kv, head_dim=16)
 
     def work(comm):
         o, backprop = dist.attention(comm, *shards(comm, inputs[:3]), causal=True, scheme=scheme)
@@ -141,6 +142,14 @@ def test_groups_of_several_sizes(scheme, gpus, monkeypatch):
     assert len(sharing.log) - before > before
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def request_of(scheme, size, rows, heads):
+    arrays = [np.broadcast_to(np.zeros((), "float16"), (1, rows, n, 128)) for n in (heads[0], *2 * heads[1:])]
+    problem = check_forward(dict(zip("qkv", arrays, strict=True)), CallOptions(causal=True), {}).problem
+    order = RowOrder("zigzag", size, rows)
+    equal = groups_of(scheme, problem, size if scheme == "heads" else 1, None, False)
+    return Request(problem, (), scheme, order, order, None, equal, CallOptions(), {})
 
 
 @given(st.integers(1, 64), st.integers(1, 1 << 20))
@@ -168,12 +177,26 @@ def test_groups_have_all_heads_and_enough_rows(heads, rows):
     ],
 )
 def test_groups_of_lengths(scheme, size, rows, heads, groups):
-    arrays = [np.broadcast_to(np.zeros((), "float16"), (1, rows, n, 128)) for n in (heads[0], *2 * heads[1:])]
-    problem = check_forward(dict(zip("qkv", arrays, strict=True)), CallOptions(causal=True), {}).problem
-    order = RowOrder("zigzag", size, rows)
-    equal = groups_of(scheme, problem, size if scheme == "heads" else 1, None, False)
-    request = Request(problem, (), scheme, order, order, None, equal, CallOptions(), {})
-    assert by_copies.groups_of_copies(request) == groups
+    assert by_copies.groups_of_copies(request_of(scheme, size, rows, heads)) == groups
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "heads", "groups"),
+    [
+        (4, 4096, (32, 8), [8]),
+        (4, 32768, (32, 8), [1, 3, 3, 1]),
+        (8, 32768, (32, 8), [1, 2, 1]),
+        (2, 32768, (32, 8), [4, 8, 4]),
+        (4, 32768, (16, 16), [1, 2, 1]),
+        (4, 32768, (16, 4), [1, 2, 1]),
+        (2, 32768, (12, 4), [1, 2, 2, 1]),
+        (2, 32768, (8, 2), [1, 2, 1]),
+    ],
+)
+def test_query_heads_of_groups(size, rows, heads, groups):
+    request = request_of("heads", size, rows, heads)
+    found = by_copies.query_groups(request)
+    assert [one.stop - one.start for one in found] == groups
 
 
 def test_keys_outside_all_windows_are_not_copied(gpus):

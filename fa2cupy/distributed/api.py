@@ -127,12 +127,13 @@ def forward(
     as much. What the ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
-    engines, beside the kernels. In ``"heads"`` arrays over the scores and gradients of features, in both more than 64
-    sequences (in layout ``"bhsd"``, sequences times heads), and the other schemes travel by NCCL, on a stream of the
-    highest priority: its blocks wait for a multiprocessor that no kernel occupies. A call has three streams for
-    computing besides the caller's. No call waits for the GPU but the first one with new shapes or options, in which the
-    ranks compare them. A rank that makes another call than the others is noticed there; with arguments that all ranks
-    have agreed on before, it is noticed when the time is up.
+    engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. In ``"heads"``
+    arrays over the scores and gradients of features, in both more than 64 sequences (in layout ``"bhsd"``, sequences
+    times heads), and the other schemes travel by NCCL, on a stream of the highest priority: its blocks wait for a
+    multiprocessor that no kernel occupies. A call has four streams for computing besides the caller's. No call waits
+    for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes another
+    call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed when the
+    time is up.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from .parts import over_scores
 from .requests import Request
+from .schemes import neighbours
 
-__all__ = ["groups_of_copies", "takes"]
+__all__ = ["groups_of_copies", "query_groups", "takes"]
 
 _SCHEMES = ("heads", "gather")
 _RESULTS = ("o", "lse", "dq", "dk", "dv")
@@ -53,6 +56,28 @@ def groups_of_copies(request: Request) -> tuple[int, ...]:
     if request.scheme == "gather" and problem.heads_per_group * problem.seqlen_k >= _LONG_KERNELS * (size - 1):
         return (-(-heads // 2), heads // 2)
     return _with_small_ends(heads, problem.batch * problem.heads_per_group * rows)
+
+
+def query_groups(request: Request) -> tuple[slice, ...]:
+    """The query heads of each group of a forward of ``"heads"``, among those of a rank.
+
+    Where the groups at the ends have all K/V heads, they are divided: the first and the last group then have an eighth
+    of the query heads. A backward cannot do so, because it sums over the query heads of a K/V head.
+    """
+    problem, ratio = request.problem, request.problem.heads_per_group
+    groups = groups_of_copies(request)
+    heads = ratio * sum(groups)
+    if request.head_groups is not None or len(groups) > 2 or problem.batch * problem.seqlen_q * heads < _FEW_ROWS:
+        return neighbours([ratio * heads for heads in groups])
+    small = neighbours(_with_small_ends(heads, problem.batch * problem.seqlen_q))
+    return tuple(part for group in small for part in _of_kv_heads(group, ratio))
+
+
+def _of_kv_heads(heads: slice, ratio: int) -> list[slice]:
+    """The parts of neighbouring query heads that have whole K/V heads, or some of the query heads of one."""
+    first = min(-(-heads.start // ratio) * ratio, heads.stop)
+    last = max(first, heads.stop // ratio * ratio)
+    return [slice(*pair) for pair in itertools.pairwise(sorted({heads.start, first, last, heads.stop}))]
 
 
 def _with_small_ends(heads: int, rows: int) -> tuple[int, ...]:

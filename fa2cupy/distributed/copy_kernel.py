@@ -1,4 +1,4 @@
-"""Copies inside a GPU by one kernel for many matrices: CUDA has a kernel copy each."""
+"""Copies by one kernel for many matrices, inside a GPU and to others: CUDA has a kernel or an engine copy each."""
 
 from __future__ import annotations
 

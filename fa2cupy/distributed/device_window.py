@@ -95,7 +95,7 @@ class DeviceWindow(Window):
             memcpy(to, to_pitch, of, of_pitch, width, height, _COPY_DEFAULT, stream)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Queues copies inside this GPU on the current stream, as one kernel."""
+        """Queues copies inside this GPU and to others on the current stream, as one kernel."""
         copy_matrices(list(_matrices(copies)))
 
     def can_copy(self, array: Array) -> bool:

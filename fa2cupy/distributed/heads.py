@@ -16,6 +16,7 @@ from .operands import Operands
 from .orders import RowOrder
 from .parts import Part, needs_place, of_part, over_scores, part_keywords
 from .run import Run
+from .schemes import neighbours
 from .sums import clear, sum_into
 
 __all__ = ["Batch", "HeadShares", "Heads", "backward", "forward"]
@@ -57,14 +58,30 @@ class Heads:
     """The groups of heads of a rank, and how arrays get from rows to heads and back.
 
     The heads of a rank are neighbours, and so are those of one of its groups.
+
+    Parameters
+    ----------
+    run : Run
+    operands : Operands
+    groups : sequence of slice, optional
+        The query heads of each group, among those of a rank: whole groups of query heads that share a K/V head, or some
+        of one of these. By default, those of the K/V heads of the request's groups.
+
+    Attributes
+    ----------
+    groups : sequence of slice
+    count : int
+        Number of groups.
+    ratio : int
+        Query heads of a K/V head.
     """
 
-    def __init__(self, run: Run, operands: Operands):
+    def __init__(self, run: Run, operands: Operands, groups: Sequence[slice] | None = None):
         request = run.request
         self.run, self.operands = run, operands
-        self.groups = request.groups
-        self.count = len(self.groups)
         self.ratio = operands.q.shape[2] // operands.k.shape[2]
+        self.groups = groups or neighbours([self.ratio * heads for heads in request.groups])
+        self.count = len(self.groups)
         self.scores = over_scores(request.keywords)
         self.rows_of_scores = {
             name for name, x in self.scores.items() if x.shape[2] > 1 and not request.problem.is_packed
@@ -75,13 +92,8 @@ class Heads:
 
     def q_heads(self, rank: int, group: int) -> slice:
         """The query heads of a group of a rank."""
-        heads = self.kv_heads(rank, group)
-        return slice(self.ratio * heads.start, self.ratio * heads.stop)
-
-    def kv_heads(self, rank: int, group: int) -> slice:
-        """The K/V heads of a group of a rank."""
-        first = rank * sum(self.groups) + sum(self.groups[:group])
-        return slice(first, first + self.groups[group])
+        first, heads = rank * self.groups[-1].stop, self.groups[group]
+        return slice(first + heads.start, first + heads.stop)
 
     def _by_rank(self, array: Array, axis: int, group: int) -> Array:
         """A view of the heads of a group of all ranks, with the axis of ranks in front, for groups of one size."""
@@ -290,7 +302,7 @@ class HeadShares:
             if name == "dbias":
                 self.results.append(run.empty(scores["bias"].shape, array.dtype))
             elif name == "dsink":
-                self.results.append(run.empty((heads.ratio * heads.groups[0],), array.dtype))
+                self.results.append(run.empty((heads.groups[0].stop,), array.dtype))
             else:
                 self.results.append(run.empty(array.shape, array.dtype))
 

@@ -2,7 +2,8 @@
 
 NCCL's blocks cannot start while a persistent kernel has all multiprocessors, so that its messages wait for the end of
 kernels. Copy engines need none: they write a group's rows to the other ranks while another group is computed, from the
-caller's strided arrays and to their places.
+caller's strided arrays and to their places. Each of their copies takes about 3 us besides: before the first group is
+computed and after the last one, where multiprocessors are idle, a kernel writes to all ranks at once.
 
     comm    writes to other ranks: the rows of a group, and its results when it is computed
     back    copies on this rank: its own results, and those that others have written
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..problem.array_types import Array
+from .by_copies import query_groups
 from .copies import copy
 from .heads import Heads
 from .lanes import Lane
@@ -30,6 +32,8 @@ from .windows import Copy, Signal, padded_bytes
 
 __all__ = ["backward", "forward"]
 
+#: Inputs whose copies to other ranks do not wait for the last one, delta: they take longer than its kernel.
+_EARLY = 3
 #: Where a part begins in an array of all rows of a group's heads, where in one of a rank's rows of all heads, and its
 #: shape.
 _Part: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
@@ -43,13 +47,13 @@ class _Shape(NamedTuple):
     order : RowOrder
     sizes : tuple of int
         Those of this rank's rows of all heads.
-    heads : tuple of int
-        Those of each group of a rank.
+    heads : tuple of (int, int)
+        The first and the last but one of each group, among those of a rank.
     """
 
     order: RowOrder
     sizes: tuple[int, ...]
-    heads: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
 
     def with_sizes(self, rows: int, heads: int, of: Sequence[int]) -> tuple[int, ...]:
         """Numbers for each axis: two for rows and heads, and others."""
@@ -60,11 +64,20 @@ class _Shape(NamedTuple):
 
     def whole(self, group: int) -> tuple[int, ...]:
         """The shape of all rows of the heads of a group."""
-        return self.with_sizes(self.order.seqlen, self.heads[group], self.sizes)
+        return self.with_sizes(self.order.seqlen, self.width(group), self.sizes)
+
+    def width(self, group: int) -> int:
+        """The number of heads of a group."""
+        start, stop = self.heads[group]
+        return stop - start
 
     def first_head(self, rank: int, group: int) -> int:
         """The first head of a group of a rank."""
-        return rank * sum(self.heads) + sum(self.heads[:group])
+        return rank * self.heads[-1][1] + self.heads[group][0]
+
+    def is_again(self, group: int) -> bool:
+        """True if a group has the heads of the group before."""
+        return group > 0 and self.heads[group] == self.heads[group - 1]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,7 +89,7 @@ def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Par
         (
             shape.with_sizes(chunk.whole.start, 0, zeros),
             shape.with_sizes(chunk.local.start, head, zeros),
-            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.heads[group], shape.sizes),
+            shape.with_sizes(chunk.local.stop - chunk.local.start, shape.width(group), shape.sizes),
         )
         for chunk in shape.order.chunks(rows_of)
     )
@@ -86,7 +99,7 @@ def _parts(shape: _Shape, rows_of: int, heads_of: int, group: int) -> tuple[_Par
 def _heads_of(shape: _Shape, heads_of: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where the heads of a group of a rank begin in an array of a rank's rows, and the shape of that part."""
     start = shape.with_sizes(0, shape.first_head(heads_of, group), (0,) * len(shape.sizes))
-    return start, shape.with_sizes(shape.order.local, shape.heads[group], shape.sizes)
+    return start, shape.with_sizes(shape.order.local, shape.width(group), shape.sizes)
 
 
 class _Route(NamedTuple):
@@ -111,27 +124,38 @@ class _Call:
         What the kernels read, and whether its rows are those of the keys.
     out : sequence of ndarray
         The results of this rank: o and lse, or dq, dk and dv.
+    groups : sequence of slice, optional
+        As for `Heads`.
 
     Attributes
     ----------
     heads : Heads
     """
 
-    def __init__(self, run: Run, operands: Operands, inputs: Sequence[tuple[Array, bool]], out: Sequence[Array]):
+    def __init__(
+        self,
+        run: Run,
+        operands: Operands,
+        inputs: Sequence[tuple[Array, bool]],
+        out: Sequence[Array],
+        groups: Sequence[slice] | None = None,
+    ):
         assert run.window is not None, "the caller has asked for it"
         self._run, self._window = run, run.window
-        self.heads = Heads(run, operands)
+        self.heads = Heads(run, operands, groups)
         self._inputs = [self._route(run.quick(x), is_keys) for x, is_keys in inputs]
         self._results = out
         are_keys = (False, False) if len(out) == 2 else (False, True, True)
         self._out = [self._route(self._quick_target(x), is_keys) for x, is_keys in zip(out, are_keys, strict=True)]
         self._written: Any = None
+        self._kept: Any = None
         self._begin()
 
     def _route(self, array: Array, is_keys: bool) -> _Route:
         order = self._run.request.keys if is_keys else self._run.request.queries
-        ratio = 1 if is_keys else self.heads.ratio
-        return _Route(array, _Shape(order, array.shape, tuple(ratio * heads for heads in self.heads.groups)))
+        ratio = self.heads.ratio if is_keys else 1
+        heads = tuple((group.start // ratio, -(-group.stop // ratio)) for group in self.heads.groups)
+        return _Route(array, _Shape(order, array.shape, heads))
 
     def _quick_target(self, array: Array) -> Array:
         """The array, or memory for its elements if its layout is slow to copy."""
@@ -140,18 +164,29 @@ class _Call:
     def _begin(self) -> None:
         run, window, count = self._run, self._window, self.heads.count
         landings = [(route.array.shape, route.array.dtype) for route in self._out]
-        wholes = [[route.whole(group) for route in self._inputs] for group in range(count)]
-        nbytes = sum(map(padded_bytes, [*wholes, landings]))
+        wholes = [
+            route.whole(group) for group in range(count) for route in self._inputs if not route.shape.is_again(group)
+        ]
+        nbytes = padded_bytes(wholes) + padded_bytes(landings)
         window.begin(run.main, nbytes, count, run.request.number, run.is_captured)
-        self._wholes = [[window.arrays(*one) for one in group] for group in wholes]
+        self._wholes: list[list[list[Array]]] = []
+        for group in range(count):
+            self._wholes.append([self._whole(number, group) for number in range(len(self._inputs))])
         self._landings = [window.arrays(*one) for one in landings]
         begun = run.main.record()
         for lane in (run.comm, *(self.heads.lane(group) for group in range(count))):
             lane.wait(begun)
         window.enter(run.comm)
 
+    def _whole(self, number: int, group: int) -> list[Array]:
+        """An input's memory for all rows of the heads of a group, in the windows of all ranks."""
+        route = self._inputs[number]
+        if route.shape.is_again(group):
+            return self._wholes[-1][number]
+        return self._window.arrays(*route.whole(group))
+
     def set_last(self, array: Array, lane: Lane) -> None:
-        """Gives the last input, which a lane has written. The copies of the others do not wait for it."""
+        """Gives the last input, which a lane has written. The copies of the first ones do not wait for it."""
         self._inputs[-1] = self._inputs[-1]._replace(array=self._run.quick(array, lane))
         self._written = lane.record()
 
@@ -175,12 +210,13 @@ class _Call:
     def _send(self, group: int) -> None:
         """Queues the copies of this rank's rows of a group to the windows of the other ranks."""
         run, window = self._run, self._window
+        send = window.send if group else window.copy
         if group == 0 and self._written is not None:
-            run.comm(window.send, self._to_windows(group, window.others, slice(-1)))
+            run.comm(send, self._to_windows(group, window.others, slice(_EARLY)))
             run.comm.wait(self._written)
-            run.comm(window.send, self._to_windows(group, window.others, slice(-1, None)))
+            run.comm(send, self._to_windows(group, window.others, slice(_EARLY, None)))
         else:
-            run.comm(window.send, self._to_windows(group, window.others))
+            run.comm(send, self._to_windows(group, window.others))
         window.signal(run.comm, Signal.SENT, group)
 
     def _keep(self, group: int) -> None:
@@ -188,13 +224,17 @@ class _Call:
         lane = self.heads.lane(group)
         if self._written is not None:
             lane.wait(self._written)
+        if any(route.shape.is_again(group) for route in self._inputs):
+            lane.wait(self._kept)
         lane(self._window.copy, self._to_windows(group, (self._run.rank,)))
+        self._kept = lane.record()
 
     def _to_windows(self, group: int, ranks: Sequence[int], inputs: slice = slice(None)) -> list[Copy]:
         return [
             Copy(wholes[rank], to, route.array, of, shape)
             for rank in ranks
             for route, wholes in zip(self._inputs[inputs], self._wholes[group][inputs], strict=True)
+            if not route.shape.is_again(group)
             for to, of, shape in _parts(route.shape, self._run.rank, rank, group)
         ]
 
@@ -208,7 +248,8 @@ class _Call:
         run, window = self._run, self._window
         computed = self.heads.lane(group).record()
         run.comm.wait(computed)
-        run.comm(window.send, self._to_rows(group, results, window.others))
+        is_last = group == self.heads.count - 1
+        run.comm(window.copy if is_last else window.send, self._to_rows(group, results, window.others))
         window.signal(run.comm, Signal.RETURNED, group)
         run.back.wait(computed)
         run.back(window.copy, self._to_rows(group, results, (run.rank,)))
@@ -246,7 +287,7 @@ class _Call:
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
     inputs = ((operands.q, False), (operands.k, True), (operands.v, True))
-    call = _Call(run, operands, inputs, out)
+    call = _Call(run, operands, inputs, out, query_groups(run.request))
 
     def kernels(group: int, inputs: list[Array], results: list[Array]) -> None:
         run.forward(call.heads.lane(group), inputs, results, call.heads.keywords(group, {}))

@@ -5,7 +5,7 @@
     lane.wait(event)            what is queued after it waits for the event
     lane.join()                 returns when the host may read what the lane has written
 
-A call has six lanes: the caller's, three others for computing, one for messages, and one for copies on its rank. On a
+A call has seven lanes: the caller's, four others for computing, one for messages, and one for copies on its rank. On a
 GPU they are streams. On NumPy the work is done at once, in the order in which it is queued, which is one of those that
 the waits allow.
 """

@@ -22,7 +22,7 @@ from .windows import Window
 __all__ = ["Run", "is_captured"]
 
 #: CUDA clamps a priority to the highest one of the device. What computes has a lower one than messages.
-_HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3)
+_HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3, -2)
 
 
 class Run:
@@ -39,7 +39,7 @@ class Run:
     main, side, comm, back : Lane
         The caller's stream, a second one for computing, the one of messages, and the one of copies on this rank.
     of_groups : tuple of Lane
-        Three for computing, of falling priority: kernels of an earlier lane go first. What follows the large kernel of
+        Four for computing, of falling priority: kernels of an earlier lane go first. What follows the large kernel of
         a group, and lets its results travel, would otherwise wait until the one of the next group ends.
     options : CallOptions
         Those of the attention calls of parts.

@@ -11,15 +11,25 @@ What travels are messages, or in ``heads`` and ``gather`` on GPUs of one host co
 
 from __future__ import annotations
 
+import itertools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UnsupportedProblemError
 from ..problem.attention import AttentionProblem
 from .orders import RowOrder
 
-__all__ = ["SCHEMES", "check_capture", "check_scheme", "groups_of", "is_positional", "ranks_with_heads", "scheme_of"]
+__all__ = [
+    "SCHEMES",
+    "check_capture",
+    "check_scheme",
+    "groups_of",
+    "is_positional",
+    "neighbours",
+    "ranks_with_heads",
+    "scheme_of",
+]
 
 SCHEMES = ("heads", "gather", "ring", "hybrid")
 
@@ -148,3 +158,9 @@ def groups_of(scheme: str, problem: AttentionProblem, ranks: int, given: object,
         wanted = 1 if problem.seqlen_k < _MANY_KEYS else 2 if scheme == "heads" else 4
         count = next(count for count in range(wanted, 0, -1) if heads % count == 0)
     return (heads // count,) * count
+
+
+def neighbours(sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The heads of neighbouring groups of these sizes."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return tuple(slice(*pair) for pair in itertools.pairwise(ends))

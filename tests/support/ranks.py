@@ -19,7 +19,7 @@ from fa2cupy.distributed import run as run_module
 from fa2cupy.distributed.threads import ThreadTransport
 from fa2cupy.distributed.windows import IS_READY, MOST_STEPS, READY, Signal, Window
 
-LANES = 6  # of a call: the caller's, a second one, those of messages and of copies, and two for groups of heads
+LANES = 7  # of a call: the caller's, a second one, those of messages and of copies, and three for groups of heads
 ROW_AXIS = {"lse": -1, "dlse": -1, "bias": -2, "mask": -2, "dbias": -2}
 #: Arrays that are the same on all ranks, whatever their number of rows.
 WHOLE = ("alibi_slopes", "sink", "key_padding_mask", "cu_seqlens_q", "cu_seqlens_k")
