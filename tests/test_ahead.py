@@ -343,6 +343,7 @@ def test_scripts_keep_the_tracebacks_of_what_should_not_happen(error, capsys):
     assert cli.run_command("sweep.py", lambda: 3) == 3
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_in_a_process(tmp_path):
     pytest.importorskip("cupy", exc_type=ImportError)

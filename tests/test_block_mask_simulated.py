@@ -208,6 +208,7 @@ def check_lists(monkeypatch, options: dict, tile: tuple, patch=None) -> None:
             assert own[2 : 3 + own[1]].tolist() == [*mixed, *full, 6]
 
 
+@pytest.mark.sample(tile=((32, 16), (12, 20)))
 @pytest.mark.parametrize("tile", [(8, 8), (32, 16), (12, 20)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 4)}])
 def test_lists(monkeypatch, options, tile):
@@ -217,7 +218,7 @@ def test_lists(monkeypatch, options, tile):
 # --------------------------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.sample(band=({"window": (40, 3)},), family=("simt", "sm90"))
+@pytest.mark.sample(band=({"window": (40, 3)},), family=("simt",))
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (40, 3)}])
 @pytest.mark.parametrize("family", TILES)
 def test_maps_of_functions(launched, family, band):
@@ -244,7 +245,7 @@ def arguments_of(function, family: str) -> tuple:
     return rng.standard_normal((HEADS, longest)).astype(wide), rng.random((2, longest)) < 0.5
 
 
-@pytest.mark.sample(family=("sm80",))
+@pytest.mark.sample(family=("sm80",), function=(near,))
 @pytest.mark.parametrize("function", [near, listed])
 @pytest.mark.parametrize("family", TILES)
 def test_functions_of_several_positions(launched, family, function):
@@ -253,6 +254,7 @@ def test_functions_of_several_positions(launched, family, function):
     check(launched, family, **own, block_mask=sparse, causal=True)
 
 
+@pytest.mark.matrix
 def test_float64_terms(launched):
     inputs = make_inputs("float64", batch=2, seqlen_q=29, seqlen_k=37, num_heads=HEADS, num_heads_kv=2, head_dim=8)
     x, keep = arguments_of(near, "simt")
@@ -300,7 +302,7 @@ def test_blocks_that_share_tiles(launched, family):
     assert any(stage.spec.is_split for stage in launched)
 
 
-@before_hopper
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_wide_heads(launched, family):
     """Checks head_dim 136, for which kernels have other main loops."""
@@ -318,7 +320,7 @@ def test_wide_heads(launched, family):
     check(launched, family, inputs=inputs, tiles=tiles, block_mask=sparse, causal=True)
 
 
-@before_hopper
+@pytest.mark.sample(family=("simt",))
 @pytest.mark.parametrize("family", TILES)
 def test_packed_sequences(launched, family):
     rows, keys = LENGTHS[family]

@@ -237,6 +237,7 @@ def test_kernels_with_functions_do_not_serialise_wgmma(name, dtype, head_dim):
             assert kernel.spill_bytes <= (SPILLED[dtype, head_dim] if single_pass else SPILLED_ELSEWHERE), kernel.symbol
 
 
+@pytest.mark.matrix
 def test_volta_is_compiled_for_where_nvrtc_still_is():
     from cupy.cuda import nvrtc
 

@@ -10,6 +10,7 @@ from fa2cupy.families.device import DeviceInfo
 pytest.importorskip("cupy", reason="kernels are compiled by the NVRTC that CuPy loads", exc_type=ImportError)
 
 
+@pytest.mark.matrix
 def test_kernels_are_compiled_for_gpus_that_are_not_here(monkeypatch, capsys):
     monkeypatch.setattr(demo, "_print_table", lambda *_: 0)
     assert demo.run_demo("cpu") == 0

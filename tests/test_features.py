@@ -61,6 +61,7 @@ class TestAgainstTheReference:
         inputs = inputs_of("float16", head_dim=head_dims[0], head_dim_v=head_dims[1], layout=layout)
         check(inputs, config=TILE, causal=True, layout=layout)
 
+    @pytest.mark.matrix
     @given(
         names=st.lists(st.sampled_from(ROWS), min_size=2, max_size=3, unique_by=keyword),
         dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),

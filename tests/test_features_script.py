@@ -196,6 +196,7 @@ def test_kernels_of_features_are_foretold(operation, family, monkeypatch):
         assert tuple(stage.spec for stage in launched) == case.kernels(device, operation, family).specs, case
 
 
+@pytest.mark.matrix
 def test_work_of_features_is_that_of_visible_pairs():
     problem = Problem("bfloat16", 64, 1024, 16, 32, True)
     pairs = sum(min(i, 127) + 1 for i in range(1024))

@@ -39,7 +39,7 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
     return {name: x[None, :, None] for name, x in results.items()}
 
 
-@pytest.mark.sample(head_dim=(64,), kind=("normal",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", (64, 128, 176))
 @pytest.mark.parametrize("kind", ("normal", "channels"))
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):

@@ -139,6 +139,7 @@ def test_sdist_has_the_same_files(unpacked_sdist):
         assert (unpacked_sdist / name).is_file()
 
 
+@pytest.mark.matrix
 def test_tests_of_an_sdist_find_what_they_import(unpacked_sdist):
     names = ("test_scripts.py", "test_train_lm.py", "test_ptxsim_core.py", "test_feature_arguments.py")
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]

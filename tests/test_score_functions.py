@@ -202,6 +202,7 @@ def test_a_table_of_many_scores_is_summed_without_loss():
 # --------------------------------------------------------------------------------------------------------- combinations
 
 
+@pytest.mark.matrix
 @given(
     names=st.lists(st.sampled_from(ROWS), min_size=1, max_size=3, unique_by=keyword),
     score=st.sampled_from(["softcap", "alibi", "t5_relative", "low rank", None]),

@@ -86,16 +86,14 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.sample(
-    kind=("sm80 float16",), name=("causal", "bounded", "alibi", "t5_relative", "document", "neighborhood_2d")
-)
+@pytest.mark.sample(kind=("sm80 float16",), name=("t5_relative", "document"))
 @pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
     check_ready_made(launched, name, kind)
 
 
-@pytest.mark.sample(name=("bounded",))
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "kind"), [(name, ON_HOPPER[i % 2]) for i, name in enumerate(NAMES)])
 def test_ready_made_functions_on_hopper(launched, name, kind):
     check_ready_made(launched, name, kind)
@@ -133,7 +131,7 @@ def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
     check(launched, kind, inputs, ("score_mod", "mask_mod"), score_mod=low_rank, score_args=arrays, **options)
 
 
-@pytest.mark.sample(kind=FAMILIES[1:2])
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_each_distance_has_its_own_terms(launched, kind):
     """Checks tiles of the default sizes, in which a lane receives terms from all lanes, in several sets."""
@@ -199,6 +197,7 @@ def test_derivatives_of_hidden_keys_may_be_infinite(launched, kind):
     check(launched, kind, draw(KINDS[kind]), ("score_mod", "mask_mod"), **options)
 
 
+@pytest.mark.matrix
 def test_blocks_that_share_tiles(launched):
     options = ready_made(*SHAPE)["t5_relative"].options | ready_made(*SHAPE)["document"].options
     inputs = draw("float16")

@@ -77,6 +77,7 @@ def test_scores_have_the_same_bits_in_all_kernels(launched, dtype, feature):
         np.testing.assert_array_equal(dv, do, err_msg=method)
 
 
+@pytest.mark.matrix
 def test_long_sums_are_cut_in_tiles(launched):
     """Checks the errors of long sums. One chain of 2048 additions would leave 1.6e-6 and more of the largest number."""
     inputs = data("positive", 2048, 32)

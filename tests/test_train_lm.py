@@ -86,6 +86,7 @@ def test_fused_and_unfused_train_alike(corpus):
     np.testing.assert_allclose(fused.curve.losses, unfused.curve.losses, rtol=1e-4)
 
 
+@pytest.mark.matrix
 def test_loss_falls_below_that_of_byte_frequencies(corpus):
     settings = dataclasses.replace(train_lm.PRESETS["tiny"], layers=2, width=64, context=64, batch=8, steps=60)
     training = train(settings, corpus, settings.steps)
@@ -309,6 +310,7 @@ def test_blas_has_one_thread_unless_the_environment_says_otherwise(tmp_path):
         assert run.stderr == f"{threads}\n"
 
 
+@pytest.mark.matrix
 def test_runs_from_another_folder_as_a_script(tmp_path):
     command = [sys.executable, str(SCRIPTS / "train_lm.py"), *SIZES, "--steps", "1"]
     environment = {**os.environ, "PYTHONPATH": str(Path(fa2cupy.__file__).resolve().parent.parent)}
