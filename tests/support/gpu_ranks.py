@@ -21,6 +21,12 @@ import fa2cupy.distributed as dist
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 256, "seqlen_k": 256, "num_heads": 8, "num_heads_kv": 4, "head_dim": 64}
+#: One array of packed sequences, groups of a rank's heads on four GPUs, and there chunks of functions: 128 rows.
+OTHER_SIZES = {
+    "packed": {"batch": 1},
+    "groups": {"num_heads": 16, "num_heads_kv": 8},
+    "functions": {"seqlen_q": 1024, "seqlen_k": 1024},
+}
 DTYPE, TOLERANCE = "float16", 5e-3  # of the largest value: shares of gradients are rounded before they are summed
 FEATURES = ("window", "softcap", "alibi", "bias", "bias of keys", "mask", "padding", "sink", "dropout", "functions")
 CASES = (
@@ -42,10 +48,11 @@ def document(b, h, q, k, ids):
 
 def case_of(name: str) -> tuple[dict, dict]:
     """Returns sizes and keywords of a case, with NumPy arrays."""
-    sizes = SIZES | ({"batch": 1} if name == "packed" else {})
-    ids = np.repeat(np.arange(4, dtype="int32"), 64)[None].repeat(sizes["batch"], axis=0)
+    sizes = SIZES | OTHER_SIZES.get(name, {})
+    rows = sizes["seqlen_q"]
+    ids = np.repeat(np.arange(4, dtype="int32"), rows // 4)[None].repeat(sizes["batch"], axis=0)
     if name == "functions":
-        of_functions = {"score_mod": distance, "score_args": (numbers((8, 256), "float32"),), "mask_mod": document}
+        of_functions = {"score_mod": distance, "score_args": (numbers((8, rows), "float32"),), "mask_mod": document}
         return sizes, {"causal": True, **of_functions, "mask_args": (ids,)}
     if name == "sparse":
         return sizes, {"mask_mod": document, "mask_args": (ids,)}
