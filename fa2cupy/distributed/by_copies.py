@@ -68,7 +68,7 @@ def query_groups(request: Request) -> tuple[slice, ...]:
     groups = groups_of_copies(request)
     heads = ratio * sum(groups)
     if request.head_groups is not None or len(groups) > 2 or problem.batch * problem.seqlen_q * heads < _FEW_ROWS:
-        return neighbours([ratio * heads for heads in groups])
+        return neighbours([ratio * group for group in groups])
     small = neighbours(_with_small_ends(heads, problem.batch * problem.seqlen_q))
     return tuple(part for group in small for part in _of_kv_heads(group, ratio))
 

@@ -48,7 +48,7 @@ class _Shape(NamedTuple):
     sizes : tuple of int
         Those of this rank's rows of all heads.
     heads : tuple of (int, int)
-        The first and the last but one of each group, among those of a rank.
+        Where each group begins and ends, among those of a rank.
     """
 
     order: RowOrder

@@ -21,7 +21,8 @@ import fa2cupy.distributed as dist
 from fa2cupy.testing import make_inputs
 
 SIZES = {"batch": 2, "seqlen_q": 256, "seqlen_k": 256, "num_heads": 8, "num_heads_kv": 4, "head_dim": 64}
-#: One array of packed sequences, groups of a rank's heads on four GPUs, and there chunks of functions: 128 rows.
+#: One array of packed sequences, groups of a rank's heads on four GPUs, and there chunks of 128 rows: kernels with
+#: functions have tiles of 96 keys, and which of them need a mask depends on where a block of 64 rows begins.
 OTHER_SIZES = {
     "packed": {"batch": 1},
     "groups": {"num_heads": 16, "num_heads_kv": 8},
