@@ -282,7 +282,7 @@ def test_the_grid_does_not_depend_on_lengths(launched):
 # -------------------------------------------------------------------------------------------- forwards with few queries
 
 
-@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_forward_with_few_queries_runs_the_same_kernel(launched, dtype):
     for lengths, heads, options in (

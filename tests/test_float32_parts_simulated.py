@@ -496,7 +496,7 @@ def test_rows_and_columns_of_zeros_are_no_exception(launched, kernels):
 
 
 @of_hopper
-@pytest.mark.sample(kind=("positive",), rows=(130,))
+@pytest.mark.sample(kind=("positive",), rows=(33,))
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [(kind, 130) for kind in KINDS] + [(kind, n) for kind in ("normal", "positive", "channels") for n in (33, 400)],

@@ -86,7 +86,7 @@ def check(
     assert all(set(used) <= set(spec.features) for spec in specs)
 
 
-@pytest.mark.sample(kind=("sm80 float16",), name=("t5_relative", "document"))
+@pytest.mark.sample(kind=("sm80 float16",), name=("document",))
 @pytest.mark.parametrize("kind", BEFORE_HOPPER)
 @pytest.mark.parametrize("name", NAMES)
 def test_ready_made_functions(launched, name, kind):
@@ -110,7 +110,7 @@ def low_rank(score, b, h, q, k, x, y, ids, scale):
     return score * scale - np.where(ids[b, k] > 0, np.dot(x[b, h, q], y[h, k]), np.tanh(score))
 
 
-@pytest.mark.sample(kind=FAMILIES[:1])
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_arrays_of_all_ranks_and_strides_and_all_other_features(launched, kind):
     x = np.asfortranarray(numbers((2, 2, 21, 4), "float16"))
@@ -140,7 +140,7 @@ def test_each_distance_has_its_own_terms(launched, kind):
     check(launched, kind, draw(KINDS[kind], shape), ("score_mod",), with_default_tiles=True, **options)
 
 
-@pytest.mark.sample(kind=FAMILIES[2:])
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_each_head_has_its_own_terms(launched, kind):
     def scaled(score, b, h, q, k, scale, shift):
@@ -166,7 +166,7 @@ def test_packed_sequences(launched, method, kind):
     )  # fmt: skip
 
 
-@pytest.mark.sample(kind=FAMILIES[1:2], head_dim=(24,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("head_dim", (24, 136))
 def test_dropout_of_weights_of_any_sign(launched, kind, head_dim):
