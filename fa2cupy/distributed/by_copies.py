@@ -61,16 +61,14 @@ def groups_of_copies(request: Request) -> tuple[int, ...]:
 def query_groups(request: Request) -> tuple[slice, ...]:
     """The query heads of each group of a forward of ``"heads"``, among those of a rank.
 
-    Where the groups at the ends have all K/V heads, they are divided: the first and the last group then have an eighth
-    of the query heads. A backward cannot do so, because it sums over the query heads of a K/V head.
+    Where the request's groups at the ends have all K/V heads, they are divided: the first and the last group then have
+    an eighth of the query heads. A backward cannot do so, because it sums over the query heads of a K/V head.
     """
-    problem, ratio = request.problem, request.problem.heads_per_group
-    groups = groups_of_copies(request)
-    heads = ratio * sum(groups)
-    if request.head_groups is not None or len(groups) > 2 or problem.batch * problem.seqlen_q * heads < _FEW_ROWS:
+    problem, groups, ratio = request.problem, request.groups, request.problem.heads_per_group
+    heads, rows = ratio * sum(groups), problem.batch * problem.seqlen_q
+    if request.head_groups is not None or len(groups) > 2 or heads * rows < _FEW_ROWS:
         return neighbours([ratio * group for group in groups])
-    small = neighbours(_with_small_ends(heads, problem.batch * problem.seqlen_q))
-    return tuple(part for group in small for part in _of_kv_heads(group, ratio))
+    return tuple(part for group in neighbours(_with_small_ends(heads, rows)) for part in _of_kv_heads(group, ratio))
 
 
 def _of_kv_heads(heads: slice, ratio: int) -> list[slice]:

@@ -148,7 +148,6 @@ class _Call:
         are_keys = (False, False) if len(out) == 2 else (False, True, True)
         self._out = [self._route(self._quick_target(x), is_keys) for x, is_keys in zip(out, are_keys, strict=True)]
         self._written: Any = None
-        self._kept: Any = None
         self._begin()
 
     def _route(self, array: Array, is_keys: bool) -> _Route:
@@ -194,8 +193,9 @@ class _Call:
         """Queues all messages, and the kernels of each group: ``kernels(group, inputs, results)``."""
         groups = range(self.heads.count)
         self._send(0)
+        kept: Any = None
         for group in groups:
-            self._keep(group)
+            kept = self._keep(group, kept)
         for group in groups:
             results = [self._run.empty(*route.whole(group)) for route in self._out]
             kernels(group, self._arrived(group), results)
@@ -219,15 +219,18 @@ class _Call:
             run.comm(send, self._to_windows(group, window.others))
         window.signal(run.comm, Signal.SENT, group)
 
-    def _keep(self, group: int) -> None:
-        """Queues the copies of this rank's rows of a group to its own window."""
+    def _keep(self, group: int, kept: Any) -> Any:
+        """Queues the copies of this rank's rows of a group to its own window.
+
+        A group that has heads of the group before waits for its event, `kept`. Returns that of the end.
+        """
         lane = self.heads.lane(group)
         if self._written is not None:
             lane.wait(self._written)
         if any(route.shape.is_again(group) for route in self._inputs):
-            lane.wait(self._kept)
+            lane.wait(kept)
         lane(self._window.copy, self._to_windows(group, (self._run.rank,)))
-        self._kept = lane.record()
+        return lane.record()
 
     def _to_windows(self, group: int, ranks: Sequence[int], inputs: slice = slice(None)) -> list[Copy]:
         return [
