@@ -16,7 +16,7 @@ from support.feature_cases import numbers
 
 import fa2cupy
 import fa2cupy.distributed as dist
-from fa2cupy.distributed import by_copies
+from fa2cupy.distributed import by_copies, gathered
 from fa2cupy.distributed import run as run_module
 from fa2cupy.testing import make_inputs
 
@@ -71,6 +71,38 @@ def test_nor_with_groups_of_several_sizes(scheme, ratio, seed, monkeypatch):
         found = ranks.on_ranks(2, inputs, how=how, **options)
     for name, result in found.items():
         np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("scheme", ["gather", "gather copies", "hybrid"])
+def test_nor_where_calls_take_turns(scheme, seed, monkeypatch):
+    inputs, options, groups = case(4)
+    how = {"scheme": named(scheme), **groups[scheme]}
+    expected = ranks.on_ranks(4, inputs, how=how, **options)
+    monkeypatch.setattr(gathered, "_MANY_ROWS", 1)
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(4, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("many_rows", "expected"), [(8, [(True, 4), (True, 16)]), (9, [(True, 16), (False, 4)])])
+def test_long_backward_calls_take_turns(many_rows, expected, monkeypatch):
+    """Each chunk has 4 rows of 2 heads; the first rank has the first chunk of 4 keys, and the last, of all 16."""
+    found = []
+
+    def backward(run, lane, inputs, delta, out, keywords) -> None:
+        if run.rank == 0:
+            found.append((lane is run.main, inputs[1].shape[1]))
+        of_package(run, lane, inputs, delta, out, keywords)
+
+    of_package = run_module.Run.backward
+    monkeypatch.setattr(run_module.Run, "backward", backward)
+    monkeypatch.setattr(gathered, "_MANY_ROWS", many_rows)
+    inputs = make_inputs("float32", seqlen_q=16, num_heads=2, num_heads_kv=1, head_dim=4)
+    with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.0, 0)):
+        ranks.on_ranks(2, inputs, how={"scheme": "gather"}, causal=True)
+    assert found == expected
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -286,6 +318,13 @@ class WithoutLast(ImpatientWindow):
         super().begin(lane, nbytes, *call)
 
 
+class WithoutLanes(ImpatientWindow):
+    """A window of a call that is said to be done with it while kernels of other lanes still read keys there."""
+
+    def end(self, lane, *others) -> None:
+        super().end(lane)
+
+
 class TestFollowingCalls:
     """Calls on several streams of a caller, of which the host waits for none."""
 
@@ -321,10 +360,12 @@ class TestFollowingCalls:
     def test_share_the_window(self, seed, scheme, monkeypatch):
         assert self.are_right(monkeypatch, ranks.ThreadWindow, seed, scheme)
 
-    @pytest.mark.parametrize("window", [WithoutReady, WithoutLast])
-    def test_must_wait_for_each_other(self, window, monkeypatch):
-        assert not all(self.are_right(monkeypatch, window, seed) for seed in range(12))
-        assert self.are_right(monkeypatch, ImpatientWindow, 0)  # it is not the time that makes them wrong
+    @pytest.mark.parametrize(
+        ("window", "scheme"), [(WithoutReady, "heads"), (WithoutLast, "heads"), (WithoutLanes, "gather")]
+    )
+    def test_must_wait_for_each_other(self, window, scheme, monkeypatch):
+        assert not all(self.are_right(monkeypatch, window, seed, scheme) for seed in range(12))
+        assert self.are_right(monkeypatch, ImpatientWindow, 0, scheme)  # it is not the time that makes them wrong
 
 
 class Pool:

@@ -6,7 +6,9 @@ of one call on the whole sequence. A rank's shares of dk and dv go to their owne
 once, in the dtype of lse and in the order of the ranks.
 
 The messages of the next two groups are queued before the kernels of a group. The two calls of a group are on two lanes,
-where each fills the multiprocessors that the other one leaves idle at its end.
+where each fills the multiprocessors that the other one leaves idle at its end; those of a long backward are on one
+(`Gather.own_backward_calls`). For the same reason, sums are not beside kernels: those of a group are between the next
+two, before the kernels that write its shares anew.
 """
 
 from __future__ import annotations
@@ -61,14 +63,19 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
     own = ExtraShares(run, gather, extra)
     run.side.wait(run.main.record())
     o, lse, do = operands.of_backward
+
+    def add_up(group: int) -> None:
+        shares[group % len(shares)].add_up(group, [x[:, :, gather.kv_heads(group)] for x in (dk, dv)])
+
     for group in range(gather.count):
         heads, computed = gather.q_heads(group), []
         share = shares[group % len(shares)]
-        for call, lane in gather.own_calls():
+        if group >= 2:
+            add_up(group - 2)
+            run.side.wait(run.main.record())
+        for call, lane in gather.own_backward_calls():
             statistics = [run.empty((len(delta), length(heads), length(call.local)), delta.dtype) for _ in range(2)]
             lane.wait(arrived[group])
-            if share.sent is not None:
-                lane.wait(share.sent)
             for copied, whole in zip(statistics, (lse, delta), strict=True):
                 lane(copy, copied, whole[:, heads, call.local])
             own_q, own_o, own_do = (x[:, call.local, heads] for x in (operands.q, o, do))
@@ -82,5 +89,6 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
         for event in computed:
             run.comm.wait(event)
         share.send(group)
-        share.add_up(group, [x[:, :, gather.kv_heads(group)] for x in (dk, dv)])
+    for group in range(max(0, gather.count - 2), gather.count):
+        add_up(group)
     own.add_up()

@@ -1,7 +1,7 @@
 """The scheme `gather` with copies in place of messages, on GPUs that reach each other's memory: see `heads_by_copies`.
 
     comm    writes to other ranks: the keys and values of a group, and shares of the gradients of keys
-    back    copies and sums on this rank: its own keys and values, and the sums of shares
+    back    copies on this rank: its own keys and values
 
 A group's memory is that of the group before the last one. Ranks tell each other when they have read it.
 """
@@ -145,7 +145,7 @@ class _Shares(Shares):
     def send(self, group: int) -> None:
         """Queues the copies of the shares of a group to the owners of the keys."""
         run, window = self.gather.run, self.gather.window
-        if self.sent is not None:
+        if group >= len(self.gather.slots):
             window.wait(run.comm, Signal.ADDED, group)
         copies = [
             Copy(
@@ -163,35 +163,26 @@ class _Shares(Shares):
         ]
         run.comm(window.send, copies)
         window.signal(run.comm, Signal.RETURNED, group)
+        self.sent = run.comm.record()
 
     def add_up(self, group: int, targets: Sequence[Array]) -> None:
-        """Queues the sums of a group, in the order of the ranks, and their rounding."""
+        """Queues the sums of a group on the caller's lane, in the order of the ranks, and their rounding."""
         gather = self.gather
-        run, window = gather.run, gather.window
-        run.back.wait(run.comm.record())  # of this rank's own shares, which are read until they are sent
-        window.wait(run.back, Signal.RETURNED, group)
-        self.sent = self.add_on(run.back, targets)
+        gather.window.wait(gather.run.main, Signal.RETURNED, group)
+        super().add_up(group, targets)
         if group + len(gather.slots) < gather.count:
-            window.signal(run.back, Signal.ADDED, group + len(gather.slots))
+            gather.window.signal(gather.run.main, Signal.ADDED, group + len(gather.slots))
 
 
 def forward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows."""
     gather = _Gather(run, operands, has_shares=False)
     forward_of(gather, out)
-    _end(gather)
+    gather.window.end(run.comm, run.main, run.side)
 
 
 def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     """Computes dq, dk and dv of this rank's rows, and this rank's shares of the gradients of features."""
     gather = _Gather(run, operands, has_shares=True)
     backward_of(gather, [_Shares(gather, heads) for heads in gather.widths], out)
-    _end(gather)
-
-
-def _end(gather: _Gather) -> None:
-    """Lets the lane of messages, which the caller's lane waits for, wait for all that the call does with the window."""
-    run = gather.run
-    for lane in (run.back, run.main, run.side):
-        run.comm.wait(lane.record())
-    gather.window.end(run.comm)
+    gather.window.end(run.comm, run.main, run.side)

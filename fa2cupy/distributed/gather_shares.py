@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ..problem.array_types import Array
 from .copies import copy
 from .gathered import Call, Gather, length
-from .lanes import Lane
 from .parts import of_part
 from .run import Run
 from .sums import clear, sum_into
@@ -55,7 +54,7 @@ class Shares:
     sums : list of (slice, list of list of ndarray)
         For all parts of this rank's rows the shares of dk, and those of dv, in the order of the ranks.
     sent : event or None
-        The lanes wait for it before `own` is written again.
+        The last group's shares have been read; where messages bring them, those of the other ranks are here.
     """
 
     def __init__(self, gather: Gather, heads: int):
@@ -134,19 +133,16 @@ class Shares:
                 sends.append((packed, to))
             recvs += [(piece, source) for _, pieces in self.landing[source] for piece in pieces]
         run.exchange(sends, recvs)
+        self.sent = run.comm.record()
 
     def add_up(self, group: int, targets: Sequence[Array]) -> None:
-        """Queues the sums of a group, in the order of the ranks, and their rounding."""
-        self.sent = self.add_on(self.gather.run.comm, targets)
-
-    def add_on(self, lane: Lane, targets: Sequence[Array]) -> Any:
-        """Queues the sums on a lane; returns the event of their end."""
-        wide = self.gather.run.request.problem.accumulator_dtype
+        """Queues the sums of a group on the caller's lane, in the order of the ranks, and their rounding."""
+        run = self.gather.run
+        run.main.wait(self.sent)
         for part, shares in self.sums:
             for target, shares_of_target in zip(targets, shares, strict=True):
-                heads = target.shape[2]
-                lane(sum_into, target[:, part], [share[:, :, :heads] for share in shares_of_target], wide)
-        return lane.record()
+                own = [share[:, :, : target.shape[2]] for share in shares_of_target]
+                run.main(sum_into, target[:, part], own, run.request.problem.accumulator_dtype)
 
 
 class ExtraShares:
@@ -187,8 +183,7 @@ class ExtraShares:
         return of_part(four, self.gather.q_heads(0), call.local, call.keys.stop)
 
     def add_up(self) -> None:
-        """Queues the sums over the calls of this rank."""
-        self.run.main.wait(self.run.side.record())
+        """Queues the sums over the calls of this rank, all of which the caller's lane has waited for."""
         wide = self.run.request.problem.accumulator_dtype
         for number, shares in self.shares.items():
             if shares:

@@ -18,6 +18,9 @@ from .sums import clear
 
 __all__ = ["Call", "Gather", "OfHeads", "Slot", "length"]
 
+#: Rows of all query heads of a K/V head in a call, from which on q, do and dq do not stay in the L2 cache.
+_MANY_ROWS = 1 << 16
+
 
 class Call(NamedTuple):
     """One attention call of a group.
@@ -181,6 +184,17 @@ class Gather:
         """The calls of this rank with their lanes: the one with the most keys comes first, on the caller's."""
         calls = sorted(self.calls[self.run.rank], key=lambda call: -call.keys.stop)
         return list(zip(calls, (self.run.main, self.run.side), strict=False))
+
+    def own_backward_calls(self) -> list[tuple[Call, Lane]]:
+        """The same for a backward, whose long calls take turns on the caller's lane, the one with the most keys last.
+
+        Blocks that begin together read the same query rows at the same time, all but the first of them from the cache.
+        Where other kernels hold some multiprocessors at the beginning, blocks are apart until the kernel ends.
+        """
+        calls = self.own_calls()
+        if self.ratio * max(length(call.local) for call, _ in calls) < _MANY_ROWS:
+            return calls
+        return [(call, self.run.main) for call, _ in reversed(calls)]
 
     def fetch(self, group: int) -> Any:
         """Queues the messages with the keys of a group; returns the event of their arrival."""

@@ -86,6 +86,7 @@ def backward(run: Run, operands: Operands, out: Sequence[Array]) -> None:
     inputs = Operands(q, k, v, whole_do, whole_lse, whole_do, whole_delta)
     gather.backward(levels.between, inputs, (*gradients, *own.results), levels.of_heads(scores))
     own.store(run.main)
+    run.comm.wait(run.main.record())
     batch = Batch(levels.within)
     for whole, target, is_keys in zip(gradients, (dq, dk, dv), (False, True, True), strict=True):
         heads.return_rows(batch, whole, target, 0, is_keys)

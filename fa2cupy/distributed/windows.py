@@ -180,8 +180,10 @@ class Window:
         """Lets what is queued on the lane after it wait until the windows of all other ranks may be written."""
         lane(self._wait, READY, IS_READY)
 
-    def end(self, lane: Lane) -> None:
-        """Notes that the call has queued all its work, which the lane waits for, and tells the other ranks."""
+    def end(self, lane: Lane, *others: Lane) -> None:
+        """Notes that the call has queued all its work with the window, on these lanes, and tells the other ranks."""
+        for other in others:
+            lane.wait(other.record())
         if not self._is_captured:
             self._last = lane.record()
         lane(self._write, READY, IS_READY)
