@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -583,6 +584,22 @@ def test_other_ints_are_converted_each(function):
 def test_the_gradients_of_arguments_know_no_distance_in_floating_point():
     text = traced(lambda s, b, h, q, k, t: s + t[h] * abs(q - k), np.ones(3, "float32")).text
     assert "real_distance" not in text.split("add_argument_gradients")[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "adding"),
+    [
+        (lambda s, b, h, q, k, t: s * t[0], ["add_element_of_warp"]),
+        (lambda s, b, h, q, k, t: s + t[h] * (q - k) + t[b], ["add_element_of_warp"] * 2),
+        (lambda s, b, h, q, k, t: s + t[q], ["add_element"]),
+        (lambda s, b, h, q, k, t: s + t[q - k], ["add_element"]),
+        (lambda s, b, h, q, k, t: s * t[k % 3] + t[0], ["add_element", "add_element_of_warp"]),
+    ],
+)
+def test_lanes_sum_the_gradients_of_elements_that_a_head_reads(function, adding):
+    """An atomic addition for each score would round once for each, and take longer."""
+    text = traced(function, np.ones(3, "float32")).text
+    assert re.findall(r"\badd_element\w*", text) == adding
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 A score function becomes
 
-    template <class Real> struct ScoreHeadTerms; struct DistanceTerms
+    template <class Real> struct ScoreHeadTerms; struct DistanceTerms; struct ScoreHeadSums
     template <class Real, class Arguments>
     __device__ __forceinline__ ScoreHeadTerms<Real> score_head_terms(args, b, h)
     __device__ __forceinline__ DistanceTerms<Real> distance_terms(args, b, h, distance)
     __device__ __forceinline__ Real score_value(args, score, b, h, q, k, real_distance, of_head, of_distance)
     __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, real_distance, of_head, of_distance,
                                                           slope)
-    __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient)
+    __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient, sums)
+    __device__ __forceinline__ void add_head_sums(args, b, h, lane, sums)
 
 and a mask function
 
@@ -20,8 +21,9 @@ and a mask function
     __device__ __forceinline__ bool is_visible(args, b, h, q, k, of_q, of_k)
     __device__ __forceinline__ bool is_visible(args, b, h, q, k)
 
-of which the structures hold what depends on q - k, on one position or on none (``terms.py``). Real is the type of
-scores.
+of which the structures hold what depends on q - k, on one position or on none (``terms.py``). Sums are the gradients of
+elements that all scores of a head read: each lane adds up its own, before a warp adds all of them to memory once. Real
+is the type of scores.
 ``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
 ``add_element`` adds; and the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``,
 true for data of 16 bits.
@@ -107,21 +109,42 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
         "const DistanceTerms<Real>& of_distance"
     )
     value, both = (_Body(has_real_distance=True, given=names) for _ in range(2))
-    gradients = _Body()
+    gradients, of_warp = _Body(), _Body()
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)
+    of_head = [scatter for scatter in scatters if _is_of_head(scatter)]
     for scatter in scatters:
-        gradients.adds(scatter)
+        if scatter not in of_head:
+            gradients.adds(scatter)
+    for number, scatter in enumerate(of_head):
+        gradients.adds_to(f"sums.sum{number}", scatter)
+        of_warp.adds_sum(f"sums.sum{number}", scatter)
+    members = "".join(f"{_INDENT}Real sum{number} = 0;\n" for number in range(len(of_head)))
     return "\n".join(
         (
             *_head_terms_text(terms.of_head),
             *_terms_text("Distance", DISTANCE, terms.of_distance, "lane"),
             _function("Real", "score_value", f"{inputs}, {given}", value),
             _function("Real", "score_value_and_slope", f"{inputs}, {given}, Real& slope", both),
-            _function("void", "add_argument_gradients", f"{inputs}, Real gradient", gradients),
+            f"template <class Real>\nstruct ScoreHeadSums {{\n{members}}};\n",
+            _function(
+                "void", "add_argument_gradients", f"{inputs}, Real gradient, ScoreHeadSums<Real>& sums", gradients
+            ),
+            _function(
+                "void",
+                "add_head_sums",
+                "const Arguments& args, int32 b, int32 h, int32 lane, const ScoreHeadSums<Real>& sums",
+                of_warp,
+            ),
         )
     )
+
+
+def _is_of_head(scatter: Scatter) -> bool:
+    """True if all scores of a head read the same element."""
+    inputs = {node.value for node in reachable(scatter.indices) if node.op == "input"}
+    return not scatter.axes and inputs <= {"b", "h"}
 
 
 def _function(result: str, name: str, parameters: str, body: _Body) -> str:
@@ -173,10 +196,26 @@ class _Body:
         self._add(scatter, names, 2 * _INDENT)
         self.lines.append(f"{_INDENT}}}")
 
+    def adds_to(self, total: str, scatter: Scatter) -> None:
+        """Adds `gradient` times a derivative to a variable."""
+        self._define([scatter.derivative])
+        self.lines.append(f"{_INDENT}{total} += {self._product(scatter, self._names)};")
+
+    def adds_sum(self, total: str, scatter: Scatter) -> None:
+        """Adds a variable of all lanes of a warp to an element of an argument's gradient."""
+        self._define(scatter.indices)
+        indices = self._indices(scatter, self._names)
+        self.lines.append(f"{_INDENT}add_element_of_warp(args.gradient{scatter.argument}, {total}, lane{indices});")
+
     def _add(self, scatter: Scatter, names: Mapping[Node, str], indent: str) -> None:
-        indices = "".join(f", {self._name(x, names)}" for x in scatter.indices)
-        product = f"gradient * {self._name(scatter.derivative, names)}"
+        product, indices = self._product(scatter, names), self._indices(scatter, names)
         self.lines.append(f"{indent}add_element(args.gradient{scatter.argument}, {product}{indices});")
+
+    def _product(self, scatter: Scatter, names: Mapping[Node, str]) -> str:
+        return f"gradient * {self._name(scatter.derivative, names)}"
+
+    def _indices(self, scatter: Scatter, names: Mapping[Node, str]) -> str:
+        return "".join(f", {self._name(x, names)}" for x in scatter.indices)
 
     def _define(self, roots: Sequence[Node]) -> None:
         """Writes a statement for each node that has none yet, in the order of the expression.

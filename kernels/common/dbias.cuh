@@ -57,6 +57,7 @@ class SavedScores<Spec, Fragment, 2> {
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params, const ScoreTile& tile) {
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec>(params, tile);
+        ScoreHeadSums<Real> sums;
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
@@ -68,9 +69,10 @@ class SavedScores<Spec, Fragment, 2> {
                 const Real gradient = ds(i, j) * mod.derivative(mod.capped(called));
                 if constexpr (Spec::kDscoreArgs)
                     add_argument_gradients<Real>(score_args_of(params), products_(i, j) * natural_scale<Spec>(params),
-                                                 tile.batch, tile.head, at.query, at.key, gradient);
+                                                 tile.batch, tile.head, at.query, at.key, gradient, sums);
                 ds(i, j) = gradient * slope;
             }
+        if constexpr (Spec::kDscoreArgs) add_head_sums<Real>(score_args_of(params), tile.batch, tile.head, lane, sums);
     }
 
   private:

@@ -59,6 +59,13 @@ template <class Real, int kRank, class... Index>
 __device__ __forceinline__ void add_element(const TracedArray<Real, kRank>& sums, Real x, Index... indices) {
     atomicAdd(sums.data + sums.offset(indices...), x);
 }
+// Adds the sum over all lanes of a warp, which have the same indices.
+template <class Real, int kRank, class... Index>
+__device__ __forceinline__ void add_element_of_warp(const TracedArray<Real, kRank>& sums, Real x, int32 lane,
+                                                    Index... indices) {
+    x = row_sum<32>(x);
+    if (lane == 0) add_element(sums, x, indices...);
+}
 
 // Where data have 16 bits (Arguments::kFast), functions of the special function unit are accurate enough.
 template <class Arguments, class Real>

@@ -1,4 +1,4 @@
-"""Traced functions in the interpreter: a kernel with one thread for each score, made from a program's text."""
+"""Traced functions in the interpreter: a kernel with one warp for the scores of a query, made from a program's text."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ using namespace fa2::common;
 extern "C" __global__ void traced(const {real}* scores, {real}* values, {real}* slopes, bool* visible{pointers}) {{
     using Real = {real};
     constexpr int kHeads = {heads}, kQueries = {queries}, kKeys = {keys};
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= {total}) return;
+    int head = blockIdx.x, q = blockIdx.y;
+    asm volatile("" : "+r"(head), "+r"(q));  // short numbers would be multiplied by what the interpreter does not know
+    const int b = head / kHeads, h = head % kHeads;
 {layouts}
     const Arguments args{{{fields}}};
-    const int b = i / (kHeads * kQueries * kKeys), h = i / (kQueries * kKeys) % kHeads, q = i / kKeys % kQueries;
-    const int k = i % kKeys;
-    // As in a fragment: from an element at another distance, and from there on.
-    const RealDistance<Real> from_first{{Real(q - k - 5), 5}};
-    {call}
+    {begin}
+    for (int k = threadIdx.x; k < kKeys; k += 32) {{
+        const int i = (head * kQueries + q) * kKeys + k;
+        // As in a fragment: from an element at another distance, and from there on.
+        const RealDistance<Real> from_first{{Real(q - k - 5), 5}};
+        {call}
+    }}
+    {end}
 }}
 """
 _CALLS = {
@@ -44,8 +48,15 @@ _CALLS = {
     "    values[i] =\n"
     "        score_value_and_slope<Real>(args, scores[i], b, h, q, k, from_first, of_head, of_distance, slopes[i]);\n"
     "    if (value == value && value != values[i]) __trap();\n"
-    "    add_argument_gradients<Real>(args, scores[i], b, h, q, k, Real(1) + Real(k % 3));",
+    "    add_argument_gradients<Real>(args, scores[i], b, h, q, k, Real(1) + Real(k % 3), sums);",
     "mask_mod": "visible[i] = is_visible<Real>(args, b, h, q, k);",
+}
+_SUMS = {
+    "score_mod": {
+        "begin": "ScoreHeadSums<Real> sums;",
+        "end": "add_head_sums<Real>(args, b, h, threadIdx.x, sums);",
+    },
+    "mask_mod": {"begin": "", "end": ""},
 }
 
 
@@ -74,8 +85,8 @@ def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
         pass_array(f"gradient{number}", array)
     return _KERNEL.format(
         text=program.text, members="\n".join(members), real=real, pointers="".join(f", {p}" for p in pointers),
-        heads=shape[1], queries=shape[2], keys=shape[3], total=int(np.prod(shape)),
-        fields=", ".join(fields), layouts="\n".join(layouts), call=_CALLS[program.role],
+        heads=shape[1], queries=shape[2], keys=shape[3], fields=", ".join(fields), layouts="\n".join(layouts),
+        call=_CALLS[program.role], **_SUMS[program.role],
     )  # fmt: skip
 
 
@@ -91,8 +102,9 @@ def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.nd
     inputs = [memory.alloc(array.ravel(order="K"), f"array{i}") for i, array in enumerate(arrays)]
     floats = program.floats if program.role == "score_mod" else ()
     sums = [memory.alloc(np.zeros(arrays[i].shape, scores.dtype), f"gradient{i}") for i in floats]
-    blocks = -(-scores.size // 64)
-    module.launch("traced", grid=blocks, block=64, args=[*pointers, *inputs, *sums], memory=memory)
+    batch, heads, queries, _ = scores.shape
+    arguments = [*pointers, *inputs, *sums]
+    module.launch("traced", grid=(batch * heads, queries), block=32, args=arguments, memory=memory)
     values, slopes, visible = (memory.read(pointer).reshape(scores.shape) for pointer in pointers[1:])
     gradients = [memory.read(one).reshape(arrays[i].shape) for one, i in zip(sums, floats, strict=True)]
     return values, slopes, visible, *gradients
