@@ -341,7 +341,7 @@ def test_packed_sequences(launched, family):
     )  # fmt: skip
 
 
-@before_hopper
+@pytest.mark.sample(family=("sm80",))
 @pytest.mark.parametrize("family", TILES)
 def test_other_features(launched, family):
     rows, keys = LENGTHS[family]

@@ -123,7 +123,7 @@ def test_every_head_dim(launched, kernels, head_dim, causal):
         check(draw("float32", lengths, head_dim), launched, kernels, causal=causal)
 
 
-@pytest.mark.sample(heads_and_layout=(((3, 1), "bshd"),))
+@pytest.mark.matrix
 @in_turn(
     "heads_and_layout",
     [((3, 3), "bshd"), ((4, 2), "bshd"), ((3, 1), "bshd"), ((4, 2), "bhsd"), ((3, 1), "bhsd"), ((3, 3), "bhsd")],
