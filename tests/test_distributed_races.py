@@ -79,15 +79,15 @@ def test_nor_where_calls_take_turns(scheme, seed, monkeypatch):
     inputs, options, groups = case(4)
     how = {"scheme": named(scheme), **groups[scheme]}
     expected = ranks.on_ranks(4, inputs, how=how, **options)
-    monkeypatch.setattr(gathered, "_MANY_ROWS", 1)
+    monkeypatch.setattr(gathered, "_UNCACHED_ROWS", 1)
     with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
         found = ranks.on_ranks(4, inputs, how=how, **options)
     for name, result in found.items():
         np.testing.assert_array_equal(result, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize(("many_rows", "expected"), [(8, [(True, 4), (True, 16)]), (9, [(True, 16), (False, 4)])])
-def test_long_backward_calls_take_turns(many_rows, expected, monkeypatch):
+@pytest.mark.parametrize(("uncached_rows", "expected"), [(8, [(True, 4), (True, 16)]), (9, [(True, 16), (False, 4)])])
+def test_long_backward_calls_take_turns(uncached_rows, expected, monkeypatch):
     """Each chunk has 4 rows of 2 heads; the first rank has the first chunk of 4 keys, and the last, of all 16."""
     found = []
 
@@ -98,7 +98,7 @@ def test_long_backward_calls_take_turns(many_rows, expected, monkeypatch):
 
     of_package = run_module.Run.backward
     monkeypatch.setattr(run_module.Run, "backward", backward)
-    monkeypatch.setattr(gathered, "_MANY_ROWS", many_rows)
+    monkeypatch.setattr(gathered, "_UNCACHED_ROWS", uncached_rows)
     inputs = make_inputs("float32", seqlen_q=16, num_heads=2, num_heads_kv=1, head_dim=4)
     with ranks.slow_lanes(monkeypatch, ranks.random_delays(0.0, 0)):
         ranks.on_ranks(2, inputs, how={"scheme": "gather"}, causal=True)

@@ -19,7 +19,7 @@ from .sums import clear
 __all__ = ["Call", "Gather", "OfHeads", "Slot", "length"]
 
 #: Rows of all query heads of a K/V head in a call, from which on q, do and dq do not stay in the L2 cache.
-_MANY_ROWS = 1 << 16
+_UNCACHED_ROWS = 1 << 16
 
 
 class Call(NamedTuple):
@@ -192,7 +192,7 @@ class Gather:
         Where other kernels hold some multiprocessors at the beginning, blocks are apart until the kernel ends.
         """
         calls = self.own_calls()
-        if self.ratio * max(length(call.local) for call, _ in calls) < _MANY_ROWS:
+        if self.ratio * max(length(call.local) for call, _ in calls) < _UNCACHED_ROWS:
             return calls
         return [(call, self.run.main) for call, _ in reversed(calls)]
 
