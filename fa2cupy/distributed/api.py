@@ -113,11 +113,12 @@ def forward(
     Notes
     -----
     In ``"heads"``, ``"gather"`` and ``"hybrid"`` o and lse are those of one call on the whole sequence, bit for bit,
-    and so is what dropout drops: each row is computed by one call, which has the same tiles of keys. On NumPy this
-    needs chunks of whole tiles of queries (by default 256 rows divided by the query heads of a group; `config` has
-    other ones) and a BLAS whose products do not depend on the number of rows. On a GPU it needs chunks of a multiple of
-    128 rows: in shorter ones, a block of rows may begin elsewhere, and the key tiles that need a mask for some of its
-    rows are computed in another way than others. Calls there have the `num_splits` of one call on the whole sequence.
+    and so is what dropout drops: each row is computed by one call, which has the same tiles of keys. In ``"gather"``
+    and ``"hybrid"``, where a call has a chunk of the rows, this needs chunks of whole tiles of queries: on a GPU of a
+    multiple of 128 rows, on NumPy by default of 256 rows divided by the query heads of a group (`config` has other
+    ones), and a BLAS whose products do not depend on the number of rows. In other chunks a block of rows may begin
+    elsewhere, and the key tiles that need a mask for some of its rows are computed in another way than others. Calls on
+    a GPU have the `num_splits` of one call on the whole sequence.
     ``"ring"`` merges results in float32 (float64 for float64 data).
 
     Memory beyond inputs and results, but for the kernels' own, with e bytes an element, N rows of all ranks, W ranks, H
