@@ -25,8 +25,8 @@ of which the structures hold what depends on q - k, on one position or on none (
 elements that all scores of a head read: each lane adds up its own, before a warp adds all of them to memory once. Real
 is the type of scores.
 ``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
-``add_element`` adds; and the constants ``kLength0`` and so on, lengths of last axes that loops run over, and ``kFast``,
-true for data of 16 bits.
+``add_element`` and ``add_element_of_warp`` add; and the constants ``kLength0`` and so on, lengths of last axes that
+loops run over, and ``kFast``, true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
 so that the text is a pure function of it: the kernel of a function is found on disk by other processes. What depends on
 q - k alone is written in terms of it, also in terms of ``real_distance``, a ``RealDistance`` (``distances.py``).
@@ -34,6 +34,7 @@ q - k alone is written in terms of it, also in terms of ``real_distance``, a ``R
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -113,10 +114,9 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)
-    of_head = [scatter for scatter in scatters if _is_of_head(scatter)]
-    for scatter in scatters:
-        if scatter not in of_head:
-            gradients.adds(scatter)
+    of_head = list(filter(_is_of_head, scatters))
+    for scatter in itertools.filterfalse(_is_of_head, scatters):
+        gradients.adds(scatter)
     for number, scatter in enumerate(of_head):
         gradients.adds_to(f"sums.sum{number}", scatter)
         of_warp.adds_sum(f"sums.sum{number}", scatter)
