@@ -458,7 +458,7 @@ class TestAlibi:
                     expected.check(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
-@pytest.mark.sample(layout=("bhsd",), name=("sm80",))
+@pytest.mark.sample(layout=("bhsd",), name=("sm80",), head_dims=((24, 16), (20, 36)))
 @pytest.mark.parametrize("head_dims", [(24, 16), (20, 36), (64, 80)], ids=str)
 @pytest.mark.parametrize("layout", ("bshd", "bhsd"))
 @pytest.mark.parametrize("name", ("simt", "sm80"))
@@ -655,7 +655,7 @@ class TestBeforeHopper:
         dlse = dlse_like(inputs) if row == "bias of queries" else None
         check((name, on_ampere), inputs, dlse=dlse, causal=row != "window", **options_for(name, (row,), lengths))
 
-    @pytest.mark.sample(dtype=("bfloat16",))
+    @pytest.mark.sample(dtype=("bfloat16",), keys=(64,))
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     @pytest.mark.parametrize("keys", [61, 64])
     def test_dbias_in_each_dtype(self, on_ampere, dtype, keys):

@@ -253,6 +253,7 @@ def check_tile(operation: str, family: str, dtype: str, head_dim: int, tile: Til
     expected.check(spec=tile, dq=dq, dk=dk, dv=dv)
 
 
+@pytest.mark.sample(head_dim=(64,))
 @pytest.mark.parametrize("head_dim", (64, 160))
 def test_tensor_cores_before_hopper_order_the_workspace_otherwise(monkeypatch, head_dim):
     with simulated_gpu(monkeypatch, "sm_80") as launched:
@@ -297,7 +298,7 @@ def joined(x: np.ndarray) -> np.ndarray:
     return wide[..., x.shape[3] : 2 * x.shape[3]]
 
 
-@pytest.mark.sample(view=(gapped,))
+@pytest.mark.sample(view=(gapped,), head_dim=(64, 59))
 @pytest.mark.parametrize("view", (packed, joined, backwards, shifted, gapped), ids=lambda view: view.__name__)
 @pytest.mark.parametrize(("dtype", "head_dim"), (("float16", 64), ("float16", 160), ("float32", 59), ("float32", 60)))
 def test_strided_arrays_are_read_and_written_only_where_they_are(launched, dtype, head_dim, view):
