@@ -42,18 +42,23 @@ def case(size: int, ratio: int = 1) -> tuple[tuple, dict, dict]:
     return inputs, {"causal": True}, {name: {"head_groups": count} for name, count in groups.items()} | {"ring": {}}
 
 
+def check(scheme: str, seed: int, size: int, inputs: tuple, options: dict, groups: dict, monkeypatch) -> None:
+    """Compares results of slow lanes, with windows where the scheme has them, with those of messages without delays."""
+    how = {"scheme": named(scheme), **groups}
+    expected = ranks.on_ranks(size, inputs, how=how, **options)
+    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
+        found = ranks.on_ranks(size, inputs, how=how, **options)
+    for name, result in found.items():
+        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+
+
 @pytest.mark.sample(seed=(0,))
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("size", [2, 4, 5])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
     inputs, options, groups = case(size)
-    how = {"scheme": named(scheme), **groups[scheme]}
-    expected = ranks.on_ranks(size, inputs, how=how, **options)
-    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
-        found = ranks.on_ranks(size, inputs, how=how, **options)
-    for name, result in found.items():
-        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+    check(scheme, seed, size, inputs, options, groups[scheme], monkeypatch)
 
 
 @pytest.mark.sample(seed=(0, 1))
@@ -62,28 +67,18 @@ def test_no_order_of_events_changes_a_bit(scheme, size, seed, monkeypatch):
 @pytest.mark.parametrize("scheme", ["heads copies", "gather copies"])
 def test_nor_with_groups_of_several_sizes(scheme, ratio, seed, monkeypatch):
     inputs, options, _ = case(2, ratio)
-    how = {"scheme": named(scheme)}
-    expected = ranks.on_ranks(2, inputs, how=how, **options)
     monkeypatch.setattr(by_copies, "_FEW_ROWS", 0)
     monkeypatch.setattr(by_copies, "_LEAST_ROWS", 1)
     monkeypatch.setattr(by_copies, "_LONG_KERNELS", 1 << 40)
-    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
-        found = ranks.on_ranks(2, inputs, how=how, **options)
-    for name, result in found.items():
-        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+    check(scheme, seed, 2, inputs, options, {}, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scheme", ["gather", "gather copies", "hybrid"])
 def test_nor_where_calls_take_turns(scheme, seed, monkeypatch):
     inputs, options, groups = case(4)
-    how = {"scheme": named(scheme), **groups[scheme]}
-    expected = ranks.on_ranks(4, inputs, how=how, **options)
     monkeypatch.setattr(gathered, "_UNCACHED_ROWS", 1)
-    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
-        found = ranks.on_ranks(4, inputs, how=how, **options)
-    for name, result in found.items():
-        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+    check(scheme, seed, 4, inputs, options, groups[scheme], monkeypatch)
 
 
 @pytest.mark.parametrize(("uncached_rows", "expected"), [(8, [(True, 4), (True, 16)]), (9, [(True, 16), (False, 4)])])
@@ -119,12 +114,7 @@ def test_nor_with_features_and_their_gradients(scheme, seed, monkeypatch):
         "dropout_p": 0.2,
         "seed": 3,
     }
-    how = {"scheme": named(scheme)}
-    expected = ranks.on_ranks(2, inputs, how=how, **options)
-    with windows_of(scheme, monkeypatch), ranks.slow_lanes(monkeypatch, ranks.random_delays(0.002, seed)):
-        found = ranks.on_ranks(2, inputs, how=how, **options)
-    for name, result in found.items():
-        np.testing.assert_array_equal(result, expected[name], err_msg=name)
+    check(scheme, seed, 2, inputs, options, {}, monkeypatch)
 
 
 class PickyLane(ranks.SlowLane):

@@ -7,8 +7,8 @@ once, in the dtype of lse and in the order of the ranks.
 
 The messages of the next two groups are queued before the kernels of a group. The two calls of a group are on two lanes,
 where each fills the multiprocessors that the other one leaves idle at its end; those of a long backward are on one
-(`Gather.own_backward_calls`). For the same reason, sums are not beside kernels: those of a group are between the next
-two, before the kernels that write its shares anew.
+(`Gather.own_backward_calls`). For the same reason, sums are not queued beside kernels: those of a group come after the
+kernels of the next group, before those that write its shares anew.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def forward_of(gather: Gather, out: Sequence[Array]) -> None:
     """Computes o and lse of this rank's rows, whatever brings the keys."""
     run, operands, (o, lse) = gather.run, gather.operands, out
     arrived = [gather.fetch(group) for group in range(len(gather.slots))]
+    calls = gather.own_calls()
     for group in range(gather.count):
         heads, computed = gather.q_heads(group), []
-        for call, lane in gather.own_calls():
+        for call, lane in calls:
             # Kernels take contiguous statistics alone.
             statistics = run.empty((len(lse), length(heads), length(call.local)), lse.dtype)
             lane.wait(arrived[group])
@@ -63,6 +64,7 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
     own = ExtraShares(run, gather, extra)
     run.side.wait(run.main.record())
     o, lse, do = operands.of_backward
+    calls = gather.own_backward_calls()
 
     def add_up(group: int) -> None:
         shares[group % len(shares)].add_up(group, [x[:, :, gather.kv_heads(group)] for x in (dk, dv)])
@@ -73,7 +75,7 @@ def backward_of(gather: Gather, shares: Sequence[Shares], out: Sequence[Array]) 
         if group >= 2:
             add_up(group - 2)
             run.side.wait(run.main.record())
-        for call, lane in gather.own_backward_calls():
+        for call, lane in calls:
             statistics = [run.empty((len(delta), length(heads), length(call.local)), delta.dtype) for _ in range(2)]
             lane.wait(arrived[group])
             for copied, whole in zip(statistics, (lse, delta), strict=True):

@@ -7,7 +7,7 @@
     window.wait(lane, kind, step)               lets what is queued after it wait for the signals of all other ranks
     lane(window.send, copies)                   copies of parts of arrays to other ranks, which need no multiprocessor
     lane(window.copy, copies)                   copies inside this rank, or to others where nothing else is computed
-    window.end(lane)                            at the end: the lane has waited for all that was done with the window
+    window.end(lane, *lanes)                    at the end: the first lane waits for the others that used the window
 
 Ranks write to each other's windows and never read them: a rank whose call has ended can end itself.
 """

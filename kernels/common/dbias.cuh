@@ -6,7 +6,8 @@
 // dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the
 // two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
 // `take_derivative` multiplies by them once dbias has been added. In between is the gradient of what the function
-// returns, from which follow those of its arrays (kDscoreArgs).
+// returns, from which follow those of its arrays (kDscoreArgs); a warp sums those of elements that all scores of a head
+// read, too.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
