@@ -43,7 +43,7 @@ def of_blocks(inputs: tuple, causal: bool, exact: dict, queries: int, keys: int)
 @pytest.mark.parametrize("head_dim", (64, 128, 176))
 @pytest.mark.parametrize("kind", ("normal", "channels"))
 def test_the_kernels_compute_what_is_emulated(monkeypatch, kind, head_dim):
-    """The kernels differ only in the order in which exponentials are added up.
+    """The kernels differ in the order in which exponentials are added up and, at head_dim 128, in roundings of dK.
 
     Both have the kernel's delta, whose sums NumPy adds up in an order that depends on the CPU.
     """

@@ -141,7 +141,8 @@ def _row_scale(x: np.ndarray) -> np.ndarray:
 
 
 def _exp(x: np.ndarray) -> np.ndarray:
-    return np.exp2(x * np.float32(np.log2(np.e)))
+    """Returns exponentials, rounded once: those of NumPy in float32 have errors that depend on the CPU."""
+    return np.exp2((x * np.float32(np.log2(np.e))).astype(np.float64)).astype(np.float32)
 
 
 def _filled(x: np.ndarray, number: int, value: float) -> np.ndarray:
