@@ -7,11 +7,12 @@ terms of it, the compiler compares one difference of positions with a constant f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .expressions import INT, Node
+from .expressions import INT, Node, reachable
 
-__all__ = ["DISTANCE", "REAL_DISTANCE", "in_distance", "in_real_distance"]
+__all__ = ["DISTANCE", "REAL_DISTANCE", "in_distance", "in_real_distance", "of_distance_alone"]
 
 #: The names in texts of q - k, and of the same in floating point: a ``RealDistance``.
 DISTANCE, REAL_DISTANCE = "distance", "real_distance"
@@ -49,6 +50,12 @@ def in_distance(node: Node) -> str | None:
     if linear.factor < 0:
         return f"{linear.constant} - {DISTANCE}"
     return f"{DISTANCE} + {linear.constant}" if linear.constant else DISTANCE
+
+
+def of_distance_alone(roots: Sequence[Node]) -> bool:
+    """True if expressions depend on q - k, b and h at most."""
+    nodes = reachable(roots, operands=lambda node: node.operands if in_distance(node) is None else ())
+    return not any(node.op == "input" and node.value in ("score", "q", "k") for node in nodes)
 
 
 def in_real_distance(node: Node) -> str | None:

@@ -2,15 +2,16 @@
 
 A score function becomes
 
-    template <class Real> struct ScoreHeadTerms; struct DistanceTerms; struct ScoreHeadSums
+    template <class Real> struct ScoreHeadTerms; struct DistanceTerms; struct GradientSums
     template <class Real, class Arguments>
     __device__ __forceinline__ ScoreHeadTerms<Real> score_head_terms(args, b, h)
     __device__ __forceinline__ DistanceTerms<Real> distance_terms(args, b, h, distance)
     __device__ __forceinline__ Real score_value(args, score, b, h, q, k, real_distance, of_head, of_distance)
     __device__ __forceinline__ Real score_value_and_slope(args, score, b, h, q, k, real_distance, of_head, of_distance,
                                                           slope)
+    __device__ __forceinline__ void begin_sums(args, b, h, lowest, distances, lane, sums)
     __device__ __forceinline__ void add_argument_gradients(args, score, b, h, q, k, gradient, sums)
-    __device__ __forceinline__ void add_head_sums(args, b, h, lane, sums)
+    __device__ __forceinline__ void end_sums(args, b, h, lane, sums)
 
 and a mask function
 
@@ -21,12 +22,13 @@ and a mask function
     __device__ __forceinline__ bool is_visible(args, b, h, q, k, of_q, of_k)
     __device__ __forceinline__ bool is_visible(args, b, h, q, k)
 
-of which the structures hold what depends on q - k, on one position or on none (``terms.py``). Sums are the gradients of
-elements that all scores of a head read: each lane adds up its own, before a warp adds all of them to memory once. Real
-is the type of scores.
+of which the structures hold what depends on q - k, on one position or on none (``terms.py``). Sums are gradients that a
+lane has not yet added to memory: of elements that all scores of a head read, and of the element that its last scores
+have read, a run (``RunSum``). An atomic addition for each score would round once for each, and wait for all others at
+the same address. Real is the type of scores.
 ``args`` has the members ``array0``, ``array1`` and so on, which ``element`` reads; ``gradient0`` and so on, to which
-``add_element`` and ``add_element_of_warp`` add; and the constants ``kLength0`` and so on, lengths of last axes that
-loops run over, and ``kFast``, true for data of 16 bits.
+``add_element``, ``add_element_of_warp`` and runs add; and the constants ``kLength0`` and so on, lengths of last axes
+that loops run over, and ``kFast``, true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
 so that the text is a pure function of it: the kernel of a function is found on disk by other processes. What depends on
 q - k alone is written in terms of it, also in terms of ``real_distance``, a ``RealDistance`` (``distances.py``).
@@ -34,13 +36,13 @@ q - k alone is written in terms of it, also in terms of ``real_distance``, a ``R
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from .derivatives import Scatter
-from .distances import DISTANCE, REAL_DISTANCE, in_distance, in_real_distance
+from .distances import DISTANCE, REAL_DISTANCE, in_distance, in_real_distance, of_distance_alone
 from .expressions import BOOL, FLOAT, INT, Node, reachable
 from .operations import OPERATIONS
 from .terms import Terms
@@ -110,32 +112,46 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
         "const DistanceTerms<Real>& of_distance"
     )
     value, both = (_Body(has_real_distance=True, given=names) for _ in range(2))
-    gradients, of_warp = _Body(), _Body()
+    beginning, gradients, ending = (_Body() for _ in range(3))
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)
-    of_head = list(filter(_is_of_head, scatters))
-    for scatter in itertools.filterfalse(_is_of_head, scatters):
-        gradients.adds(scatter)
-    for number, scatter in enumerate(of_head):
-        gradients.adds_to(f"sums.sum{number}", scatter)
-        of_warp.adds_sum(f"sums.sum{number}", scatter)
-    members = "".join(f"{_INDENT}Real sum{number} = 0;\n" for number in range(len(of_head)))
+    members = []
+    for number, scatter in enumerate(scatters):
+        if scatter.axes:
+            gradients.adds_in_loop(scatter)
+        elif _is_of_head(scatter):
+            members.append(f"{_INDENT}Real sum{number} = 0;\n")
+            gradients.adds_to_sum(f"sums.sum{number}", scatter)
+            ending.adds_sum(f"sums.sum{number}", scatter)
+        else:
+            members.append(f"{_INDENT}RunSum<Real> run{number};\n")
+            if of_distance_alone(scatter.indices):
+                beginning.begins_run(f"sums.run{number}", scatter)
+            gradients.adds_to_run(f"sums.run{number}", scatter)
+            ending.ends_run(f"sums.run{number}")
     return "\n".join(
         (
             *_head_terms_text(terms.of_head),
             *_terms_text("Distance", DISTANCE, terms.of_distance, "lane"),
             _function("Real", "score_value", f"{inputs}, {given}", value),
             _function("Real", "score_value_and_slope", f"{inputs}, {given}, Real& slope", both),
-            f"template <class Real>\nstruct ScoreHeadSums {{\n{members}}};\n",
+            f"template <class Real>\nstruct GradientSums {{\n{''.join(members)}}};\n",
             _function(
-                "void", "add_argument_gradients", f"{inputs}, Real gradient, ScoreHeadSums<Real>& sums", gradients
+                "void",
+                "begin_sums",
+                "const Arguments& args, int32 b, int32 h, int32 lowest, int32 distances, int32 lane, "
+                "GradientSums<Real>& sums",
+                beginning,
+            ),
+            _function(
+                "void", "add_argument_gradients", f"{inputs}, Real gradient, GradientSums<Real>& sums", gradients
             ),
             _function(
                 "void",
-                "add_head_sums",
-                "const Arguments& args, int32 b, int32 h, int32 lane, const ScoreHeadSums<Real>& sums",
-                of_warp,
+                "end_sums",
+                "const Arguments& args, int32 b, int32 h, int32 lane, const GradientSums<Real>& sums",
+                ending,
             ),
         )
     )
@@ -144,7 +160,7 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
 def _is_of_head(scatter: Scatter) -> bool:
     """True if all scores of a head read the same element."""
     inputs = {node.value for node in reachable(scatter.indices) if node.op == "input"}
-    return not scatter.axes and inputs <= {"b", "h"}
+    return inputs <= {"b", "h"}
 
 
 def _function(result: str, name: str, parameters: str, body: _Body) -> str:
@@ -184,32 +200,66 @@ class _Body:
         self._define([] if value is None else [value])
         self.lines.append(f"{_INDENT}{name} = {'0' if value is None else self._name(value, self._names)};")
 
-    def adds(self, scatter: Scatter) -> None:
-        """Adds `gradient` times a derivative to elements of an argument's gradient."""
+    def adds_in_loop(self, scatter: Scatter) -> None:
+        """Adds `gradient` times a derivative to the elements of an argument's gradient that a loop runs over."""
         roots = [*scatter.indices, scatter.derivative]
         self._define(roots)
-        if not scatter.axes:
-            self._add(scatter, self._names, _INDENT)
-            return
         self.lines.append(f"{_INDENT}#pragma unroll 1")  # once for each element of a tile it would be much code
         names = self._begin_loop(scatter.axes, roots)
-        self._add(scatter, names, 2 * _INDENT)
+        product, indices = self._product(scatter, names), self._indices(scatter, names)
+        self.lines.append(f"{2 * _INDENT}add_element(args.gradient{scatter.argument}, {product}{indices});")
         self.lines.append(f"{_INDENT}}}")
 
-    def adds_to(self, total: str, scatter: Scatter) -> None:
-        """Adds `gradient` times a derivative to a variable."""
+    def adds_to_sum(self, total: str, scatter: Scatter) -> None:
+        """Adds `gradient` times a derivative to a sum."""
         self._define([scatter.derivative])
         self.lines.append(f"{_INDENT}{total} += {self._product(scatter, self._names)};")
 
     def adds_sum(self, total: str, scatter: Scatter) -> None:
-        """Adds a variable of all lanes of a warp to an element of an argument's gradient."""
+        """Adds the sums of all lanes of a warp to an element of an argument's gradient."""
         self._define(scatter.indices)
         indices = self._indices(scatter, self._names)
         self.lines.append(f"{_INDENT}add_element_of_warp(args.gradient{scatter.argument}, {total}, lane{indices});")
 
-    def _add(self, scatter: Scatter, names: Mapping[Node, str], indent: str) -> None:
-        product, indices = self._product(scatter, names), self._indices(scatter, names)
-        self.lines.append(f"{indent}add_element(args.gradient{scatter.argument}, {product}{indices});")
+    def begins_run(self, run: str, scatter: Scatter) -> None:
+        """Begins the run of a tile's scores if all their distances read one element."""
+        inner = self._inner()
+        inner._has_distance = True
+        element = inner._element(scatter)
+        self.lines.append(f"{_INDENT}{run}.begin(lowest, distances, lane, [&](int32 {DISTANCE}) {{")
+        self._takes(inner)
+        self.lines += [f"{2 * _INDENT}return {element};", f"{_INDENT}}});"]
+
+    def adds_to_run(self, run: str, scatter: Scatter) -> None:
+        """Adds `gradient` times a derivative to the run of an element, which may end that of another."""
+        self._define([scatter.derivative])
+        inner = self._inner()
+        element = inner._element(scatter)
+        self.lines.append(f"{_INDENT}if (!{run}.is_of_tile) {{")
+        self._takes(inner)
+        self.lines += [f"{2 * _INDENT}{run}.move_to({element});", f"{_INDENT}}}"]
+        self.lines.append(f"{_INDENT}{run}.sum += {self._product(scatter, self._names)};")
+
+    def ends_run(self, run: str) -> None:
+        """Adds the runs of all lanes of a warp to memory."""
+        self.lines.append(f"{_INDENT}{run}.end(lane);")
+
+    def _inner(self) -> _Body:
+        """A block within these statements, which can use their names."""
+        inner = copy.copy(self)
+        inner.lines, inner._names = [], dict(self._names)
+        return inner
+
+    def _takes(self, inner: _Body) -> None:
+        """Takes the statements of a block; the names in it are not used again."""
+        self.lines += [f"{_INDENT}{line}" for line in inner.lines]
+        self._count = inner._count
+
+    def _element(self, scatter: Scatter) -> str:
+        """The address of an element of an argument's gradient."""
+        self._define(scatter.indices)
+        indices = ", ".join(self._name(x, self._names) for x in scatter.indices)
+        return f"args.gradient{scatter.argument}.at({indices})"
 
     def _product(self, scatter: Scatter, names: Mapping[Node, str]) -> str:
         return f"gradient * {self._name(scatter.derivative, names)}"

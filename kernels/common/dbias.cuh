@@ -6,8 +6,7 @@
 // dbias needs the gradient of the scores, dQ that of the products Q K^T. With a cap or a function of the caller's the
 // two differ by the derivatives of these. The weights (weights.cuh) leave these factors out if there is a dbias;
 // `take_derivative` multiplies by them once dbias has been added. In between is the gradient of what the function
-// returns, from which follow those of its arrays (kDscoreArgs); a warp sums those of elements that all scores of a head
-// read, too.
+// returns, from which follow those of its arrays (kDscoreArgs), summed in registers first, too.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/score_mod.cuh"
@@ -58,7 +57,13 @@ class SavedScores<Spec, Fragment, 2> {
     __device__ __forceinline__ void take_derivative(Fragment& ds, const Record& params, const ScoreTile& tile) {
         const auto [first_query, first_key, lane] = tile.position;
         const auto mod = score_mod<Spec>(params, tile);
-        ScoreHeadSums<Real> sums;
+        GradientSums<Real> sums;
+        if constexpr (Spec::kDscoreArgs) {
+            constexpr int kWarpRows = Fragment::kRows * (32 / Fragment::kLanesPerRow);
+            constexpr int kWarpCols = Fragment::kCols * Fragment::kLanesPerRow;
+            begin_sums<Real>(score_args_of(params), tile.batch, tile.head, first_query - first_key - (kWarpCols - 1),
+                             kWarpRows + kWarpCols - 1, lane, sums);
+        }
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
@@ -73,7 +78,7 @@ class SavedScores<Spec, Fragment, 2> {
                                                  tile.batch, tile.head, at.query, at.key, gradient, sums);
                 ds(i, j) = gradient * slope;
             }
-        if constexpr (Spec::kDscoreArgs) add_head_sums<Real>(score_args_of(params), tile.batch, tile.head, lane, sums);
+        if constexpr (Spec::kDscoreArgs) end_sums<Real>(score_args_of(params), tile.batch, tile.head, lane, sums);
     }
 
   private:

@@ -22,6 +22,10 @@ struct TracedArray {
          ...);
         return sum;
     }
+    template <class... Index>
+    __device__ __forceinline__ Item* at(Index... indices) const {
+        return data + offset(indices...);
+    }
 };
 template <class Item>
 struct TracedArray<Item, 0> {
@@ -66,6 +70,46 @@ __device__ __forceinline__ void add_element_of_warp(const TracedArray<Real, kRan
     x = row_sum<32>(x);
     if (lane == 0) add_element(sums, x, indices...);
 }
+
+// The sum of gradients of the last scores of a lane that have read the same element; scores follow each other along the
+// rows of a warp's tile.
+template <class Real>
+struct RunSum {
+    Real* element = nullptr;
+    Real sum = 0;
+    bool is_of_tile = false;  // all scores of the tile read the element
+
+    // The run of the whole tile, if elements depend on distances alone and those from `lowest` on have the same one, as
+    // they often do far from the diagonal.
+    template <class ElementAt>
+    __device__ __forceinline__ void begin(int32 lowest, int32 distances, int32 lane, ElementAt element_at) {
+        Real* const first = element_at(lowest);
+        bool is_same = true;
+#pragma unroll 1
+        for (int32 i = lane; i < distances; i += 32) is_same &= element_at(lowest + i) == first;
+        is_of_tile = __all_sync(kFullWarp, is_same);
+        if (is_of_tile) element = first;
+    }
+    __device__ __forceinline__ void move_to(Real* next) {
+        if (next == element) return;
+        if (element) atomicAdd(element, sum);
+        element = next;
+        sum = 0;
+    }
+    // Adds the last runs of a warp's lanes to memory, by one atomic if they have the same element.
+    __device__ __forceinline__ void end(int32 lane) const {
+        const uint32 lanes = __ballot_sync(kFullWarp, element != nullptr);
+        if (lanes == 0) return;
+        const int first = __ffs(lanes) - 1;
+        const uint64 of_first = __shfl_sync(kFullWarp, reinterpret_cast<uint64>(element), first);
+        if (__all_sync(kFullWarp, !element || reinterpret_cast<uint64>(element) == of_first)) {
+            const Real of_warp = row_sum<32>(sum);
+            if (lane == first) atomicAdd(element, of_warp);
+        } else if (element) {
+            atomicAdd(element, sum);
+        }
+    }
+};
 
 // Where data have 16 bits (Arguments::kFast), functions of the special function unit are accurate enough.
 template <class Arguments, class Real>

@@ -11,7 +11,7 @@ from .problems import Problem
 
 FUNCTIONS = {
     name: Problem(function=name, head_dim=40, lengths=(40, 70))
-    for name in ("bounded", "alibi", "t5_relative", "relative", "document")
+    for name in ("bounded", "alibi", "t5_relative", "t5 of a decoder", "relative", "document")
 }
 IEEE_FUNCTIONS = {name: dataclasses.replace(problem, dtype="float32") for name, problem in FUNCTIONS.items()}
 DROPPED_FUNCTION = dataclasses.replace(FUNCTIONS["bounded"], feature="dropout")
@@ -54,6 +54,62 @@ MUTANTS = (
                 "t5_relative",
                 "tile.batch, tile.head, at.query, at.key, gradient, sums);",
                 "tile.batch, tile.head, at.query, at.key + 1, gradient, sums);",
+            ),
+            (
+                "a run begins with the sum of the one before",
+                "backward_dq",
+                "t5_relative",
+                "element = next;\n        sum = 0;",
+                "element = next;",
+            ),
+            (
+                "a run is lost when another begins",
+                "backward_dq",
+                "t5_relative",
+                "if (element) atomicAdd(element, sum);",
+                "",
+            ),
+            (
+                "the last runs of a warp are taken for those of one element",
+                "backward_dq",
+                "t5_relative",
+                "!element || reinterpret_cast<uint64>(element) == of_first",
+                "true",
+            ),
+            (
+                "the last run of a warp is that of one lane",
+                "backward_dq",
+                "t5 of a decoder",
+                "const Real of_warp = row_sum<32>(sum);",
+                "const Real of_warp = sum;",
+            ),
+            (
+                "all lanes add the last run of a warp",
+                "backward_dq",
+                "t5 of a decoder",
+                "if (lane == first) atomicAdd",
+                "if (element) atomicAdd",
+            ),
+            (
+                "a run is taken for one of a whole tile",
+                "backward_dq",
+                "t5_relative",
+                "is_of_tile = __all_sync(kFullWarp, is_same);",
+                "is_of_tile = true;",
+            ),
+            (
+                "a run of a whole tile lacks the tile's last distances",
+                "backward_dq",
+                "t5_relative",
+                "kWarpRows + kWarpCols - 1, lane",
+                "kWarpCols - kWarpRows, lane",
+            ),
+            (
+                "a run of a whole tile begins before the tile",
+                "backward_dq",
+                "t5 of a decoder",
+                "first_query - first_key - (kWarpCols - 1)",
+                "first_query - first_key - 2 * kWarpCols",
             ),
             (
                 "no dQ beside the gradients of arguments",

@@ -53,8 +53,9 @@ _CALLS = {
 }
 _SUMS = {
     "score_mod": {
-        "begin": "ScoreHeadSums<Real> sums;",
-        "end": "add_head_sums<Real>(args, b, h, threadIdx.x, sums);",
+        "begin": "GradientSums<Real> sums;\n"
+        "    begin_sums<Real>(args, b, h, q - (kKeys - 1), kKeys, threadIdx.x, sums);",
+        "end": "end_sums<Real>(args, b, h, threadIdx.x, sums);",
     },
     "mask_mod": {"begin": "", "end": ""},
 }
