@@ -10,6 +10,7 @@ is at least as fast; these functions are there to be changed and combined.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -186,8 +187,9 @@ def t5_relative(num_buckets: int = 32, max_distance: int = 128, bidirectional: b
     exact = side // 2
     steps = side - exact
     # Bucket exact + i begins at the smallest distance d with log(d / exact) / log(max_distance / exact) >= i / steps.
+    distances = range(exact, max_distance + 1)
     first = [
-        next(d for d in range(exact, max_distance + 1) if d**steps >= exact ** (steps - i) * max_distance**i)
+        distances[bisect.bisect_left(distances, exact ** (steps - i) * max_distance**i, key=lambda d: d**steps)]
         for i in range(1, steps)
     ]
 

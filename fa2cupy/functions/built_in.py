@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .expressions import Node, reachable
+from .expressions import Node
 
 __all__ = ["is_shift", "soft_cap_of"]
 
@@ -14,18 +14,14 @@ def is_shift(result: Node) -> bool:
 
     A derivative of 1 is not enough: ``score + floor(score)`` has it.
     """
-    if (result.op, result.value) == ("input", "score"):
-        return True
-    if result.op not in ("add", "subtract"):
-        return False
-    x, y = result.operands
-    if result.op == "add" and _depends_on_score(y):
-        x, y = y, x
-    return is_shift(x) and not _depends_on_score(y)
-
-
-def _depends_on_score(node: Node) -> bool:
-    return any((x.op, x.value) == ("input", "score") for x in reachable([node]))
+    while result.op in ("add", "subtract"):
+        x, y = result.operands
+        if result.op == "add" and "score" in y.inputs:
+            x, y = y, x
+        if "score" in y.inputs:
+            return False
+        result = x
+    return (result.op, result.value) == ("input", "score")
 
 
 def soft_cap_of(result: Node) -> float | None:

@@ -33,16 +33,21 @@ class Scatter(NamedTuple):
     axes: tuple[int, ...]
 
 
-def derivative(graph: Graph, result: Node, variable: Node) -> Node | None:
+def derivative(
+    graph: Graph, result: Node, variable: Node, users: Mapping[Node, Sequence[Node]] | None = None
+) -> Node | None:
     """The derivative of a float expression by a node, or None if it is 0 everywhere.
 
-    Sums do not depend on a `variable` that varies in their loop: there it is another element.
+    Sums do not depend on a `variable` that varies in their loop: there it is another element. `users` are the nodes of
+    the expression that have a node as an operand, for several derivatives of it.
     """
+    if users is None:
+        users = _users(result)
     found: dict[Node, Node | None] = {variable: graph.constant(1.0)}
-    for node in reachable([result]):
+    for node in reachable([variable], operands=lambda node: tuple(users.get(node, ()))):
         if node in found:
             continue
-        parts = [found[x] for x in node.operands]
+        parts = [found.get(x) for x in node.operands]
         if node.kind != FLOAT or all(part is None for part in parts):
             found[node] = None
         elif node.op == "sum":
@@ -51,24 +56,32 @@ def derivative(graph: Graph, result: Node, variable: Node) -> Node | None:
             found[node] = None if variable.varies else graph.total(term, node.value)
         else:
             found[node] = _RULES[node.op](graph, node, parts) if node.op in _RULES else None
-    return found[result]
+    return found.get(result)
+
+
+def _users(result: Node) -> dict[Node, list[Node]]:
+    users: dict[Node, list[Node]] = {}
+    for node in reachable([result]):
+        for operand in node.operands:
+            users.setdefault(operand, []).append(node)
+    return users
 
 
 def scatters(graph: Graph, result: Node, arguments: Sequence[int]) -> list[Scatter]:
     """The derivatives of an expression by the elements that it reads of some floating-point arguments."""
-    nodes = reachable([result])
+    nodes, users = reachable([result]), _users(result)
     elements = [x for x in nodes if x.op == "element" and x.value in arguments]
     found = []
     for element in elements:
         assert isinstance(element.value, int)
         if not element.varies:
-            whole = derivative(graph, result, element)
+            whole = derivative(graph, result, element, users)
             if whole is not None:
                 found.append(Scatter(element.value, element.operands, whole, ()))
             continue
         for loop in (x for x in nodes if x.op == "sum"):
             (term,) = loop.operands
-            outer = derivative(graph, result, loop)
+            outer = derivative(graph, result, loop, users)
             inner = derivative(graph, term, element)
             if outer is not None and inner is not None:
                 assert isinstance(loop.value, tuple)

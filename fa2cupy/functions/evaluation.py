@@ -83,7 +83,8 @@ class Evaluation:
         return self._values[node]
 
     def _define(self, roots: Sequence[Node]) -> None:
-        for node in reachable(roots):
+        nodes = reachable(roots, operands=lambda node: () if node in self._values else node.operands)
+        for node in nodes:
             if node not in self._values and not node.varies:
                 self._values[node] = self._sum(node) if node.op == "sum" else self._computed(node, self._values)
 
@@ -97,7 +98,7 @@ class Evaluation:
 
     def _steps(self, axes: tuple[int, ...], roots: Sequence[Node]) -> Iterator[Mapping[Node, Any]]:
         """The values of all nodes, for each index of a loop."""
-        nodes = reachable(roots, into_sums=False)
+        nodes = reachable(roots, operands=lambda node: node.operands if node.varies else ())
         for index in range(self._arguments[axes[0]].shape[-1]):
             values = {node: self._values[node] for node in nodes if not node.varies}
             for node in nodes:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .linear import DISTANCE, Linear, linear_of
 from .operations import OPERATIONS
 
 __all__ = ["BOOL", "FLOAT", "INT", "Graph", "Node", "RefusalError", "reachable"]
 
 BOOL, INT, FLOAT = "bool", "int", "float"
+_OF_DISTANCE = frozenset((DISTANCE,))
 
 _LARGEST_INT = 2**31 - 1
 #: The reciprocal of a constant replaces a division by it between these magnitudes, in which float32 is normal.
@@ -54,6 +56,12 @@ class Node:
         True if it depends on the index of a loop.
     axes : tuple of int
         The arguments over whose last axes it runs as a vector.
+    linear : Linear or None
+        See `linear_of`.
+    inputs : frozenset of str
+        The inputs that it depends on: the score, b, h, q and k.
+    depends : frozenset of str
+        The same, with `DISTANCE` for q and k where it depends on q - k alone.
     """
 
     op: str
@@ -63,6 +71,17 @@ class Node:
     number: int
     varies: bool
     axes: tuple[int, ...]
+    linear: Linear | None
+    inputs: frozenset[str] = field(init=False)
+    depends: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Operands know theirs: no question about a graph takes a walk through it for each of its nodes.
+        own = frozenset((str(self.value),) if self.op == "input" else ())
+        object.__setattr__(self, "inputs", own.union(*[x.inputs for x in self.operands]))
+        is_distance = self.linear is not None and self.linear.factor != 0
+        depends = _OF_DISTANCE if is_distance else own.union(*[x.depends for x in self.operands])
+        object.__setattr__(self, "depends", depends)
 
     @property
     def is_constant(self) -> bool:
@@ -74,21 +93,15 @@ def _operands(node: Node) -> tuple[Node, ...]:
     return node.operands
 
 
-def reachable(
-    roots: Iterable[Node], into_sums: bool = True, operands: Callable[[Node], tuple[Node, ...]] = _operands
-) -> list[Node]:
-    """All nodes that expressions consist of, operands first; terms of sums only with `into_sums`.
-
-    `operands` gives those of a node that count.
-    """
+def reachable(roots: Iterable[Node], operands: Callable[[Node], tuple[Node, ...]] = _operands) -> list[Node]:
+    """All nodes that expressions consist of, operands first; `operands` gives those of a node that count."""
     found: dict[int, Node] = {}
     waiting = list(roots)
     while waiting:
         node = waiting.pop()
         if node.number not in found:
             found[node.number] = node
-            if into_sums or node.op != "sum":
-                waiting.extend(operands(node))
+            waiting.extend(operands(node))
     return [found[number] for number in sorted(found)]
 
 
@@ -230,7 +243,8 @@ class Graph:
                 axes.add(value)
             if op == "sum":
                 axes, varies = set(), False
-            self._nodes[key] = Node(op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)))
+            linear = linear_of(op, kind, [x.linear for x in operands], value)
+            self._nodes[key] = Node(op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)), linear)
         return self._nodes[key]
 
 

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from .distances import in_distance
 from .expressions import Node, reachable
+from .linear import DISTANCE
 from .operations import OPERATIONS
 
 __all__ = ["Terms", "position_terms_of", "score_terms_of"]
 
 #: The most terms of a position or distance: a lane holds those of several in registers.
 _MOST = 4
+_POSITIONS = frozenset(("q", "k"))
 
 
 class Terms(NamedTuple):
@@ -40,39 +42,30 @@ class Terms(NamedTuple):
     of_distance: tuple[Node, ...] = ()
     of_head: tuple[Node, ...] = ()
 
-    @property
-    def moving(self) -> frozenset[Node]:
-        """The terms that depend on positions."""
-        return frozenset((*self.of_q, *self.of_k, *self.of_distance))
-
     def besides(self, result: Node) -> list[Node]:
         """The nodes of the expression that are no terms, nor parts of terms alone."""
-        terms = {*self.moving, *self.of_head}
+        terms = set().union(*self)
         nodes = reachable([result], operands=lambda node: () if node in terms else node.operands)
         return [node for node in nodes if node not in terms]
 
 
 def position_terms_of(result: Node) -> Terms:
     """The largest parts of an expression that depend on one position and cost more than an addition of ints."""
-    nodes = reachable([result])
-    positions: dict[Node, frozenset[object]] = {}
     costly: set[Node] = set()
-    for node in nodes:
-        own = {node.value} & {"q", "k"} if node.op == "input" else set()
-        positions[node] = frozenset(own).union(*(positions[x] for x in node.operands))
-        if positions[node] and (_costs(node) or not costly.isdisjoint(node.operands)):
+    for node in reachable([result]):
+        if not node.inputs.isdisjoint(_POSITIONS) and (_costs(node) or not costly.isdisjoint(node.operands)):
             costly.add(node)
 
     def is_term(node: Node) -> bool:
-        return len(positions[node]) == 1 and node in costly and not node.varies
+        return node in costly and len(node.inputs & _POSITIONS) == 1 and not node.varies
 
     def below(node: Node) -> tuple[Node, ...]:
         return () if is_term(node) or in_distance(node) is not None else node.operands
 
-    found: dict[object, list[Node]] = {"q": [], "k": []}
+    found: dict[str, list[Node]] = {"q": [], "k": []}
     for node in reachable([result], operands=below):
         if is_term(node):
-            (position,) = positions[node]
+            (position,) = node.inputs & _POSITIONS
             found[position].append(node)
     if max(map(len, found.values())) > _MOST:
         return Terms()
@@ -84,20 +77,12 @@ def score_terms_of(roots: Sequence[Node]) -> Terms:
 
     They cost more than an addition of ints.
     """
-    varying: set[Node] = set()  # what depends on the distance
-    other: set[Node] = set()  # what depends on the score, or on positions in another way
     costly: set[Node] = set()
     for node in reachable(roots):
-        if in_distance(node) is not None:
-            varying.add(node)
+        if in_distance(node) is not None or not node.depends.isdisjoint(("score", *_POSITIONS)):
             continue
-        if (node.op == "input" and node.value in ("score", "q", "k")) or not other.isdisjoint(node.operands):
-            other.add(node)
-            continue
-        is_distance = not varying.isdisjoint(node.operands)
-        if is_distance:
-            varying.add(node)
-        if _costs(node) or any(x in costly and (x in varying) == is_distance for x in node.operands):
+        is_distance = DISTANCE in node.depends
+        if _costs(node) or any(x in costly and (DISTANCE in x.depends) == is_distance for x in node.operands):
             costly.add(node)
 
     def is_term(node: Node) -> bool:
@@ -106,7 +91,7 @@ def score_terms_of(roots: Sequence[Node]) -> Terms:
     nodes = reachable(roots, operands=lambda node: () if is_term(node) else node.operands)
     found: tuple[list[Node], list[Node]] = ([], [])
     for node in filter(is_term, nodes):
-        found[node in varying].append(node)
+        found[DISTANCE in node.depends].append(node)
     of_head, of_distance = (tuple(terms) if len(terms) <= _MOST else () for terms in found)
     return Terms(of_distance=of_distance, of_head=of_head)
 

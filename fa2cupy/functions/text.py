@@ -42,8 +42,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from .derivatives import Scatter
-from .distances import DISTANCE, REAL_DISTANCE, in_distance, in_real_distance, of_distance_alone
+from .distances import REAL_DISTANCE, in_distance, in_real_distance, of_distance_alone
 from .expressions import BOOL, FLOAT, INT, Node, reachable
+from .linear import DISTANCE
 from .operations import OPERATIONS
 from .terms import Terms
 
@@ -159,8 +160,7 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
 
 def _is_of_head(scatter: Scatter) -> bool:
     """True if all scores of a head read the same element."""
-    inputs = {node.value for node in reachable(scatter.indices) if node.op == "input"}
-    return inputs <= {"b", "h"}
+    return all(node.inputs <= {"b", "h"} for node in scatter.indices)
 
 
 def _function(result: str, name: str, parameters: str, body: _Body) -> str:
@@ -181,7 +181,7 @@ class _Body:
         given: Mapping[Node, str] = MappingProxyType({}),
     ) -> None:
         self.lines: list[str] = []
-        self._given, self._names = given, dict(given)
+        self._names = dict(given)
         self._count = 0
         self._has_distance, self._has_real_distance = has_distance, has_real_distance
 
@@ -273,7 +273,7 @@ class _Body:
         What a loop's index does not change is written before the loop.
         """
         nodes = reachable(roots, operands=self._written_operands)
-        if not self._has_distance and any(node not in self._given and in_distance(node) for node in nodes):
+        if not self._has_distance and any(node not in self._names and in_distance(node) for node in nodes):
             self._has_distance = True
             self.lines.append(f"{_INDENT}const int32 {DISTANCE} = q - k;")
         for node in nodes:
@@ -298,7 +298,7 @@ class _Body:
         """Opens a loop with the nodes that vary in it; returns the names of these and of all before."""
         self.lines.append(f"{_INDENT}for (int32 j = 0; j < Arguments::kLength{axes[0]}; ++j) {{")
         names = dict(self._names)
-        for node in reachable(roots, into_sums=False):
+        for node in reachable(roots, operands=lambda node: node.operands if node.varies else ()):
             if node.varies and node.op != "position":
                 self._statement(node, names, 2 * _INDENT)
         return names
@@ -331,7 +331,7 @@ class _Body:
 
     def _written_operands(self, node: Node) -> tuple[Node, ...]:
         """The operands that occur in the text of a node."""
-        return () if node in self._given or self._in_distance(node) is not None else node.operands
+        return () if node in self._names or self._in_distance(node) is not None else node.operands
 
     def _name(self, node: Node, names: Mapping[Node, str]) -> str:
         """The name or the literal of a node."""

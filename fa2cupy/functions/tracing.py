@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..system.locks import new_lock
 from .built_in import is_shift, soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
@@ -31,6 +32,7 @@ _KINDS = {"b": BOOL, "i": INT, "u": INT}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: The longest vector that np.dot and .sum() take.
 MAX_LOOP = 256
+_differentiating = new_lock()
 #: The most operations of a text that is repeated for each element of a fragment.
 _SHORT = 16
 
@@ -54,19 +56,19 @@ class Program:
         The score, or the truth value.
     slope : Node or None
         The derivative of the score by the score that the function gets; None if it is 0.
-    scatters : list of Scatter
-        The derivatives of the score by the elements that it reads of floating-point arguments.
     """
 
     def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node):
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
-        self.slope: Node | None = None
-        self.scatters: list[Scatter] = []
-        if role == "score_mod":
-            # Always in this order: that of nodes is the order of operands and statements in the text.
-            self.slope = derivative(graph, result, graph.input("score", FLOAT))
-            self.scatters = scatters(graph, result, self.floats)
+        # Before `scatters`: the order of nodes is that of operands and statements in the text.
+        self.slope = derivative(graph, result, graph.input("score", FLOAT)) if role == "score_mod" else None
+
+    @functools.cached_property
+    def scatters(self) -> list[Scatter]:
+        """The derivatives of the score by the elements that it reads of floating-point arguments."""
+        with _differentiating:  # several threads would give nodes the same number
+            return scatters(self.graph, self.result, self.floats) if self.role == "score_mod" else []
 
     @property
     def floats(self) -> tuple[int, ...]:
@@ -89,17 +91,12 @@ class Program:
 
     def depends_on(self, name: str) -> bool:
         """True if the result depends on an input: the score, b, h, q or k."""
-        return any(node.op == "input" and node.value == name for node in reachable([self.result]))
+        return name in self.result.inputs
 
     @functools.cached_property
     def reads_by_position(self) -> bool:
         """True if the result depends on elements of arguments at the query's or the key's position, as documents do."""
-        nodes = reachable([self.result])
-        moving: set[Node] = set()
-        for node in nodes:
-            if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
-                moving.add(node)
-        return any(node.op == "element" and node in moving for node in nodes)
+        return any(node.op == "element" and _moves(node) for node in reachable([self.result]))
 
     @functools.cached_property
     def is_short(self) -> bool:
@@ -108,11 +105,7 @@ class Program:
         Besides its terms, it has few operations, no sum, and reads no element that depends on the query or the key.
         """
         nodes = self.terms.besides(self.result)
-        moving = set(self.terms.moving)  # what depends on q or k
-        for node in nodes:
-            if (node.op == "input" and node.value in ("q", "k")) or not moving.isdisjoint(node.operands):
-                moving.add(node)
-        if any(node.op == "sum" or (node.op == "element" and node in moving) for node in nodes):
+        if any(node.op == "sum" or (node.op == "element" and _moves(node)) for node in nodes):
             return False
         return sum(node.op not in ("input", "constant") for node in nodes) <= _SHORT
 
@@ -175,6 +168,11 @@ class Program:
 
     def __repr__(self) -> str:
         return f"Program({self.role}, {self.digest})"
+
+
+def _moves(node: Node) -> bool:
+    """True if a node depends on the query or the key."""
+    return not node.inputs.isdisjoint(("q", "k"))
 
 
 class BoundFunction(NamedTuple):
