@@ -176,9 +176,15 @@ def forward(
     allocates the float16 matrices: as many bytes as q, k, v and do have, with head_dim rounded up to a multiple of 64
     and lengths to one of 128.
 
-    `score_mod` and `mask_mod` are called once, with symbols in place of numbers, for each combination of dtypes and
-    numbers of axes of their arrays; the expressions that they return are evaluated for whole tiles, hidden keys
-    included. Numbers that they take from their closure are those of this first call. They can use Python's operators
+    `score_mod` and `mask_mod` are called with symbols in place of numbers; the expressions that they return are
+    evaluated for whole tiles, hidden keys included. Numbers that they read elsewhere, from their closure, their module
+    or an object, are those of the time of the call of `forward` or `backward`; `attention` computes its gradient with
+    those of its forward. A plain function whose closure, defaults and global names hold numbers, or tuples, lists and
+    dicts of them, or other such functions, is called again only when one of these has changed. A bound method, a
+    callable object, a `functools.partial`, and a function that reads attributes of objects or modules other than NumPy
+    and math is called by every call, which takes a millisecond or so of the host's time: keep one plain function for
+    all calls. Every other number is another kernel, which is compiled: a number that changes from step to step is
+    passed as an array. They can use Python's operators
     (``//`` and ``%`` of ints, with the rounding of Python), comparisons, ``& | ~``, elements such as ``table[h, k]`` of
     their arrays, ``x.astype(int)``, and NumPy's where, minimum, maximum, clip, abs, exp, exp2, log, log1p, tanh, sqrt,
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as

@@ -10,6 +10,7 @@ from .families.tile import TileConfig
 from .problem.arguments import check_bool
 from .problem.array_types import Array
 from .problem.feature_checks import extra_gradients
+from .problem.function_checks import traced_now
 from .problem.keywords import check_keywords, takes_features
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def attention(
         As from `forward`; only with `return_lse`.
     backprop : callable
         ``backprop(do, dlse=None)`` returns the results of `backward`, ``(dq, dk, dv)`` and the other requested
-        gradients, for the gradients of o and lse. It keeps q, k, v, o, lse and the arrays of features alive.
+        gradients, for the gradients of o and lse. It keeps q, k, v, o, lse and the arrays of features alive. Numbers
+        that `score_mod` and `mask_mod` read elsewhere are those of the forward.
 
     Raises
     ------
@@ -91,7 +93,7 @@ def attention(
         "num_splits": num_splits,
         "precision": precision,
     }
-    shared |= keywords
+    shared |= traced_now(keywords)  # what a function reads may have changed when `backprop` is called
     own: dict[str, Any] = {
         "method": method,
         "deterministic": deterministic,

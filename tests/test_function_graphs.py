@@ -8,10 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from support.traced_cases import ready_made
 
 from fa2cupy import mods
 from fa2cupy.functions.evaluation import Evaluation
-from fa2cupy.functions.tracing import ArgumentKind, Program, trace
+from fa2cupy.functions.tracing import ArgumentKind, Program, argument_kind, trace
 
 TABLE = (ArgumentKind(2, "float"),)
 
@@ -161,3 +162,28 @@ def test_a_comparison_of_ints_that_wrap_around_is_not_one_of_their_difference():
 
     assert "distance" not in trace("mask_mod", large, ()).text
     assert f"distance < -{2**30}" in trace("mask_mod", small, ()).text
+
+
+@pytest.mark.parametrize("name", ready_made(1, 2, 3, 4))
+def test_a_program_can_be_a_part_of_another_function(name):
+    own = ready_made(1, 2, 3, 4)[name]
+    kinds = tuple(argument_kind("array", array) for array in own.arrays)
+    program = trace(own.role, own.function, kinds)
+    assert trace(own.role, lambda *given: program(*given), kinds) == program
+
+
+def test_a_program_with_sums_and_casts_can_be_a_part_of_another_function():
+    def function(s, b, h, q, k, t, u):
+        return np.where(np.dot(t[h], t[q]) > u, (s * 1.5).astype(int) + t[q].sum(), (q > k) * np.sqrt(s))
+
+    kinds = (ArgumentKind(2, "float"), ArgumentKind(0, "float"))
+    program = trace("score_mod", function, kinds)
+
+    def moved(s, b, h, q, k, t, u, place):
+        return program(s, b, h + place[0], q + place[1], k, t, u)
+
+    def wanted(s, b, h, q, k, t, u, place):
+        return function(s, b, h + place[0], q + place[1], k, t, u)
+
+    kinds = (*kinds, ArgumentKind(1, "int"))
+    assert trace("score_mod", moved, kinds) == trace("score_mod", wanted, kinds)

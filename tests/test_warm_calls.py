@@ -25,6 +25,7 @@ from fa2cupy.gpu import calls as gpu_calls
 from fa2cupy.gpu import prepare, signatures
 from fa2cupy.problem import function_checks
 from fa2cupy.problem.features import FeatureKeywords
+from fa2cupy.system.recent import RecentlyUsed
 
 #: As many heads as rows, so that both layouts are legal.
 BATCH, ROWS, HEADS, COLUMNS = 3, 16, 16, 64
@@ -403,7 +404,7 @@ def test_seeds_travel_with_the_call_and_prepare_nothing(calls):
 
 
 def test_what_is_prepared_does_not_fill_the_memory(calls, monkeypatch):
-    monkeypatch.setattr(signatures, "_MAX_PREPARED", 3)
+    monkeypatch.setattr(signatures, "_prepared", RecentlyUsed(3))
     arrays = arrays_of()
     for scale in range(1, 20):
         calls.of("forward", arrays, scale=scale)

@@ -12,6 +12,7 @@ from ..families.tile import TileConfig
 from ..problem.arguments import check_bool, unpack_out
 from ..problem.array_types import Array
 from ..problem.feature_checks import extra_gradients
+from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from . import gather, gather_by_copies, heads, heads_by_copies, hybrid, ring
@@ -338,7 +339,7 @@ def attention(
         "num_splits": num_splits,
         "precision": precision,
     }
-    shared |= keywords
+    shared |= traced_now(keywords)  # what a function reads may have changed when `backprop` is called
     own: dict[str, Any] = {
         "method": method,
         "deterministic": deterministic,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -135,7 +134,6 @@ def _place_functions(keywords: dict[str, Any], part: Part, place: Array | None) 
         keywords["block_mask"] = sparse
 
 
-@functools.lru_cache(maxsize=256)
 def _placed(role: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function for a part: its last array has the part's first head and first query."""
     if role == "score_mod":

@@ -118,6 +118,10 @@ class Graph:
         self._nodes: dict[tuple[object, ...], Node] = {}
         self.places: dict[Node, str] = {}
 
+    def content(self) -> tuple[object, ...]:
+        """What nodes there are, and the lines of elements: graphs of equal content have equal expressions."""
+        return *self._nodes, *self.places.values()
+
     def constant(self, value: bool | int | float) -> Node:
         """A number."""
         if isinstance(value, bool):

@@ -58,14 +58,14 @@ class Symbol(_Operators):
             what = f"np.{ufunc.__name__}.{method}" if method != "__call__" else f"{next(iter(options))}="
             raise RefusalError(f"{what} cannot be compiled; write plain calls of {_KNOWN}")
         if ufunc in _EXCHANGED:
-            return self._apply(_EXCHANGED[ufunc], *inputs[::-1])
+            return self.apply(_EXCHANGED[ufunc], *inputs[::-1])
         if ufunc is np.positive:
             return self
         if ufunc is np.matmul:
             return self._dot(*inputs)
         if ufunc not in _UFUNCS:
             raise RefusalError(f"np.{ufunc.__name__} cannot be compiled; there are {_KNOWN}")
-        return self._apply(_UFUNCS[ufunc], *inputs)
+        return self.apply(_UFUNCS[ufunc], *inputs)
 
     def __array_function__(
         self, function: Callable[..., Any], types: object, inputs: tuple[Any, ...], options: dict[str, Any]
@@ -92,7 +92,12 @@ class Symbol(_Operators):
             raise RefusalError("astype takes int, float or bool")
         return Symbol(self._graph, self._graph.cast(self.node, kind))
 
-    def _apply(self, op: str, *inputs: object) -> Symbol:
+    def number(self, value: object) -> Symbol:
+        """The symbol of a number."""
+        return Symbol(self._graph, self._node_of(value))
+
+    def apply(self, op: str, *inputs: object) -> Symbol:
+        """The result of an operation of `OPERATIONS` on symbols and numbers."""
         return Symbol(self._graph, self._graph.apply(op, *map(self._node_of, inputs)))
 
     def _node_of(self, value: object) -> Node:
@@ -115,16 +120,16 @@ class Symbol(_Operators):
         raise RefusalError(f"expected a symbol or a number, got {type(value).__name__}")
 
     def _where(self, condition: object, x: object, y: object) -> Symbol:
-        return self._apply("where", condition, x, y)
+        return self.apply("where", condition, x, y)
 
     def _clip(self, x: object, low: object = None, high: object = None) -> Symbol:
-        clipped = self._apply("maximum", x, low) if low is not None else Symbol(self._graph, self._node_of(x))
-        return self._apply("minimum", clipped, high) if high is not None else clipped
+        clipped = self.apply("maximum", x, low) if low is not None else Symbol(self._graph, self._node_of(x))
+        return self.apply("minimum", clipped, high) if high is not None else clipped
 
     def _dot(self, *vectors: object) -> Symbol:
         if len(vectors) != 2 or not all(isinstance(x, Symbol) and x.node.varies for x in vectors):
             raise RefusalError("np.dot is of two vectors: arguments that are indexed for all axes but their last one")
-        return self._apply("multiply", *vectors).sum()
+        return self.apply("multiply", *vectors).sum()
 
     def _sum(self, vector: object) -> Symbol:
         return Symbol(self._graph, self._node_of(vector)).sum()

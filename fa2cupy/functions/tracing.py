@@ -6,17 +6,18 @@ import dis
 import functools
 import hashlib
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..system.locks import new_lock
+from ..system.recent import RecentlyUsed
 from .built_in import is_shift, soft_cap_of
 from .derivatives import Scatter, derivative, scatters
 from .expressions import BOOL, FLOAT, INT, Graph, Node, RefusalError, reachable
 from .places import place_of_definition, place_of_error
+from .state import Unchanging, state_of
 from .symbols import ArgumentSymbol, Symbol, is_array
 from .terms import Terms, position_terms_of, score_terms_of
 from .text import mask_text, score_text
@@ -44,7 +45,7 @@ class ArgumentKind(NamedTuple):
     kind: str
 
 
-class Program:
+class Program(Unchanging):
     """A traced function. Programs are equal if their texts are.
 
     Attributes
@@ -147,7 +148,33 @@ class Program:
                 if length > MAX_LOOP:
                     raise ValueError(f"{name}: vectors of up to {MAX_LOOP} elements are summed, got {length}")
 
+    def __call__(self, *given: Any) -> Any:
+        """The result for other symbols and arrays, within another function."""
+        inputs, arrays = dict(zip(_INPUTS[self.role], given, strict=False)), given[len(_INPUTS[self.role]) :]
+        found: dict[Node, Any] = {}
+        for node in reachable([self.result]):
+            operands = [found[x] for x in node.operands]
+            if node.op == "input":
+                found[node] = inputs[str(node.value)]
+            elif node.op == "constant":
+                found[node] = given[0].number(node.value)
+            elif node.op == "position":
+                found[node] = slice(None)
+            elif node.op == "element":
+                assert isinstance(node.value, int)
+                array = arrays[node.value]
+                found[node] = array[tuple(operands)] if operands else array
+            elif node.op == "sum":
+                found[node] = operands[0].sum()
+            elif node.op.startswith("as_"):
+                found[node] = operands[0].astype(node.kind)
+            else:
+                found[node] = given[0].apply(node.op, *operands)
+        return found[self.result]
+
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, Program) and (self.role, self.arguments, self.text) == (
             other.role,
             other.arguments,
@@ -204,12 +231,14 @@ def _kind_of(dtype: np.dtype) -> str | None:
     return FLOAT if dtype.name in _FLOATS else _KINDS.get(dtype.kind)
 
 
-#: Programs by function and kinds of arguments. A program refers to no function, so that functions can be freed.
-_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
+#: Programs by role, kinds of arguments and the state of their function.
+_programs: RecentlyUsed[Program] = RecentlyUsed(1024)
+#: Programs by their expressions, which functions without a state share.
+_shared: RecentlyUsed[Program] = RecentlyUsed(1024)
 
 
 def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> Program:
-    """The program of a function, traced once for each combination of kinds of arguments.
+    """The program of a function for some kinds of arguments, traced if it is not known what it computes (`state_of`).
 
     Parameters
     ----------
@@ -225,17 +254,21 @@ def trace(role: str, function: object, arguments: tuple[ArgumentKind, ...]) -> P
         text names the role, the line and what to write instead.
     """
     if isinstance(function, Program):
+        if (function.role, function.arguments) != (role, arguments):
+            raise TypeError(f"{role}: expected a function, got {function}, traced for other arguments")
         return function
     if not callable(function):
         raise TypeError(f"{role}: expected a function or None, got {type(function).__name__}")
-    try:
-        known = _programs.setdefault(function, {})
-    except TypeError:  # it cannot be hashed or referred to weakly
-        known = {}
-    key = (role, arguments)
-    if key not in known:
-        known[key] = _traced(role, function, arguments)
-    return known[key]
+    state = state_of(function)
+    if state is None:
+        return _traced(role, function, arguments)
+    key = (role, arguments, state)
+    program = _programs.get(key)
+    if program is None:
+        program = _traced(role, function, arguments)
+        if state_of(function) == state:  # else it has changed meanwhile
+            _programs.put(key, program)
+    return program
 
 
 def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKind, ...]) -> Program:
@@ -258,7 +291,9 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
         hint = "" if isinstance(error, RefusalError) else "; symbols take Python's operators and NumPy's functions"
         raise TypeError(f"{role}: {error}{hint} ({place_of_error(error)})") from error
     try:
-        return Program(role, arguments, graph, _result(role, graph, result))
+        node = _result(role, graph, result)
+        key = (role, arguments, node.number, graph.content())  # ahead of the nodes of derivatives
+        return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node))
     except RefusalError as error:
         raise TypeError(f"{role}: {error} ({place_of_definition(function)})") from error
 

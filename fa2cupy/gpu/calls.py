@@ -13,7 +13,7 @@ from ..problem.arguments import unpack_out
 from ..problem.block_mask import BlockMask
 from ..problem.feature_checks import extra_gradients
 from ..problem.features import ARRAY_KEYWORDS
-from ..problem.function_checks import ARGUMENTS, function_key, program_of, sequence_of
+from ..problem.function_checks import ARGUMENTS, sequence_of
 from ..problem.options import CallOptions
 from .arguments import arguments_of
 from .device_memory import temporaries
@@ -120,7 +120,7 @@ def _has_extra(options: CallOptions) -> bool:
 def _split(
     keywords: Mapping[str, object],
 ) -> tuple[tuple[str, ...], list[cupy.ndarray | None], Items, Items, int | None]:
-    """Splits the keywords of features into names of arrays, arrays, scalars, keys of functions and the seed.
+    """Splits the keywords of features into names of arrays, arrays, scalars, functions and the seed.
 
     The seed is None unless it is legal. It travels in the place of an address, so that no call is prepared anew for it.
     """
@@ -136,8 +136,7 @@ def _split(
                 arrays.append(x)
         elif name in ARGUMENTS:
             if x is not None:
-                given: Any = keywords.get(ARGUMENTS[name], ())
-                functions.append((name, function_key(x) or program_of(name, x, given)))
+                functions.append((name, x))
         elif name in _FUNCTIONS:
             given = x if type(x) is tuple else sequence_of(name, x)
             if given:

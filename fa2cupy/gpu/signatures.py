@@ -7,12 +7,12 @@ lookup, the allocation of its results and one launch per kernel.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from ..problem.function_checks import ARGUMENTS, FunctionKey
+from ..functions.state import state_of
+from ..problem.function_checks import ARGUMENTS, program_of
 from ..problem.options import CallOptions
-from ..system.locks import new_lock
+from ..system.recent import RecentlyUsed
 from .arguments import Arguments, function_arguments
 from .prepare import prepare
 from .prepare_decode import prepare_decode
@@ -31,9 +31,7 @@ Items = tuple[tuple[str, object], ...]
 
 #: What prepares calls that are not attention.
 _PREPARE = {"decode": prepare_decode, "merge": prepare_merge}
-_MAX_PREPARED = 4096
-_prepared: dict[Hashable, KernelCall | CopyingCall] = {}
-_lock = new_lock()
+_prepared: RecentlyUsed[KernelCall | CopyingCall] = RecentlyUsed(4096)
 
 
 def run(
@@ -54,7 +52,7 @@ def run(
     options : CallOptions
     scalars : tuple of (name, value), optional
         Keywords of features that are not arrays.
-    functions : tuple of (name, FunctionKey or Program), optional
+    functions : tuple of (name, callable or Program), optional
         The caller's functions by role.
     seed : int, optional
         Seed of dropout. It takes the place of an address, so that no call is prepared anew for it.
@@ -62,7 +60,8 @@ def run(
     addresses = []
     # Types distinguish values that are equal but not all legal: True, 1 and 1.0. Options compare their own.
     types = _types(tuple([value for _, value in scalars])) if scalars else ()
-    signature = [functions, arguments, options, scalars, types]
+    states = _states(functions) if functions else ()
+    signature = [states, arguments, options, scalars, types]
     try:
         for array in arrays:
             if array is None:
@@ -88,11 +87,12 @@ def run(
         programs = _programs_of(functions, arguments, arrays)
         signature[0] = programs  # functions that compute the same share a prepared call
         key_of_programs = tuple(signature)
-        prepared = _prepared.get(key_of_programs) or _prepare(arguments, arrays, options, (*scalars, *programs))
-        with _lock:
-            if len(_prepared) >= _MAX_PREPARED:
-                _prepared.clear()
-            _prepared[key] = _prepared[key_of_programs] = prepared
+        prepared = _prepared.get(key_of_programs)
+        if prepared is None:
+            prepared = _prepare(arguments, arrays, options, (*scalars, *programs))
+            prepared = _prepared.put(key_of_programs, prepared)
+        if functions and states == _states(functions):  # else functions have changed meanwhile, or have no state
+            _prepared.put(key, prepared)
     return prepared(arrays, addresses)
 
 
@@ -112,10 +112,12 @@ def _programs_of(functions: Items, arguments: Arguments, arrays: tuple[cupy.ndar
         for number, array in enumerate(given):
             if array is not None and array.size == 0:
                 raise ValueError(f"{name}[{number}]: expected at least one element, got shape {array.shape}")
-    return tuple(
-        (role, key.program(role, named[ARGUMENTS[role]]) if isinstance(key, FunctionKey) else key)
-        for role, key in functions
-    )
+    return tuple((role, program_of(role, function, named[ARGUMENTS[role]])) for role, function in functions)
+
+
+def _states(functions: Items) -> tuple[tuple[str, object], ...]:
+    """The states of functions by role. A function without one has an object that is equal to no other."""
+    return tuple([(role, object() if (state := state_of(function)) is None else state) for role, function in functions])
 
 
 def _types(values: tuple[object, ...]) -> tuple[object, ...]:

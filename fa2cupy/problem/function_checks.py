@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,50 +15,19 @@ from .array_types import Array
 
 __all__ = [
     "ARGUMENTS",
-    "FunctionKey",
     "bound_function",
     "check_mask_mod",
     "check_score_mod",
     "floating_arguments",
     "function_arrays",
-    "function_key",
     "program_of",
     "sequence_of",
+    "traced_now",
 ]
 
 
 #: Keywords of arrays, by role.
 ARGUMENTS = {"score_mod": "score_args", "mask_mod": "mask_args"}
-#: Programs whose arrays have been checked, by function.
-_programs: weakref.WeakKeyDictionary[Any, dict[object, Program]] = weakref.WeakKeyDictionary()
-
-
-class FunctionKey:
-    """Stands for a function in the keys of calls, which so keep no function alive.
-
-    A program depends on the kinds of its arrays, too. Keys of calls have these anyway, so that a warm call looks for no
-    program.
-    """
-
-    def __init__(self, function: object):
-        self._function = weakref.ref(function)
-
-    def program(self, role: str, arrays: Sequence[Any]) -> Program:
-        """The traced function of a role and its arrays, while the function is alive."""
-        return program_of(role, self._function(), arrays)
-
-
-_keys: weakref.WeakKeyDictionary[Any, FunctionKey] = weakref.WeakKeyDictionary()
-
-
-def function_key(function: object) -> FunctionKey | None:
-    """The key of a function, always the same; None for what cannot be hashed or referred to weakly."""
-    try:
-        return _keys[function]
-    except KeyError:
-        return _keys.setdefault(function, FunctionKey(function))
-    except TypeError:
-        return None
 
 
 def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
@@ -85,24 +53,9 @@ def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def program_of(role: str, function: object, arrays: object) -> Program:
-    """The traced function of a role and its arrays, which are checked.
-
-    The checks of CuPy arrays depend on what the key has of them, so that they are made once.
-    """
-    given = sequence_of(ARGUMENTS[role], arrays)
-    try:
-        key = (role, tuple([(type(x), x.dtype, x.ndim, x.shape[-1:]) for x in given]))
-        return _programs[function][key]
-    except (KeyError, AttributeError, TypeError):  # a new one, or arguments that are not legal
-        program = _checked_program(role, function, given)
-    if not any(isinstance(array, np.ndarray) for array in given):
-        with contextlib.suppress(TypeError):  # functions that cannot be hashed or referred to weakly
-            _programs.setdefault(function, {})[key] = program
-    return program
-
-
-def _checked_program(role: str, function: object, arrays: Sequence[Any]) -> Program:
+    """The traced function of a role and its arrays, which are checked."""
     name = ARGUMENTS[role]
+    arrays = sequence_of(name, arrays)
     named = {f"{name}[{number}]": array for number, array in enumerate(arrays)}
     if named:
         array_backend(named)
@@ -120,6 +73,16 @@ def bound_function(role: str, function: object, arrays: object) -> BoundFunction
     summed = {axis for axes in program.loops for axis in axes}
     lengths = tuple(array.shape[-1] if axis in summed else 0 for axis, array in enumerate(given))
     return BoundFunction(program, tuple(array.dtype.name for array in given), lengths)
+
+
+def traced_now(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with programs in place of functions, so that later calls compute what the functions do now."""
+    found = dict(keywords)
+    for role, name in ARGUMENTS.items():
+        if keywords.get(role) is not None:
+            with contextlib.suppress(Exception):  # the call reports what is not legal
+                found[role] = program_of(role, keywords[role], keywords.get(name, ()))
+    return found
 
 
 def function_arrays(keywords: Mapping[str, Any]) -> dict[str, Array]:

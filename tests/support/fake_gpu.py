@@ -21,6 +21,7 @@ from fa2cupy.gpu import calls, copies, device_memory, placement, prepare, prepar
 from fa2cupy.gpu.launch import ABSENT
 from fa2cupy.plan.stages import Plan, Stage
 from fa2cupy.problem.options import call_options, hashable_config
+from fa2cupy.system.recent import RecentlyUsed
 
 
 def forward(
@@ -154,6 +155,6 @@ def fake_gpu(
     )
     monkeypatch.setattr(prepared, "bind_plan", bind_plan)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: infos[current_ordinal()]))
-    monkeypatch.setattr(signatures, "_prepared", {})
+    monkeypatch.setattr(signatures, "_prepared", RecentlyUsed(4096))
     monkeypatch.setattr(sparse, "backend_of", lambda name, array: calls if isinstance(array, FakeArray) else cpu_calls)
     yield launched
