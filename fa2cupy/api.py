@@ -181,7 +181,7 @@ def forward(
     or an object, are those of the time of the call of `forward` or `backward`; `attention` computes its gradient with
     those of its forward. A plain function whose closure, defaults and global names hold numbers, or tuples, lists and
     dicts of them, or other such functions, is called again only when one of these has changed. A bound method, a
-    callable object, a `functools.partial`, and a function that reads attributes of objects or modules other than NumPy
+    callable object, a ``functools.partial``, and a function that reads attributes of objects or modules other than NumPy
     and math is called by every call, which takes a millisecond or so of the host's time: keep one plain function for
     all calls. Every other number is another kernel, which is compiled: a number that changes from step to step is
     passed as an array. They can use Python's operators
