@@ -144,7 +144,8 @@ def forward(
     IndexError
         A function reads outside an array, on NumPy.
     UnsupportedProblemError
-        head_dim is above 256, or no kernel supports the dtype or a feature on this GPU.
+        head_dim is above 256, no kernel supports the dtype or a feature on this GPU, or a function is too long for
+        kernels.
     KernelCompileError, KernelLaunchError
         NVRTC or the driver refused a kernel; the text says what to do.
 
@@ -179,12 +180,12 @@ def forward(
     `score_mod` and `mask_mod` are called with symbols in place of numbers; the expressions that they return are
     evaluated for whole tiles, hidden keys included. Numbers that they read elsewhere, from their closure, their module
     or an object, are those of the time of the call of `forward` or `backward`; `attention` computes its gradient with
-    those of its forward. A plain function whose closure, defaults and global names hold numbers, or tuples, lists and
-    dicts of them, or other such functions, is called again only when one of these has changed. A bound method, a
-    callable object, a ``functools.partial``, and a function that reads attributes of objects or modules other than NumPy
-    and math is called by every call, which takes a millisecond or so of the host's time: keep one plain function for
-    all calls. Every other number is another kernel, which is compiled: a number that changes from step to step is
-    passed as an array. They can use Python's operators
+    those of its forward. Keep one plain function for all calls: it is called again only when a number that it reads
+    has changed, as far as its closure, its defaults and its global names hold numbers, strings, tuples, lists and dicts
+    of them, or other such functions. A bound method, a callable object, a ``functools.partial``, or a function that
+    reads attributes of objects or of modules other than NumPy and math is called by every call, which takes up to a
+    millisecond of host time. With another number a function is compiled into another kernel: pass a number that changes
+    from step to step as an array. Functions can use Python's operators
     (``//`` and ``%`` of ints, with the rounding of Python), comparisons, ``& | ~``, elements such as ``table[h, k]`` of
     their arrays, ``x.astype(int)``, and NumPy's where, minimum, maximum, clip, abs, exp, exp2, log, log1p, tanh, sqrt,
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
@@ -193,7 +194,9 @@ def forward(
     expressions; comparisons, floor and ints have none.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
-    an array is clamped, and the values of ints are not checked.
+    an array is clamped, and the values of ints are not checked. A function with which kernels would take minutes to
+    compile is refused, with one that takes long or spills many registers there is a warning, and ``FA2CUPY_LOG=info``
+    logs what each kernel costs.
 
     Kernels regroup the tiles of a map to their own: by default they take tiles that divide the map's, if there are such
     among the default ones. In a tile of theirs that meets several of the map's, the function tells which keys are

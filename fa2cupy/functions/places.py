@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import traceback
@@ -29,7 +30,9 @@ def place_of_error(error: BaseException) -> str:
 
 def place_of_definition(function: object) -> str:
     """The line at which a function begins; its name if it has no source."""
-    code = getattr(function, "__code__", None)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return repr(function) if code is None else _shown(code.co_filename, code.co_firstlineno)
 
 

@@ -33,6 +33,11 @@ _KINDS = {"b": BOOL, "i": INT, "u": INT}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: The longest vector that np.dot and .sum() take.
 MAX_LOOP = 256
+#: Costs of operations that are more than one instruction, from times of NVRTC.
+_COSTS = {"sin": 200, "cos": 200, "power": 50, "remainder": 20, "floor_divide": 20, "sum": 20}
+_COSTS |= dict.fromkeys(("divide", "sqrt", "log", "log1p", "tanh", "element"), 5)
+#: Kernels evaluate a term once for about so many pairs of a fragment.
+_SHARING = 10
 _differentiating = new_lock()
 #: The most operations of a text that is repeated for each element of a fragment.
 _SHORT = 16
@@ -57,9 +62,12 @@ class Program(Unchanging):
         The score, or the truth value.
     slope : Node or None
         The derivative of the score by the score that the function gets; None if it is 0.
+    place : str
+        The line at which the function begins, for messages.
     """
 
-    def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node):
+    def __init__(self, role: str, arguments: tuple[ArgumentKind, ...], graph: Graph, result: Node, place: str):
+        self.place = place
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
         # Before `scatters`: the order of nodes is that of operands and statements in the text.
@@ -135,6 +143,23 @@ class Program(Unchanging):
         """The arguments over whose last axes each loop runs."""
         return [node.value for node in reachable([self.result]) if node.op == "sum" and isinstance(node.value, tuple)]
 
+    def cost(self, has_slope: bool, has_gradients: bool) -> float:
+        """About the time that a compiler takes for it in a kernel, in that of an addition for each pair.
+
+        Parameters
+        ----------
+        has_slope, has_gradients : bool
+            Whether the kernel has the derivative by the score, and those by elements of arrays.
+        """
+        roots = [self.result]
+        if has_slope and self.slope is not None:
+            roots.append(self.slope)
+        for scatter in self.scatters if has_gradients else ():
+            roots += [*scatter.indices, scatter.derivative]
+        of_pairs = self.terms.besides(*roots)
+        terms = set(reachable(roots)).difference(of_pairs)
+        return sum(map(_cost, of_pairs)) + sum(map(_cost, terms)) / _SHARING
+
     def check_lengths(self, arrays: Sequence[Any]) -> None:
         """Raises ValueError unless the vectors of each loop have the same length, of at most `MAX_LOOP`."""
         for axes in self.loops:
@@ -195,6 +220,10 @@ class Program(Unchanging):
 
     def __repr__(self) -> str:
         return f"Program({self.role}, {self.digest})"
+
+
+def _cost(node: Node) -> int:
+    return 0 if node.op in ("input", "constant", "position") else _COSTS.get(node.op, 1)
 
 
 def _moves(node: Node) -> bool:
@@ -292,8 +321,9 @@ def _traced(role: str, function: Callable[..., Any], arguments: tuple[ArgumentKi
         raise TypeError(f"{role}: {error}{hint} ({place_of_error(error)})") from error
     try:
         node = _result(role, graph, result)
-        key = (role, arguments, node.number, graph.content())  # ahead of the nodes of derivatives
-        return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node))
+        place = place_of_definition(function)
+        key = (role, arguments, place, node.number, graph.content())  # ahead of the nodes of derivatives
+        return _shared.get(key) or _shared.put(key, Program(role, arguments, graph, node, place))
     except RefusalError as error:
         raise TypeError(f"{role}: {error} ({place_of_definition(function)})") from error
 

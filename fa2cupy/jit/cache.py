@@ -23,6 +23,7 @@ from ..settings import cache_dir, cache_limit, cache_path
 from ..system.folders import UntrustedError, read_file, replace_file, trusted_folder, warn_once
 from ..system.locks import file_lock, new_lock
 from .compiler import CompiledKernel, compile_options, compile_source, nvrtc_build
+from .costs import check_cost, warn_of_cost
 from .entries import LOCK, SUFFIX, clear_folder, decode, encode, kernel_sizes, limit_folder
 from .source import KernelSource, render_kernel
 from .spec import KernelSpec
@@ -69,10 +70,12 @@ def cached_kernels(
 
 
 def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
+    check_cost(spec)
     source = render_kernel(spec)
     key = _key(source)
     kernel = _find(directory, key)
     if kernel is not None:
+        warn_of_cost(spec, kernel)
         return kernel
     folder = _own_folder(directory, create=True)
     with _one_process(folder, key):
@@ -82,6 +85,7 @@ def _from_disk_or_compiler(spec: KernelSpec, directory: Path) -> CompiledKernel:
                 kernel = compile_source(source)
                 _write(folder, key, kernel)
                 _kernels[spec, directory] = kernel
+            warn_of_cost(spec, kernel)
     return kernel
 
 

@@ -162,9 +162,9 @@ def compile_source(source: KernelSource) -> CompiledKernel:
         log=log,
         seconds=seconds,
     )
-    _log.info(
-        "compiled %s in %.2f s: %d registers, %d bytes spilled", spec, seconds, kernel.registers, kernel.spill_bytes
-    )
+    functions = "".join(f", with {one.program.role} ({one.program.place})" for one in spec.functions)
+    report = f"{kernel.registers} registers, {kernel.spill_bytes} bytes spilled"
+    _log.info("compiled %s in %.2f s: %s%s", spec, seconds, report, functions)
     _dump(source, kernel)
     return kernel
 
