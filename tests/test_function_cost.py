@@ -76,9 +76,9 @@ def test_gradients_count_where_a_kernel_has_them(fake_compiler):
     arrays = (np.zeros((4, 4), "float32"),)
     found = [costs._cost(spec_of(function, arrays, *more)) for more in ((), ("backward",))]
     found += [costs._cost(spec_of(function, arrays, "backward", ("dscore_args",)))]
-    assert 2800 < found[0] <= found[1] < 3500 < found[2]
+    assert 6000 < found[0] <= found[1] < 7000 < found[2]
     with_one = lambda s, b, h, q, k: np.sin(s)  # noqa: E731
-    assert [costs._cost(spec_of(with_one, (), one)) for one in ("forward", "backward")] == [200, 400]
+    assert [costs._cost(spec_of(with_one, (), one)) for one in ("forward", "backward")] == [400, 800]
 
 
 def test_a_program_of_10_000_nodes_is_refused_by_its_number_of_operations(fake_compiler):
@@ -87,7 +87,7 @@ def test_a_program_of_10_000_nodes_is_refused_by_its_number_of_operations(fake_c
             s = s * 1.5 + number
         return s
 
-    with pytest.raises(UnsupportedProblemError, match=r"5\.0 times the largest number of operations"):
+    with pytest.raises(UnsupportedProblemError, match=r"2\.0 times the largest number of operations"):
         cached_kernel(spec_of(deep))
     assert "score_value" in trace("score_mod", deep, ()).text
 
@@ -101,9 +101,10 @@ def test_ready_made_functions_are_compiled_without_a_word(fake_compiler, name):
     assert fake_compiler == [spec]
 
 
-def test_t5_with_many_buckets_is_compiled_without_a_word(fake_compiler):
-    spec = spec_of(mods.t5_relative(2048, 4096), (np.zeros((2048, 2), "float32"),))
-    assert warnings_of(lambda: cached_kernel(spec)) == []
+def test_t5_with_many_buckets_is_compiled(fake_compiler):
+    arrays = (np.zeros((2048, 2), "float32"),)
+    assert warnings_of(lambda: cached_kernel(spec_of(mods.t5_relative(512, 1024), arrays))) == []
+    assert len(warnings_of(lambda: cached_kernel(spec_of(mods.t5_relative(2048, 4096), arrays)))) == 1
 
 
 def test_what_takes_long_is_warned_of_once(fake_compiler):
@@ -121,7 +122,7 @@ def test_what_takes_long_is_warned_of_once(fake_compiler):
 def test_spills_are_warned_of_whether_the_kernel_is_new_or_on_disk(
     fake_compiler, monkeypatch, spilled, count, from_disk
 ):
-    spec = spec_of(sines(1))
+    spec = spec_of(lambda s, b, h, q, k: 1.5 * s)
     original = cache.compile_source
     monkeypatch.setattr(
         cache, "compile_source", lambda source: dataclasses.replace(original(source), spill_bytes=spilled)

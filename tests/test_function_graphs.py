@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 from support.traced_cases import ready_made
 
 from fa2cupy import mods
-from fa2cupy.functions.evaluation import Evaluation
+from fa2cupy.functions.evaluation import Evaluation, add_elements
 from fa2cupy.functions.tracing import ArgumentKind, Program, argument_kind, trace
 
 TABLE = (ArgumentKind(2, "float"),)
@@ -106,8 +107,9 @@ def traced(function) -> Program:
 @pytest.mark.parametrize("function", LARGE)
 def test_the_text_of_10_000_nodes_takes_a_few_calls_for_each(function):
     program = traced(function)
-    assert 9_900 < len(program.graph._nodes) < 40_000  # with those of the derivative
-    with at_most(80 * len(program.graph._nodes)):
+    assert 9_900 < len(program.graph) < 40_000  # with those of the derivative
+    # Counting calls takes longer than the calls.
+    with at_most(80 * len(program.graph)) if function in (deep, diamonds_of_masks) else contextlib.nullcontext():
         text = program.text
         assert (program.shifts, program.is_short, program.soft_cap) == (function in (deep, deep_ints), False, None)
         assert program.reads_by_position is False
@@ -127,6 +129,45 @@ def test_10_000_nodes_on_numpy(function):
         step = 1e-7
         finite = (function(scores + step, *positions.values()) - function(scores - step, *positions.values())) / 2e-7
         np.testing.assert_allclose(evaluation.slope(), finite, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [deep, wide])
+def test_10_000_nodes_on_numpy_hold_few_tiles(function):
+    tile = np.zeros((100, 100))
+    evaluation = Evaluation(traced(function), (), "float64", np, score=tile, b=0, h=0, q=0, k=0)
+    tracemalloc.start()
+    evaluation.result()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (10 if function is deep else 5000) * tile.nbytes
+
+
+def test_a_long_program_with_loops_has_the_values_and_derivatives_of_a_short_one():
+    def short(s, b, h, q, k, x, y):
+        product = np.dot(np.sin(x[q]) * s, y[k])
+        return product * product + x[q].sum() * s + y[k, 1]
+
+    def long(s, b, h, q, k, x, y):
+        result = short(s, b, h, q, k, x, y)
+        for number in range(1, 1001):
+            result = result + np.where(q > k + number + 5, s, x[q, 0])
+        return result - 1000 * x[q, 0]
+
+    kinds = (ArgumentKind(2, "float"), ArgumentKind(2, "float"))
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((2, 3, 4))
+    inputs = {"score": rng.standard_normal((3, 3)), "b": 0, "h": 0, "q": np.arange(3)[:, None], "k": np.arange(3)}
+    found = [Evaluation(trace("score_mod", one, kinds), arrays, "float64", np, **inputs) for one in (short, long)]
+    for _ in range(2):
+        np.testing.assert_allclose(found[1].result(), found[0].result(), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(found[1].slope(), found[0].slope(), rtol=1e-9, atol=1e-9)
+        sums = []
+        for one in found:
+            totals = np.zeros_like(arrays)
+            for argument, indices, derivative in one.gradient_parts():
+                add_elements(totals[argument], indices, np.broadcast_to(derivative, (3, 3)), np)
+            sums.append(totals)
+        np.testing.assert_allclose(sums[1], sums[0], rtol=1e-9, atol=1e-9)
 
 
 def test_the_derivatives_by_many_elements_take_one_visit_of_each_dependent_node():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from .operations import OPERATIONS
 from .tracing import Program
 
 __all__ = ["Evaluation", "GradientPart", "add_elements", "reduced"]
+
+#: The most nodes of a program of which all values are held for a tile, for its derivatives.
+_MANY = 1000
 
 
 class GradientPart(NamedTuple):
@@ -79,14 +83,22 @@ class Evaluation:
                 yield GradientPart(scatter.argument, bounded, derivative)
 
     def _value(self, node: Node) -> Any:
-        self._define([node])
+        self._define([node], frees=len(self._program.graph) > _MANY)
         return self._values[node]
 
-    def _define(self, roots: Sequence[Node]) -> None:
+    def _define(self, roots: Sequence[Node], frees: bool = False) -> None:
+        """Computes what is not known yet. With `frees`, values are dropped after the last of their uses in it."""
         nodes = reachable(roots, operands=lambda node: () if node in self._values else node.operands)
+        uses = Counter(x for node in nodes for x in node.operands) if frees else Counter()
+        uses.update(roots)
         for node in nodes:
-            if node not in self._values and not node.varies:
-                self._values[node] = self._sum(node) if node.op == "sum" else self._computed(node, self._values)
+            if node in self._values or node.varies:
+                continue
+            self._values[node] = self._sum(node) if node.op == "sum" else self._computed(node, self._values)
+            for x in node.operands if frees else ():
+                uses[x] -= 1
+                if not uses[x]:
+                    self._values.pop(x, None)  # the index of a loop has none
 
     def _sum(self, node: Node) -> Any:
         (term,) = node.operands

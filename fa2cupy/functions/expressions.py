@@ -118,6 +118,9 @@ class Graph:
         self._nodes: dict[tuple[object, ...], Node] = {}
         self.places: dict[Node, str] = {}
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
     def content(self) -> tuple[object, ...]:
         """What nodes there are, and the lines of elements: graphs of equal content have equal expressions."""
         return *self._nodes, *self.places.values()

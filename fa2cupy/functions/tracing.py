@@ -33,11 +33,18 @@ _KINDS = {"b": BOOL, "i": INT, "u": INT}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: The longest vector that np.dot and .sum() take.
 MAX_LOOP = 256
-#: Costs of operations that are more than one instruction, from times of NVRTC.
-_COSTS = {"sin": 200, "cos": 200, "power": 50, "remainder": 20, "floor_divide": 20, "sum": 20}
-_COSTS |= dict.fromkeys(("divide", "sqrt", "log", "log1p", "tanh", "element"), 5)
-#: Kernels evaluate a term once for about so many pairs of a fragment.
-_SHARING = 10
+#: Costs of operations in additions: those of sin, tanh and % from times of NVRTC, others after their instructions.
+_COSTS = {
+    "sin": 400,
+    "cos": 400,
+    "tanh": 100,
+    "power": 100,
+    "remainder": 40,
+    "floor_divide": 40,
+    "log1p": 30,
+    "sum": 20,
+}
+_COSTS |= dict.fromkeys(("divide", "sqrt", "exp", "exp2", "log", "element"), 10)
 _differentiating = new_lock()
 #: The most operations of a text that is repeated for each element of a fragment.
 _SHORT = 16
@@ -143,8 +150,8 @@ class Program(Unchanging):
         """The arguments over whose last axes each loop runs."""
         return [node.value for node in reachable([self.result]) if node.op == "sum" and isinstance(node.value, tuple)]
 
-    def cost(self, has_slope: bool, has_gradients: bool) -> float:
-        """About the time that a compiler takes for it in a kernel, in that of an addition for each pair.
+    def cost(self, has_slope: bool, has_gradients: bool) -> int:
+        """About the time that a compiler takes for it in a kernel, in that of an addition.
 
         Parameters
         ----------
@@ -156,9 +163,7 @@ class Program(Unchanging):
             roots.append(self.slope)
         for scatter in self.scatters if has_gradients else ():
             roots += [*scatter.indices, scatter.derivative]
-        of_pairs = self.terms.besides(*roots)
-        terms = set(reachable(roots)).difference(of_pairs)
-        return sum(map(_cost, of_pairs)) + sum(map(_cost, terms)) / _SHARING
+        return sum(_COSTS.get(x.op, 1) for x in reachable(roots) if x.op not in ("input", "constant", "position"))
 
     def check_lengths(self, arrays: Sequence[Any]) -> None:
         """Raises ValueError unless the vectors of each loop have the same length, of at most `MAX_LOOP`."""
@@ -220,10 +225,6 @@ class Program(Unchanging):
 
     def __repr__(self) -> str:
         return f"Program({self.role}, {self.digest})"
-
-
-def _cost(node: Node) -> int:
-    return 0 if node.op in ("input", "constant", "position") else _COSTS.get(node.op, 1)
 
 
 def _moves(node: Node) -> bool:

@@ -55,6 +55,8 @@ def cached_kernels(
 ) -> list[CompiledKernel]:
     """Several kernels: up to `jobs` (default: all) are read or compiled at a time, and `done` is called after each."""
     directory = cache_dir()
+    for spec in specs:
+        check_cost(spec)
     if done is None and all((spec, directory) in _kernels for spec in specs):
         return [cached_kernel(spec) for spec in specs]  # no threads
     pool = ThreadPoolExecutor(jobs or len(specs))

@@ -10,9 +10,10 @@ from .spec import KernelSpec
 __all__ = ["check_cost", "warn_of_cost"]
 
 #: The costs, as of `Program.cost`, beyond which users are warned, and beyond which kernels are not compiled. On one
-#: core, 20 np.where with a % each (500) took 26 s in a forward for compute capability 9.0, and two sin (400) 13 s; a
-#: backward takes four times as long.
-_COSTLY, _MOST_COSTLY = 500, 2000
+#: core, a forward for compute capability 9.0 took 13 s with two sin (800), 26 s with 20 np.where with a % each (940),
+#: 29 s with 20 tanh (2000), 21 s with T5's 2048 buckets (1500) and above 160 s with 20 sin (8000); the package's own
+#: part is 1 s of them. A backward took 29 s with one sin and its cos (800).
+_COSTLY, _MOST_COSTLY = 700, 5000
 #: The ready-made functions spill up to 640 bytes.
 _MANY_SPILLED_BYTES = 2048
 _CHEAPER = (
@@ -38,7 +39,7 @@ def warn_of_cost(spec: KernelSpec, kernel: CompiledKernel) -> None:
         warn_once(spec, f"{_names(spec)}: the kernel of {spec.operation} costs {cost}; {_CHEAPER}")
 
 
-def _cost(spec: KernelSpec) -> float:
+def _cost(spec: KernelSpec) -> int:
     has_slope, has_gradients = spec.operation.startswith("backward"), "dscore_args" in spec.features
     return sum(function.program.cost(has_slope, has_gradients) for function in spec.functions)
 
