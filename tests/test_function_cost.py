@@ -81,13 +81,13 @@ def test_gradients_count_where_a_kernel_has_them(fake_compiler):
     assert [costs._cost(spec_of(with_one, (), one)) for one in ("forward", "backward")] == [400, 800]
 
 
-def test_a_program_of_10_000_nodes_is_refused_by_its_number_of_operations(fake_compiler):
+def test_a_long_program_is_refused_by_its_number_of_operations(fake_compiler):
     def deep(s, b, h, q, k):
-        for number in range(5000):
+        for number in range(3000):
             s = s * 1.5 + number
         return s
 
-    with pytest.raises(UnsupportedProblemError, match=r"2\.0 times the largest number of operations"):
+    with pytest.raises(UnsupportedProblemError, match=r"1\.2 times the largest number of operations"):
         cached_kernel(spec_of(deep))
     assert "score_value" in trace("score_mod", deep, ()).text
 

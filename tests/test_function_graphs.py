@@ -76,10 +76,10 @@ def deep_ints(s, b, h, q, k):
 
 
 def wide(s, b, h, q, k):
-    parts = [np.cos(s * number) for number in range(2, 3_400)]
+    parts = [(q + b) % number for number in range(2, 5_002)]
     while len(parts) > 1:
-        parts = [sum(parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    return parts[0]
+        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return s * parts[0]
 
 
 def diamonds(s, b, h, q, k):
@@ -91,7 +91,7 @@ def diamonds(s, b, h, q, k):
 
 def diamonds_of_masks(b, h, q, k):
     x, y = q > k, k % 3 == b
-    for number in range(2, 2_500):
+    for number in range(2, 2_102):
         x, y = np.where((q + k) % number == 1, x, y), x ^ y
     return x | y
 
@@ -113,7 +113,7 @@ def test_the_text_of_10_000_nodes_takes_a_few_calls_for_each(function):
         text = program.text
         assert (program.shifts, program.is_short, program.soft_cap) == (function in (deep, deep_ints), False, None)
         assert program.reads_by_position is False
-        assert program.depends_on("q") is (function not in (deep, wide))
+        assert program.depends_on("q") is (function is not deep)
     assert max(map(len, text.splitlines())) < 300, "a compiler recurses into the operands of a statement"
 
 

@@ -124,3 +124,25 @@ def test_packed_sequences(dtype):
     }  # fmt: skip
     inputs = tuple(x[0] for x in draw(dtype, 64, (1, *SIZES[1:])))
     check(inputs, families_of(dtype), **to_gpu(options))
+
+
+def test_a_call_has_the_numbers_of_its_time_and_its_gradient_those_of_its_forward():
+    class Layer:
+        cap = 1.0
+
+        def score(self, score, b, h, q, k):
+            return self.cap * np.tanh(score / self.cap) + h
+
+    def plain(cap: float) -> list:
+        o, backprop = fa2cupy.attention(q, k, v, score_mod=lambda s, b, h, q, k: cap * np.tanh(s / cap) + h, **options)
+        return [o, *backprop(do)]
+
+    q, k, v, do = draw("bfloat16", 64)
+    options, layer = {"deterministic": True, "num_splits": 1}, Layer()
+    wanted = {cap: plain(cap) for cap in (1.0, 50.0)}
+    o, backprop = fa2cupy.attention(q, k, v, score_mod=layer.score, **options)
+    layer.cap = 50.0
+    other, other_backprop = fa2cupy.attention(q, k, v, score_mod=layer.score, **options)
+    for cap, found in {1.0: [o, *backprop(do)], 50.0: [other, *other_backprop(do)]}.items():
+        assert all((x == y).all() for x, y in zip(found, wanted[cap], strict=True))
+    assert (o != other).any()
