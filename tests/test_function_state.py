@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import sys
 import threading
 import types
@@ -14,7 +15,7 @@ from support.fake_cupy import place
 from support.fake_gpu import fake_gpu, forward
 
 import fa2cupy
-from fa2cupy import api
+from fa2cupy import api, mods
 from fa2cupy import distributed as dist
 from fa2cupy.functions import tracing
 from fa2cupy.functions.state import state_of
@@ -437,6 +438,35 @@ def test_values_that_are_equal_but_compute_differently_have_different_states(one
 
     assert state_of(made(one)) != state_of(made(other))
     assert state_of(made(one)) == state_of(made(one)) is not None
+
+
+def written_with_much(score, b, h, q, k, t):
+    """Uses what functions have: keywords, comprehensions, inner functions, loops, conditions on numbers, indices."""
+
+    def inner(x, *, factor=2.0):
+        return x * factor if FACTOR > 0 else x
+
+    total = score
+    for number in range(len([1, 2])):
+        total = total + inner(score, factor=1.5) * sum([n * 0.5 for n in (1, 2)]) + t[h, number]
+    near, (lowest, highest) = abs(q - k) < 3, (0, 7)
+    return np.where(near, np.clip(total, a_min=lowest, a_max=highest), max(lowest, highest) * math.pi + np.inf)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [written_with_much, helper, mods.t5_relative(), mods.document, mods.neighborhood_2d(7, 2), mods.softcap(3.0)],
+)
+def test_plain_functions_have_a_state(function):
+    assert state_of(function) == state_of(function) is not None
+
+
+def test_a_long_list_has_no_state_and_is_not_compared_at_each_call():
+    def made(numbers):
+        return lambda score, b, h, q, k: score * numbers[0]
+
+    assert state_of(made([1.0] * 4096)) == state_of(made([1.0] * 4096)) is not None
+    assert state_of(made([1.0] * 4097)) is None
 
 
 def test_functions_that_call_each_other_have_a_state():

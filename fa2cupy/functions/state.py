@@ -25,8 +25,8 @@ _PURE_NAMES = (
 )
 #: Functions and types of Python whose results depend on their operands alone, by identity.
 _PURE = {id(getattr(builtins, name)) for name in _PURE_NAMES.split()}
-#: The most functions, tuples, lists and dicts that are searched.
-_MOST = 100
+#: The most functions, tuples, lists and dicts that are searched, and the longest ones.
+_MOST, _LONGEST = 100, 4096
 
 
 class Unchanging:
@@ -63,7 +63,7 @@ def _of(value: object, seen: dict[int, int]) -> Hashable:
         return id(value)
     if id(value) in seen:
         return seen[id(value)]
-    if len(seen) == _MOST:
+    if len(seen) == _MOST or (kind in (tuple, list, dict) and len(value) > _LONGEST):  # type: ignore[arg-type]
         raise _UnknownError
     seen[id(value)] = len(seen)
     if kind is types.FunctionType:
@@ -71,7 +71,7 @@ def _of(value: object, seen: dict[int, int]) -> Hashable:
     if kind is tuple or kind is list:
         return kind, tuple([_of(x, seen) for x in value])  # type: ignore[attr-defined]
     if kind is dict:
-        return kind, tuple([(_of(name, seen), _of(x, seen)) for name, x in value.items()])  # type: ignore[attr-defined]
+        return kind, tuple([(_of(name, seen), _of(x, seen)) for name, x in tuple(value.items())])  # type: ignore[attr-defined]
     raise _UnknownError
 
 
@@ -117,7 +117,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
         kind, name = instruction.opname, instruction.argval
         if kind == "LOAD_GLOBAL":
             yield name
-        elif any(part in kind for part in ("GLOBAL", "NAME", "CLASS", "IMPORT")):
+        elif kind != "KW_NAMES" and any(part in kind for part in ("GLOBAL", "NAME", "CLASS", "IMPORT")):
             raise _UnknownError
         elif kind in ("LOAD_ATTR", "LOAD_METHOD") and (name.startswith("__") or name == "random"):
             raise _UnknownError  # function.__globals__, np.random
