@@ -392,6 +392,17 @@ def test_a_changed_number_counts_for_masks(name):
     assert text() == first
 
 
+def test_a_map_of_a_function_that_has_changed_is_refused():
+    layer = Layer()
+    layer.mask = types.MethodType(lambda self, b, h, q, k: q - k < self.factor, layer)
+    q, k, v, _ = make_inputs("float32", **SHAPES)
+    sparse = fa2cupy.block_mask(layer.mask, (), 1, 2, 5, 6, tile=(2, 2))
+    fa2cupy.forward(q, k, v, mask_mod=layer.mask, block_mask=sparse)
+    layer.factor = 2.0
+    with pytest.raises(ValueError, match="the map was made from another function than mask_mod"):
+        fa2cupy.forward(q, k, v, mask_mod=layer.mask, block_mask=sparse)
+
+
 @pytest.mark.parametrize("scheme", ["heads", "gather"])
 def test_a_changed_number_counts_on_several_ranks(scheme):
     inputs = make_inputs("float64", **SHAPES | {"seqlen_q": 8, "seqlen_k": 8})
