@@ -42,10 +42,10 @@ class Terms(NamedTuple):
     of_distance: tuple[Node, ...] = ()
     of_head: tuple[Node, ...] = ()
 
-    def besides(self, result: Node) -> list[Node]:
-        """The nodes of the expression that are no terms, nor parts of terms alone."""
+    def besides(self, *results: Node) -> list[Node]:
+        """The nodes of expressions that are no terms, nor parts of terms alone."""
         terms = set().union(*self)
-        nodes = reachable([result], operands=lambda node: () if node in terms else node.operands)
+        nodes = reachable(results, operands=lambda node: () if node in terms else node.operands)
         return [node for node in nodes if node not in terms]
 
 

@@ -45,6 +45,8 @@ _COSTS = {
     "sum": 20,
 }
 _COSTS |= dict.fromkeys(("divide", "sqrt", "exp", "exp2", "log", "element"), 10)
+#: Kernels have the text of a pair so many times more often than that of a term.
+_SHARING = 4
 _differentiating = new_lock()
 #: The most operations of a text that is repeated for each element of a fragment.
 _SHORT = 16
@@ -163,7 +165,9 @@ class Program(Unchanging):
             roots.append(self.slope)
         for scatter in self.scatters if has_gradients else ():
             roots += [*scatter.indices, scatter.derivative]
-        return sum(_COSTS.get(x.op, 1) for x in reachable(roots) if x.op not in ("input", "constant", "position"))
+        of_pairs = self.terms.besides(*roots)
+        terms = set(reachable(roots)).difference(of_pairs)
+        return sum(map(_cost, of_pairs)) + sum(map(_cost, terms)) // _SHARING
 
     def check_lengths(self, arrays: Sequence[Any]) -> None:
         """Raises ValueError unless the vectors of each loop have the same length, of at most `MAX_LOOP`."""
@@ -225,6 +229,10 @@ class Program(Unchanging):
 
     def __repr__(self) -> str:
         return f"Program({self.role}, {self.digest})"
+
+
+def _cost(node: Node) -> int:
+    return 0 if node.op in ("input", "constant", "position") else _COSTS.get(node.op, 1)
 
 
 def _moves(node: Node) -> bool:

@@ -11,9 +11,9 @@ __all__ = ["check_cost", "warn_of_cost"]
 
 #: The costs, as of `Program.cost`, beyond which users are warned, and beyond which kernels are not compiled. On one
 #: core, a forward for compute capability 9.0 took 13 s with two sin (800), 26 s with 20 np.where with a % each (940),
-#: 29 s with 20 tanh (2000), 21 s with T5's 2048 buckets (1500) and above 160 s with 20 sin (8000); the package's own
-#: part is 1 s of them. A backward took 29 s with one sin and its cos (800).
-_COSTLY, _MOST_COSTLY = 700, 5000
+#: 29 s with 20 tanh (2000), 52 s with 1000 additions and multiplications (1000), 21 s with T5's 2048 buckets (380) and
+#: above 160 s with 20 sin (8000); without a function it takes 1 s. A backward took 29 s with one sin and its cos (800).
+_COSTLY, _MOST_COSTLY = 500, 2500
 #: The ready-made functions spill up to 640 bytes.
 _MANY_SPILLED_BYTES = 2048
 _CHEAPER = (
