@@ -472,6 +472,15 @@ def test_plain_functions_have_a_state(function):
     assert state_of(function) == state_of(function) is not None
 
 
+def test_dicts_of_the_same_shape_have_different_states():
+    def made(first, second):
+        numbers, others = {"a": first, "b": [first]}, {"a": second, "b": [second]}
+        return lambda score, b, h, q, k: score * numbers["a"] * others["b"][0]
+
+    states = {state_of(made(x, y)) for x in (1.0, 2.0, 3) for y in (1.0, 2.0, 3)}
+    assert len(states) == 9 and None not in states
+
+
 def test_a_long_list_has_no_state_and_is_not_compared_at_each_call():
     def made(numbers):
         return lambda score, b, h, q, k: score * numbers[0]

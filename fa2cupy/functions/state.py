@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import itertools
 import math
 import types
 from collections.abc import Hashable, Iterator
@@ -23,8 +24,13 @@ _PURE_NAMES = (
     "abs all any bool dict divmod enumerate filter float int isinstance len list map max min pow print range reversed "
     "round set sorted sum tuple zip"
 )
-#: Functions and types of Python whose results depend on their operands alone, by identity.
-_PURE = {id(getattr(builtins, name)) for name in _PURE_NAMES.split()}
+#: Functions and types of Python whose results depend on their operands alone, and modules of such, by identity.
+_PURE = {id(np), id(math), *(id(getattr(builtins, name)) for name in _PURE_NAMES.split())}
+_SCALARS = (np.number, np.bool_)
+#: Types of functions and types of NumPy and math.
+_OF_LIBRARIES = (np.ufunc, type, types.BuiltinFunctionType, types.FunctionType, type(np.where))
+#: Types of values that are equal only if they are the same.
+_PLAIN = frozenset((int, bool, str))
 #: The most functions, tuples, lists and dicts that are searched, and the longest ones.
 _MOST, _LONGEST = 100, 4096
 
@@ -51,28 +57,39 @@ def state_of(function: object) -> Hashable | None:
 def _of(value: object, seen: dict[int, int]) -> Hashable:
     """The state of a function, or a key of a value. What was `seen`, by identity, is numbered."""
     kind = type(value)
-    if kind is int or kind is bool or kind is str or value is None:
+    if kind in _PLAIN or value is None:
         return kind, value
     if kind is float:
         return kind, value or repr(value)  # 0.0 and -0.0 are equal
-    if isinstance(value, np.number | np.bool_) and kind.__module__ == "numpy":
+    if id(value) in _PURE:
+        return id(value)
+    if isinstance(value, _SCALARS) and kind.__module__ == "numpy":
         return kind, repr(value)
     if isinstance(value, Unchanging):
         return value
-    if value is np or value is math or id(value) in _PURE or _is_of_a_library(value):
+    if isinstance(value, _OF_LIBRARIES) and any(vars(one).get(value.__name__) is value for one in (np, math)):
         return id(value)
     if id(value) in seen:
         return seen[id(value)]
-    if len(seen) == _MOST or (kind in (tuple, list, dict) and len(value) > _LONGEST):  # type: ignore[arg-type]
+    if len(seen) == _MOST:
         raise _UnknownError
     seen[id(value)] = len(seen)
-    if kind is types.FunctionType:
-        return _of_function(value, seen)  # type: ignore[arg-type]
-    if kind is tuple or kind is list:
-        return kind, tuple([_of(x, seen) for x in value])  # type: ignore[attr-defined]
+    return _of_function(value, seen) if isinstance(value, types.FunctionType) else _of_container(value, seen)
+
+
+def _of_container(value: object, seen: dict[int, int]) -> Hashable:
+    kind = type(value)
     if kind is dict:
-        return kind, tuple([(_of(name, seen), _of(x, seen)) for name, x in tuple(value.items())])  # type: ignore[attr-defined]
-    raise _UnknownError
+        # Not in pairs: `seen` has identities, and those of objects that are made here could be had by others later.
+        items = tuple(itertools.chain.from_iterable(tuple(value.items())))  # type: ignore[attr-defined]
+    elif kind is tuple or kind is list:
+        items = tuple(value)  # type: ignore[arg-type]
+    else:
+        raise _UnknownError
+    if len(items) > _LONGEST:
+        raise _UnknownError
+    kinds = tuple(map(type, items))
+    return kind, kinds, items if _PLAIN.issuperset(kinds) else tuple([_of(x, seen) for x in items])
 
 
 def _of_function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
@@ -94,13 +111,6 @@ def _of_function(function: types.FunctionType, seen: dict[int, int]) -> Hashable
     if function.__defaults__ or function.__kwdefaults__:
         found += [_of(function.__defaults__, seen), _of(function.__kwdefaults__, seen)]
     return tuple(found)
-
-
-def _is_of_a_library(value: object) -> bool:
-    """True for functions and types of NumPy and math."""
-    if not isinstance(value, np.ufunc | type | types.BuiltinFunctionType | types.FunctionType | type(np.where)):
-        return False
-    return any(vars(library).get(value.__name__) is value for library in (np, math))
 
 
 @functools.lru_cache(maxsize=1024)
