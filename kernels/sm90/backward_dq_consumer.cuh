@@ -168,8 +168,8 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                scores_.value[n][e] =
-                    common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
+                scores_.value[n][e] = common::exp2_approx(
+                    common::at_most_zero(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2])));
     }
 
     template <class Held>
