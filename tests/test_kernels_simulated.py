@@ -668,7 +668,7 @@ def test_probabilities_are_at_most_one_on_hopper(on_hopper, method, head_dim):
     do[:, 5:9] = 0
     o, lse = forward(q, k, v)
     lower = lse.copy()
-    lower[:, :, 5:9] -= 1000
+    lower[:, :, 5:9] -= 5000
     options = {"method": method, "config": by_keys(head_dim)}
     wanted, results = (backward(q, k, v, o, x, do, **options) for x in (lse, lower))
     for gradient, expected in zip(results, wanted, strict=True):
