@@ -469,8 +469,11 @@ def decode(
         are not read.
     k, v : ndarray, shape (batch, new rows, num_heads_kv, head_dim), optional
         Keys and values to append: they are written to the cache behind the rows of each sequence, and count as keys of
-        this call. The caller adds their number to `cache_seqlens` before the next one. Pages that are written must
-        belong to one sequence only.
+        this call. The caller adds their number to `cache_seqlens` before the next one. The caches are then outputs:
+        they must be writable, each row needs memory of its own, and they must not overlap each other or another
+        argument. Caches that are only read may do all of that, such as a prefix that is broadcast to all sequences.
+        Pages that are written must belong to one sequence only: NumPy checks it; on the GPU, where `block_table` is not
+        read on the host, rows of two sequences at one place overwrite each other in any order.
     block_table : ndarray of int32, shape (batch, pages of a sequence), optional
         The numbers of the pages that hold rows 0 to page_size - 1 of a sequence, the rows after these, and so on.
         Entries behind the last row of a sequence are not used.
@@ -498,7 +501,8 @@ def decode(
     ------
     TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
         As for `forward`. On NumPy also ValueError for lengths that are negative or larger than the cache, and for
-        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`. On GPUs also
+        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`, or that two sequences
+        have where rows are written. On GPUs also
         UnsupportedProblemError where two tiles of keys and values do not fit in shared memory: in float64 beyond
         head_dim 160 (96 on Turing, 64 on Pascal) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond
         192 on Turing and 160 on Pascal.

@@ -306,9 +306,8 @@ def _check_overlap(arguments: CallArguments, results: tuple[Result, ...], given:
     written = {output_name(one.name): array for one, array in zip(results, given, strict=True) if array is not None}
     array_backend(inputs, written)
     arrays = {**inputs, **written}
-    check = OverlapCheck(
-        [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
-    )
+    layouts = [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()]
+    check = OverlapCheck(layouts, range(len(inputs), len(arrays)))
     check([_address(array) for array in arrays.values()])
 
 
