@@ -65,8 +65,9 @@ def forward(
         for tests and sweeps. NumPy ignores it.
     num_splits : int, optional
         Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. More
-        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
-        it.
+        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. With 1 the bits
+        of a sequence's results do not depend on the sequences beside it, as the model's number does. For float32 and
+        float64, 1 is the only number. NumPy ignores it.
     precision : {None, "ieee", "split"}, optional
         Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are faster, as accurate as
         float32 arithmetic, and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
@@ -303,7 +304,8 @@ def backward(
         ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
         faster one.
     deterministic : bool, optional
-        Allows only methods whose results are bit-reproducible from run to run.
+        Allows only methods whose results have the same bits from run to run. With ``num_splits=1`` they do not depend
+        on the sequences beside, either.
     out : tuple of (ndarray or None), optional
         Arrays ``(dq, dk, dv)``, and dbias, dsink and dscore_args if requested, to write the results to. They must not
         overlap each other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not
@@ -315,8 +317,9 @@ def backward(
         As for `forward`; the family must have every kernel of the method.
     num_splits : int, optional
         Number of blocks that share the work on a tile of keys, 1 to 16: the query heads of its group, and ranges of
-        queries. None is the one that a model finds fastest. Their dk and dv are summed in float32 in a fixed order.
-        NumPy ignores it.
+        queries. None is the one that a model finds fastest. Their dk and dv are summed in float32, in ``two_pass`` in a
+        fixed order, in ``single_pass`` by atomic additions. For float32 and float64, 1 is the only number. NumPy
+        ignores it.
     precision : {None, "ieee", "split"}, optional
         As for `forward`, and the same as there: weights of one arithmetic do not sum to 1 with the lse of another.
 
@@ -327,7 +330,8 @@ def backward(
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
-        axes it is bit-reproducible. On the GPU, dbias implies ``"two_pass"`` in all families but ``"simt"``.
+        axes its bits are as reproducible as those of dq. On the GPU, dbias implies ``"two_pass"`` in all families but
+        ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -351,10 +355,10 @@ def backward(
     for K/V heads that the forward leaves to CUDA cores, or of which do is the only reason to. An lse of more keys than
     k has, as `merge` gives, is taken as it is.
 
-    ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
-    atomic additions varies: for float16, bfloat16, and float32 on tensor cores, in dq, which is added up in
-    a float32 workspace of its size, and in dk and dv where blocks share tiles, and otherwise for float32 and float64 in
-    dk and dv. Its other results are bit-reproducible.
+    ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
+    order of its atomic additions varies: on tensor cores, in dq, which is added up in a float32 workspace of its size,
+    and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv. Its other
+    results have the same bits. The README has a table of that, also for a sequence alone and beside others.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
@@ -418,8 +422,9 @@ def merge(
     -----
     With weights exp(lse_s - lse), lse = log(sum_s exp(lse_s)) and o = sum_s exp(lse_s - lse) o_s: the second half of
     attention with split keys (Dao et al. 2023, Flash-Decoding), of cascades over shared prefixes, and of keys that are
-    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that results are
-    bit-reproducible. A sink must be in one part only: passed in each, it would count several times.
+    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that the bits of a
+    row's results depend on its parts alone. A sink must be in one part only: passed in each, it would count several
+    times.
 
     Examples
     --------
@@ -452,6 +457,7 @@ def decode(
     softmax_scale: float | None = None,
     layout: str = "bshd",
     out: tuple[Array | None, ...] | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Array, Array]:
     """Attention of a few new queries to a cache of keys and values, as in generation.
 
@@ -489,6 +495,10 @@ def decode(
         page_size, head_dim) for the cache.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+    num_splits : {None, 1}, optional
+        With 1, one block has all keys of a sequence and K/V head, so that the bits of a sequence's results do not
+        depend on other sequences. It is slower where sequences times K/V heads are fewer than the GPU's
+        multiprocessors, or lengths are ragged. NumPy checks it; its results never depend on other sequences.
 
     Returns
     -------
@@ -513,7 +523,8 @@ def decode(
 
     On the GPU the query heads that share a K/V head are rows of one tile, so that keys and values are read once for
     all of them, and the keys of all sequences are divided evenly among the blocks of one launch, which merge their
-    results in a fixed order: results are bit-reproducible. Lengths and pages are read on the device, and no call waits
+    results in a fixed order: results have the same bits from run to run, but the cuts depend on the lengths of all
+    sequences, and bits with them. Lengths and pages are read on the device, and no call waits
     for the host. They may change between launches of a CUDA graph that has captured the call. There they cannot raise
     an error: lengths are clamped to the cache and pages to those that exist. Workspaces and streams are as for
     `forward`. Rows of the cache must be contiguous and, for 16-bit data, start on 16 bytes: a cache is never copied.
@@ -536,6 +547,6 @@ def decode(
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         given = {name: value for name, value in keywords.items() if value is not None}
-    options = call_options(causal, softmax_scale, layout)
+    options = call_options(causal, softmax_scale, layout, num_splits=num_splits)
     backend = backend_of("q", q)
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

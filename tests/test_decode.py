@@ -134,6 +134,8 @@ def changed(name: str, change):
         ("q", lambda x: None, TypeError, "^q: expected a numpy.ndarray"),
         ("causal", lambda x: 1, TypeError, "^causal: expected a bool"),
         ("layout", lambda x: "sbhd", ValueError, "^layout: expected"),
+        ("num_splits", lambda x: 2, ValueError, "^num_splits: expected None or 1, got 2"),
+        ("num_splits", lambda x: True, TypeError, "^num_splits: expected None or an int, got bool"),
         ("softcap", lambda x: -1.0, ValueError, "^softcap: expected a positive number"),
         ("window", lambda x: (-1, 0), ValueError, r"^window \(left\): expected at least 0"),
         ("sink", lambda x: np.zeros(3, "float32"), ValueError, "^sink: expected shape"),

@@ -207,6 +207,26 @@ def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
         np.testing.assert_array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}"))
 
 
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_one_split_gives_a_sequence_the_same_bits_beside_any_others(monkeypatch, dtype):
+    """Where jobs are cut, the cuts move: that gives other bits."""
+    case = Case(dtype, (333, 64, 200), num_new=1, page_size=16, heads=(4, 1))
+    q, k_cache, v_cache, lengths, options = case.arguments()
+    table = options.pop("block_table")
+
+    def found(sequences, device, num_splits):
+        rows = {name: x[sequences] for name, x in options.items()} | {"block_table": table[sequences]}
+        with monkeypatch.context() as patch, simulated_gpu(patch, device) as launched:
+            caches = k_cache.copy(), v_cache.copy()
+            o, _ = on_device(q[sequences], *caches, lengths[sequences], num_splits=num_splits, **rows)
+        return o[0].tobytes(), launched[0].spec.tile
+
+    others = ((slice(0, 1), FEW), (slice(0, 3), FEW), (slice(0, 3), MANY))
+    assert len({found(*other, num_splits=1) for other in others}) == 1
+    assert len({found(*other, num_splits=None) for other in others}) > 1
+
+
 def test_lengths_and_pages_are_clamped(monkeypatch):
     """The host cannot check them, so kernels must not read or write outside the cache for any values."""
     with simulated_gpu(monkeypatch, FEW):

@@ -55,7 +55,7 @@ def prepare_decode(
             strides[name] = problem.kernel_strides(problem.q_shape if array is None else array.shape)
         else:
             strides[name] = problem.kernel_strides(array.shape, array.strides)
-    plan = plan_decode(problem, cache, device, strides, choice)
+    plan = plan_decode(problem, cache, device, strides, choice, cuts_jobs=options.num_splits is None)
     written = _CACHES if cache.num_new else ()
     check_overlap = overlap_check(arguments, arrays, written)
     if not copied:

@@ -133,6 +133,7 @@ def _execute(
     # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
     addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
     needed = {name: ints for name, ints in COUNTERS.items() if name in kinds}
+    needed = {name: ints for name, ints in needed.items() if launch.stage.renamed.get(name, name) == name}
     counters = {name: memory.alloc(np.zeros(ints, np.int32), name) for name, ints in needed.items()}
     module.launch(
         spec.symbol,
