@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
-from support.decode_cases import Case, check, paged
+from support.decode_cases import BORDERS, WHOLE_PAGES, WINDOWS, Case, check, paged
 
 import fa2cupy
 
@@ -48,6 +50,16 @@ def test_groups_of_heads_and_several_queries(seqlen_q, heads, causal):
 def test_features(options):
     for dtype in ("float16", "float64"):
         check(fa2cupy.decode, Case(dtype, (0, 5, 40), seqlen_q=3, num_new=1, page_size=16), **options)
+
+
+def test_windows_and_lengths_around_borders_of_tiles():
+    for options in WINDOWS:
+        check(fa2cupy.decode, BORDERS, **options)
+
+
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_nothing_is_needed_behind_the_last_whole_page(num_new):
+    check(fa2cupy.decode, dataclasses.replace(WHOLE_PAGES, num_new=num_new))
 
 
 def test_rows_behind_a_length_are_not_read_and_not_written():

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.decode_cases import Case, check
+from support.decode_cases import BORDERS, DOMINANT_BLOCK, DOMINANT_WARP, WHOLE_PAGES, WINDOWS, Case, check
 from support.fake_cupy import place
 from support.fake_gpu import decode as decode_on_gpu
 from support.fake_gpu import fake_gpu, forward
@@ -121,6 +121,33 @@ def test_groups_of_rows(launched, causal, seqlen_q, heads):
     """Checks one tile of 16 or 32 rows, whole and ragged, several tiles, and sequences with fewer keys than queries."""
     case = Case("float16", (0, 3, 70, 130), seqlen_q=seqlen_q, heads=heads, head_dim=64, num_new=1)
     check(on_device, case, causal=causal)
+
+
+@pytest.mark.sample(dtype=("float16",), options=WINDOWS[2:4])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_windows_and_lengths_around_borders_of_tiles(launched, dtype, options):
+    check(on_device, dataclasses.replace(BORDERS, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_nothing_is_read_behind_the_last_whole_page(launched, num_new):
+    """Neither its rows nor the entries of the block table."""
+    check(on_device, dataclasses.replace(WHOLE_PAGES, num_new=num_new))
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_each_part_of_a_merge_in_turn_is_the_dominant_one(monkeypatch, dtype):
+    warps, blocks = DOMINANT_WARP, DOMINANT_BLOCK
+    if dtype == "float32":  # whose tiles have 4 warps of 16 keys
+        warps = dataclasses.replace(warps, dtype=dtype, lengths=(64,) * 4, dominant=16)
+        blocks = dataclasses.replace(blocks, dtype=dtype, lengths=(256,) * 4, dominant=64)
+    with simulated_gpu(monkeypatch, MANY) as launched:
+        check(on_device, warps)
+        check(on_device, blocks)
+        assert launched[0].spec.tile.b_c == len(warps.lengths) * warps.dominant
+        assert launched[1].spec.tile.b_c == blocks.dominant and launched[1].blocks == 16
 
 
 EVERYTHING = {"window": (90, 0), "softcap": 3.0, "alibi_slopes": "batch", "sink": True}
