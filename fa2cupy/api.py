@@ -330,7 +330,7 @@ def backward(
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
-        axes its bits are as reproducible as those of dq. On the GPU, dbias implies ``"two_pass"`` in all families but
+        axes it has the same bits from run to run. On the GPU, dbias implies ``"two_pass"`` in all families but
         ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are

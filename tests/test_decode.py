@@ -265,6 +265,13 @@ def test_appended_rows_need_memory_of_their_own(decode, name):
     assert not getattr(decode, "launched", ())
 
 
+def test_overlaps_are_found_after_a_call_of_the_same_shapes(decode):
+    one, other = memory(2, 32, 2, 32), memory(2, 32, 2, 32)
+    decode(**call_of(one, other))
+    with pytest.raises(ValueError, match="^v_cache: overlaps k_cache in memory$"):
+        decode(**call_of(one, one))
+
+
 @pytest.mark.parametrize("num_new", [None, 0])
 def test_caches_that_are_only_read_may_share_memory(decode, num_new):
     """Such as a prefix of all sequences, or values that are the keys."""
