@@ -192,6 +192,7 @@ class DrawnCalls:
     def __init__(self, rng: np.random.Generator, dtype: str, head_dim: int, names: tuple[str, ...]):
         self.rng, self.dtype, self.head_dim, self.names = rng, dtype, head_dim, names
         self.is_half = dtype in ("float16", "bfloat16")
+        self.is_packed = "cu_seqlens" in names
 
     def one_of(self, *values):
         return values[self.rng.integers(len(values))]
@@ -210,11 +211,13 @@ class DrawnCalls:
         lengths = (1, 2, 3, 7, 16, 33, 64, 129, 300)[:longest]
         self.rows, self.keys = self.one_of(*lengths), self.one_of(*lengths, 130)
         self.layout = self.one_of("bshd", "bhsd")
+        if self.is_packed:  # so many sequences in all rows
+            self.sequences, self.batch = self.batch, 1
 
     def laid_out(self, rows: int, heads: int, batch: int | None = None):
         batch = self.batch if batch is None else batch
         shape = (batch, rows, heads) if self.layout == "bshd" else (batch, heads, rows)
-        return self.array(*shape, self.head_dim)
+        return self.array(*shape[self.is_packed :], self.head_dim)
 
     def features(self) -> dict:
         wide = accumulator(self.dtype)
@@ -225,6 +228,9 @@ class DrawnCalls:
             "sink": {"sink": self.array(self.heads, dtype=wide)},
             "bias": {"bias": self.array(self.heads, 1, self.keys)},
         }
+        if self.is_packed:
+            ends = self.array(self.sequences + 1, dtype="int32")
+            options["cu_seqlens"] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         return {key: value for name in self.names for key, value in options[name].items()}
 
     def attention(self) -> None:
@@ -234,6 +240,7 @@ class DrawnCalls:
         k, v = self.laid_out(self.keys, self.heads_kv), self.laid_out(self.keys, self.heads_kv)
         num_splits = self.one_of(None, None, 1, 2, 7, 16) if self.is_half else self.one_of(None, 1)
         options = {"causal": self.one_of(False, True), "layout": self.layout, "num_splits": num_splits}
+        options |= {"precision": self.one_of(None, "ieee")} if self.dtype == "float32" else {}
         options |= self.features()
         _, lse = fake_gpu.forward(q, k, v, **options)
         method = self.one_of(None, *METHODS)
@@ -262,8 +269,11 @@ class DrawnCalls:
         fake_gpu.merge(self.array(*shape, self.head_dim), self.array(3, self.batch, *shape[:1:-1], dtype=wide))
 
 
+KINDS_OF_CALLS = ((), ("window", "softcap"), ("alibi_slopes", "sink"), ("bias",), ("window", "cu_seqlens"))
+
+
 @pytest.mark.sample(arch=("sm_80", "sm_90"), dtype=("float16", "bfloat16"), names=((), ("alibi_slopes", "sink")))
-@pytest.mark.parametrize("names", [(), ("window", "softcap"), ("alibi_slopes", "sink"), ("bias",)], ids=str)
+@pytest.mark.parametrize("names", KINDS_OF_CALLS, ids="+".join)
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim"),
     [
@@ -281,6 +291,7 @@ def test_no_call_compiles_after_it(listed, monkeypatch, arch, dtype, head_dim, n
     monkeypatch.setattr(sm90, "_can_encode_maps", lambda: True)
     ahead_of_calls = listed(arch, dtypes=dtype, head_dims=head_dim, features=names)
     drawn = DrawnCalls(np.random.default_rng(head_dim), dtype, head_dim, names)
+    decodes = {"bias", "cu_seqlens"}.isdisjoint(names)
     for multiprocessors in (7, 132):
         device = dataclasses.replace(DeviceInfo.named(arch), multiprocessors=multiprocessors)
         with fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
@@ -288,14 +299,14 @@ def test_no_call_compiles_after_it(listed, monkeypatch, arch, dtype, head_dim, n
                 drawn.sizes()
                 with contextlib.suppress(UnsupportedProblemError):  # shared memory, or features that decode has not
                     drawn.attention()
-                if "bias" not in names:
+                if decodes:
                     with contextlib.suppress(UnsupportedProblemError):
                         drawn.decode()
                 drawn.merge()
         assert {stage.spec for stage in launched} <= ahead_of_calls
         operations = {stage.spec.operation for stage in launched}
-        has_decode = "bias" not in names and (arch, dtype) != ("sm_89", "float64")  # it has not enough shared memory
-        assert {"forward", "merge"} <= operations and ("decode" in operations) == has_decode
+        fits = (arch, dtype) != ("sm_89", "float64")  # which has too little shared memory
+        assert {"forward", "merge"} <= operations and ("decode" in operations) == (decodes and fits)
 
 
 def test_several_combinations_are_several_kinds_of_calls(listed):

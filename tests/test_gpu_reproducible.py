@@ -64,6 +64,23 @@ def test_one_split_beside_others(head_dim, dtype, precision, of_single_pass):
             assert results_of(tuple(x[:batch] for x in inputs), precision, own=ALONE, **options) == alone
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float64"))
+def test_one_split_beside_others_that_are_packed(dtype):
+    q, k, v, do = (x.reshape(-1, *x.shape[2:]) for x in draw(dtype, 9))
+
+    def found(batch: int) -> list[bytes]:
+        """Returns the results of the first sequence of so many."""
+        rows, keys = SIZES["seqlen_q"], SIZES["seqlen_k"]
+        ends = cp.arange(batch + 1, dtype="int32")
+        own = {"cu_seqlens_q": ends * rows, "cu_seqlens_k": ends * keys, "causal": True, **ALONE}
+        arrays = q[: batch * rows], k[: batch * keys], v[: batch * keys]
+        o, lse = fa2cupy.forward(*arrays, **own)
+        dq, dk, dv = fa2cupy.backward(*arrays, o, lse, do[: batch * rows], **own, **DETERMINISTIC)
+        return bits((o[:rows], lse[:, :rows], dq[:rows], dk[:keys], dv[:keys]))
+
+    assert found(1) == found(3) == found(9)
+
+
 def test_by_default_other_sequences_change_the_bits():
     """Otherwise the test above would pass without num_splits."""
     inputs = draw("bfloat16", 30)

@@ -27,9 +27,10 @@ def bits(*arrays) -> list[bytes]:
 # ---------------------------------------------------------------------------------------------------------------- NumPy
 
 
-def results_of(q, k, v, do, method: str) -> tuple:
-    o, lse = fa2cupy.forward(q, k, v, causal=True)
-    return (o, lse, fa2cupy.delta(o, do), *fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method))
+def results_of(q, k, v, do, method: str, **options) -> tuple:
+    o, lse = fa2cupy.forward(q, k, v, causal=True, **options)
+    gradients = fa2cupy.backward(q, k, v, o, lse, do, causal=True, method=method, **options)
+    return o, lse, fa2cupy.delta(o, do), *gradients
 
 
 @pytest.mark.parametrize("method", ["single_pass", "two_pass"])
@@ -39,6 +40,16 @@ def test_numpy_gives_a_sequence_the_same_bits_in_each_call(dtype, method):
     among_others = [x[3] for x in results_of(*inputs, method)]
     assert bits(*results_of(*(x[3] for x in inputs), method)) == bits(*among_others)
     assert bits(*results_of(*(x[3:5] for x in inputs), method)) == bits(*(x[3:5] for x in results_of(*inputs, method)))
+
+
+@pytest.mark.parametrize("method", ["single_pass", "two_pass"])
+def test_numpy_gives_a_packed_sequence_the_same_bits(method):
+    inputs = [x[0] for x in make_inputs("float32", batch=1, **SIZES)]
+    several = {f"cu_seqlens_{side}": np.array([0, 9, 40, SIZES[f"seqlen_{side}"]], "int32") for side in "qk"}
+    alone = {f"cu_seqlens_{side}": np.array([0, SIZES[f"seqlen_{side}"] - 40], "int32") for side in "qk"}
+    o, lse, delta, dq, dk, dv = results_of(*inputs, method, **several)
+    last = results_of(*(x[40:] for x in inputs), method, **alone)
+    assert bits(*last) == bits(o[40:], lse[:, 40:], delta[:, 40:], dq[40:], dk[40:], dv[40:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,9 +125,10 @@ def test_one_split_takes_the_same_kernel_of_decode_beside_any_sequences(device):
 
 
 @pytest.mark.simulated
-@pytest.mark.sample(family=("sm80",))
+@pytest.mark.sample(family=("sm80",), is_packed=(False,))
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", ["simt", "sm80", "sm90"])
-def test_kernels_give_a_sequence_the_same_bits_beside_any_others(monkeypatch, family):
+def test_kernels_give_a_sequence_the_same_bits_beside_any_others(monkeypatch, family, is_packed):
     """And with the blocks and warps in another order: forward and two_pass, and single_pass without its atomics."""
     pytest.importorskip("cupy")
     from support.fake_cupy import place
@@ -130,13 +142,21 @@ def test_kernels_give_a_sequence_the_same_bits_beside_any_others(monkeypatch, fa
     if family != "sm90":
         options["config"] = small_tiles(dtype, 16)
 
-    def found(sequences, seed):
-        q, k, v, do = (place(x[sequences]) for x in inputs)
+    def found(batch, seed):
+        """Returns the results of the last sequence of so many."""
+        arrays, own, rows = [x[2 - batch :] for x in inputs], dict(options), (slice(None),) * 2
+        if is_packed:
+            arrays = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+            lengths = (("cu_seqlens_q", 35), ("cu_seqlens_k", 50))
+            own |= {name: place(np.arange(batch + 1, dtype="int32") * length) for name, length in lengths}
+            rows = slice(-35, None), slice(-50, None)
+        q, k, v, do = map(place, arrays)
         with monkeypatch.context() as patch, simulated_gpu(patch, HOPPER, seed=seed):
-            o, lse = forward(q, k, v, **options)
-            dq, dk, dv = backward(q, k, v, o, lse, do, method="single_pass", **options)
-            results = [o, lse, *((dq,) if family == "simt" else (dk, dv))]
-            results += backward(q, k, v, o, lse, do, deterministic=True, **options)
-        return bits(*(x[0] for x in results))
+            o, lse = forward(q, k, v, **own)
+            single, two = (backward(q, k, v, o, lse, do, **own, method=x) for x in ("single_pass", "two_pass"))
+        exact = (single[0],) if family == "simt" else single[1:]
+        results = [(o, 0), *((x, int(x.shape == k.shape)) for x in (*exact, *two))]
+        own_lse = lse[:, -35:] if is_packed else lse[-1]
+        return bits(own_lse, *(x[rows[side]] if is_packed else x[-1] for x, side in results))
 
-    assert found(slice(0, 1), None) == found(slice(0, 2), 3)
+    assert found(1, None) == found(2, 3)
