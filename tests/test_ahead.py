@@ -295,7 +295,7 @@ def test_no_call_compiles_after_it(listed, monkeypatch, arch, dtype, head_dim, n
     for multiprocessors in (7, 132):
         device = dataclasses.replace(DeviceInfo.named(arch), multiprocessors=multiprocessors)
         with fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
-            for _ in range(25):
+            for _ in range(12):
                 drawn.sizes()
                 with contextlib.suppress(UnsupportedProblemError):  # shared memory, or features that decode has not
                     drawn.attention()
