@@ -183,9 +183,17 @@ def forward(
     (``//`` and ``%`` of ints, with the rounding of Python), comparisons, ``& | ~``, elements such as ``table[h, k]`` of
     their arrays, ``x.astype(int)``, and NumPy's where, minimum, maximum, clip, abs, exp, exp2, log, log1p, tanh, sqrt,
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
-    ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. Ints have 32 bits; floats have the
-    dtype of lse. An index outside an array raises IndexError: np.clip keeps it inside. Derivatives are found from the
-    expressions; comparisons, floor and ints have none.
+    ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. An index outside an array raises
+    IndexError: np.clip keeps it inside. Derivatives are found from the expressions; comparisons, floor and ints have
+    none.
+
+    Ints of functions have 32 bits and wrap around; there may be up to 2**30 positions. ``x.astype(int)`` cuts off
+    towards 0, gives the nearest of these ints for a number out of range, and 0 for NaN. Floats have the dtype of lse:
+    ``q / 49`` is a float32 number for float32 and 16-bit data, while NumPy makes a float64 number of an array of ints.
+    Where a comparison, np.floor or an int follows, kernels round sums, products, quotients and square roots one by one
+    and to the same bits as NumPy in that dtype, so that ``np.floor(q / 49)`` is exact at multiples. The other functions
+    of NumPy, and powers of floats but 2, 1, 0.5, 0 and -1, have errors of a few last bits. Where no such operation
+    follows, kernels may add a product without rounding it, and multiply by the reciprocal of a constant divisor.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
     an array is clamped, and the values of ints are not checked.

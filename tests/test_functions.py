@@ -475,10 +475,16 @@ def test_common_subexpressions_are_computed_once():
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [
-        (lambda s, b, h, q, k: s * 1 + 0, "return score;"),
+        (lambda s, b, h, q, k: s * 1 - 0, "return score;"),
+        (lambda s, b, h, q, k: s + 0, "score + Real(0.0)"),
+        (lambda s, b, h, q, k: s + -0.0, "return score;"),
+        (lambda s, b, h, q, k: s - -0.0, "score - Real(-0.0)"),
+        (lambda s, b, h, q, k: s + (q + 0), "static_cast<Real>(q)"),
         (lambda s, b, h, q, k: np.where(True, s, 0.0), "return score;"),
         (lambda s, b, h, q, k: s + np.exp(0.0) - 1, "return t2;"),
         (lambda s, b, h, q, k: s / 4, "score * Real(0.25)"),
+        (lambda s, b, h, q, k: s / 7, "score * Real(0.14285714285714285)"),
+        (lambda s, b, h, q, k: np.floor(s / 7), "score / Real(7.0)"),
         (lambda s, b, h, q, k: s / 0.0, "score / Real(0.0)"),
         (lambda s, b, h, q, k: s / 1e300, "score / Real(1e+300)"),
         (lambda s, b, h, q, k: np.negative(-s), "return score;"),

@@ -199,9 +199,19 @@ def test_floats_to_integers_saturate(ty, mode, rounded):
     bits, signed = int(ty[1:]), ty[0] == "s"
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     x = np.array(FLOATS, np.float32)
-    expected = [0 if math.isnan(v) else low if v < low else high if v > high else int(v) for v in rounded(x).tolist()]
     register = ty if bits >= 16 else f"{ty[0]}16"
-    assert applied(f"cvt.{mode}.{ty}.f32 %v0, %v1;", register, "b32", x.view(np.uint32).tolist()) == expected
+
+    def expected(of_nan):
+        return [
+            of_nan if math.isnan(v) else low if v < low else high if v > high else int(v) for v in rounded(x).tolist()
+        ]
+
+    highest = low if signed else 2 ** (bits - 1)  # of a NaN of 64 bits, or as 64 bits
+    of_32 = expected(highest if bits == 64 else 0)
+    assert applied(f"cvt.{mode}.{ty}.f32 %v0, %v1;", register, "b32", x.view(np.uint32).tolist()) == of_32
+    x = x.astype(np.float64)
+    of_64 = expected(highest)
+    assert applied(f"cvt.{mode}.{ty}.f64 %v0, %v1;", register, "b64", x.view(np.uint64).tolist()) == of_64
 
 
 @pytest.mark.parametrize("to, of", [("s8", "s32"), ("u8", "s32"), ("s16", "s64"), ("u32", "s64"), ("s32", "u64")])

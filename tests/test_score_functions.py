@@ -52,6 +52,17 @@ def low_rank_options(dtype: str, shape: tuple = SHAPE) -> dict:
     return {"score_mod": low_rank, "score_args": arrays}
 
 
+def test_positions_whose_sums_exceed_32_bits_are_refused():
+    long = np.broadcast_to(np.zeros(8, "float32"), (1, 2**30 + 1, 1, 8))
+    short = np.zeros((1, 1, 1, 8), "float32")
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^mask_mod: there may be up to 1073741824 positions"):
+        fa2cupy.forward(short, long, long, mask_mod=mods.causal())
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^score_mod: there may be up to 1073741824 positions"):
+        fa2cupy.forward(short, long, long, score_mod=mods.softcap(2.0))
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^mask_mod: there may be up to 1073741824 positions"):
+        block_mask(mods.causal(), (), 1, 1, 1, 2**30 + 1)
+
+
 # ------------------------------------------------------------------------------------------------ ready-made functions
 
 

@@ -83,7 +83,7 @@ def _compared(comparison: str, difference: _Linear) -> str:
 
 
 def _linear(node: Node) -> _Linear | None:
-    if node.kind != INT:
+    if node.kind != INT or node.bounds.wraps:
         return None
     if node.is_constant:
         assert isinstance(node.value, int)
