@@ -113,6 +113,38 @@ def test_a_function_gives_what_it_gives_on_arrays(name):
     np.testing.assert_allclose(value(function, *arrays, score=SCORE), wanted, rtol=1e-14, atol=1e-14)
 
 
+TRUNCATED = {
+    2.9: 2, -2.9: -2, 3e9: 2**31 - 1, -3e9: -(2**31), 2147483647.5: 2**31 - 1, np.inf: 2**31 - 1, -np.inf: -(2**31),
+    np.nan: 0, 0.1: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", TRUNCATED)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_floats_become_ints_by_one_definition(number, dtype):
+    score = np.full(SHAPE, number, dtype)
+    wanted = np.full(SHAPE, TRUNCATED[number], dtype)
+
+    def folded(s, b, h, q, k):
+        return np.where(True, number, s).astype(int)
+
+    def folded_truth(s):
+        return np.where(True, number, s).astype(bool)
+
+    for function in (lambda s, b, h, q, k: s.astype(int), folded):
+        np.testing.assert_array_equal(value(function, score=score, dtype=dtype), wanted)
+    for truth in (lambda s, b, h, q, k: s.astype(bool) + 0, lambda s, b, h, q, k: folded_truth(s) + 0):
+        np.testing.assert_array_equal(value(truth, score=score, dtype=dtype), 1)
+
+
+def test_constants_are_folded_as_arrays_would_be():
+    one = SCORE.astype("float32") ** 0
+    found = value(lambda s, b, h, q, k: s**0 * 0.1 * 3.0, score=SCORE.astype("float32"), dtype="float32")
+    np.testing.assert_array_equal(found, one * np.float32(0.1) * np.float32(3))
+    wrapped = value(lambda s, b, h, q, k: q**0 * (2**31 - 1) + 1, score=SCORE)
+    np.testing.assert_array_equal(wrapped, np.full(SHAPE, -(2.0**31)))
+
+
 def test_assignments_in_place_change_no_other_name():
     def in_place(score, b, h, q, k):
         start = score
