@@ -185,7 +185,8 @@ def forward(
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
     ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. An index outside an array raises
     IndexError: np.clip keeps it inside. Derivatives are found from the expressions; comparisons, floor and ints have
-    none.
+    none. At a corner or a tie the derivative is one of those of the two sides; where a factor of the chain rule is 0
+    and another one infinite, it is 0, as for ``np.sqrt(np.where(x > 0, x, 0))`` or the exponent of ``0 ** p``.
 
     Ints of functions have 32 bits and wrap around; there may be up to 2**30 positions. ``x.astype(int)`` cuts off
     towards 0, gives the nearest of these ints for a number out of range, and 0 for NaN. Floats have the dtype of lse:

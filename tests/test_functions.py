@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.traced_cases import EDGES, at_edges
 
+import fa2cupy
 from fa2cupy import mods
-from fa2cupy.functions import tracing
+from fa2cupy.functions import derivatives, tracing
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
+from fa2cupy.functions.expressions import reachable
 from fa2cupy.functions.tracing import Program, argument_kind, trace
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -439,6 +442,58 @@ def test_a_branch_that_is_not_taken_adds_no_nan():
     assert np.isfinite(slope).all()
     assert np.isfinite(found).all()
     assert found[:, 1].all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EDGES)
+def test_derivatives_at_edges(name, dtype):
+    score, wanted = at_edges(name, SHAPE, dtype)
+    program = traced(EDGES[name][0])
+    with np.errstate(all="ignore"):
+        e = Evaluation(program, (), dtype, np, score=score, b=np.int32(0), h=H, q=Q, k=K)
+        np.testing.assert_allclose(np.broadcast_to(e.slope(), SHAPE), wanted, rtol=1e-6, atol=1e-30)
+
+
+def test_every_rule_is_tried_at_edges():
+    nodes = {node.op for name in EDGES for node in reachable([traced(EDGES[name][0]).result])}
+    assert set(derivatives._RULES) <= nodes
+
+
+def learned_power(score, b, h, q, k, a, p):
+    return score - a[h] * np.power(1.0 * abs(k - q), p[h])
+
+
+def power_of_scores(score, b, h, q, k, p):
+    return score * abs(score) ** p[h] + np.power(score * score, p[h])
+
+
+def root_of_dot(score, b, h, q, k, x):
+    return score + np.sqrt(np.dot(x[q], x[k]))
+
+
+@pytest.mark.parametrize("exponents", [(0.0, 1.0), (0.5, 2.0)])
+def test_gradients_where_a_learned_exponent_meets_0(exponents):
+    rng = np.random.default_rng(5)
+    q, k, v, do = (rng.standard_normal((1, 6, 2, 4)) for _ in range(4))
+    a, p = np.array([0.3, -0.2]), np.array(exponents)
+
+    def loss(step: float) -> float:
+        moved = np.array([p[0] + step, p[1]])
+        return (fa2cupy.forward(q, k, v, score_mod=learned_power, score_args=(a, moved))[0] * do).sum()
+
+    def gradients_of(function, *arrays):
+        options = {"score_mod": function, "score_args": arrays}
+        o, lse = fa2cupy.forward(q, k, v, **options)
+        return fa2cupy.backward(q, k, v, o, lse, do, return_dscore_args=True, **options)
+
+    found = gradients_of(learned_power, a, p)
+    assert all(np.isfinite(x).all() for x in found)
+    if exponents[0]:  # 0 ** p jumps at p = 0
+        np.testing.assert_allclose(found[4][0], (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=1e-6)
+    q[:, 2] = 0
+    assert all(np.isfinite(x).all() for x in gradients_of(power_of_scores, p))
+    *_, of_root = gradients_of(root_of_dot, np.zeros((6, 3)))
+    assert not of_root.any()
 
 
 def test_what_has_no_derivative():

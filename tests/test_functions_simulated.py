@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import CHECKOUT
 from support.ptxsim_kernels import cuda_module
-from support.traced_cases import ready_made
+from support.traced_cases import EDGES, at_edges, ready_made
 from support.traced_kernels import run_text, source_of
 
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
@@ -95,6 +95,22 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_operation(name):
     check("score_mod", *FUNCTIONS[name], tolerance=1e-5)
+
+
+def test_derivatives_at_edges():
+    shape = (1, len(EDGES), 2, 10)
+    pairs = [at_edges(name, shape[2:], "float32") for name in EDGES]
+    scores, wanted = (np.stack(arrays)[None] for arrays in zip(*pairs, strict=True))
+
+    def function(s, b, h, q, k):
+        result = s
+        for number, (own, _) in enumerate(EDGES.values()):
+            result = np.where(h == number, own(s, b, h, q, k), result)
+        return result
+
+    _, slopes, *_ = run_text(trace("score_mod", function, ()), (), scores)
+    for number, name in enumerate(EDGES):
+        np.testing.assert_allclose(slopes[:, number], wanted[:, number], rtol=1e-5, atol=1e-30, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "int16", "int64", "uint8"])

@@ -119,11 +119,14 @@ class Graph:
     ----------
     places : dict of str by Node
         Line of the caller's function, for elements of arguments.
+    is_differentiated : bool
+        True when the caller's function is complete: constants of derivatives are folded in float64.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[object, ...], Node] = {}
         self.places: dict[Node, str] = {}
+        self.is_differentiated = False
 
     def constant(self, value: bool | int | float) -> Node:
         """A number."""
@@ -213,7 +216,8 @@ class Graph:
     def _simplified(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
         """An operation, or a simpler expression of the same bits in every dtype."""
         if all(x.is_constant for x in operands):
-            same = _in_every_dtype(getattr(np, OPERATIONS[op].function), operands)
+            dtypes = (np.float64,) if self.is_differentiated else _DTYPES
+            same = _in_every_dtype(getattr(np, OPERATIONS[op].function), operands, dtypes)
             if same is not None:
                 return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](same))
         if op == "divide" and is_power_of_two(factor := reciprocal(operands[1])):
@@ -271,14 +275,20 @@ def _grows(op: str, operands: tuple[Node, ...], value: object) -> bool:
     return any(x.grows for x in operands)
 
 
-def _in_every_dtype(function: Callable[..., Any], operands: tuple[Node, ...]) -> bool | int | float | None:
-    """A function of constants, if it has the same value for both dtypes of floats."""
+#: The dtypes of floats.
+_DTYPES = (np.float32, np.float64)
+
+
+def _in_every_dtype(
+    function: Callable[..., Any], operands: tuple[Node, ...], floats: tuple[type, ...] = _DTYPES
+) -> bool | int | float | None:
+    """A function of constants, if it has the same value for all dtypes of floats."""
     found = []
-    for dtype in (np.float32, np.float64):
+    for dtype in floats:
         dtypes = {BOOL: np.bool_, INT: np.int32, FLOAT: dtype}
         with np.errstate(all="ignore"):
             found.append(np.asarray(function(*(dtypes[x.kind](x.value) for x in operands))).item())
-    return found[1] if repr(found[0]) == repr(found[1]) else None
+    return found[-1] if repr(found[0]) == repr(found[-1]) else None
 
 
 def integral_exponent(node: Node) -> int | None:

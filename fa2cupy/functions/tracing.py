@@ -64,6 +64,7 @@ class Program:
         self.slope: Node | None = None
         self.scatters: list[Scatter] = []
         if role == "score_mod":
+            graph.is_differentiated = True
             # Always in this order: that of nodes is the order of operands and statements in the text.
             self.slope = derivative(graph, result, graph.input("score", FLOAT))
             self.scatters = scatters(graph, result, self.floats)
