@@ -17,7 +17,7 @@ _KERNEL = """
 namespace fa2::common {{
 {text}
 struct Arguments {{
-    static constexpr bool kFast = false;
+    static constexpr bool kFast = {fast};
 {members}
 }};
 }}  // namespace fa2::common
@@ -61,8 +61,11 @@ _SUMS = {
 }
 
 
-def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
-    """Returns a kernel that runs all functions of a program's text on scores (batch, heads, queries, keys)."""
+def source_of(program: Program, arrays: tuple, shape: tuple, real: str, is_fast: bool = False) -> str:
+    """Returns a kernel that runs all functions of a program's text on scores (batch, heads, queries, keys).
+
+    `is_fast`: with the special functions of 16-bit data.
+    """
     members, fields, pointers, layouts = [], [], [], []
 
     def pass_array(name: str, array: np.ndarray) -> None:
@@ -87,14 +90,14 @@ def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
     return _KERNEL.format(
         text=program.text, members="\n".join(members), real=real, pointers="".join(f", {p}" for p in pointers),
         heads=shape[1], queries=shape[2], keys=shape[3], fields=", ".join(fields), layouts="\n".join(layouts),
-        call=_CALLS[program.role], **_SUMS[program.role],
+        fast=str(is_fast).lower(), call=_CALLS[program.role], **_SUMS[program.role],
     )  # fmt: skip
 
 
-def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.ndarray, ...]:
+def run_text(program: Program, arrays: tuple, scores: np.ndarray, is_fast: bool = False) -> tuple[np.ndarray, ...]:
     """Returns values, slopes, visibility, and gradients of arguments: sums of slopes times ``1 + k % 3``."""
     real = {"float32": "float", "float64": "double"}[scores.dtype.name]
-    source = source_of(program, arrays, scores.shape, real)
+    source = source_of(program, arrays, scores.shape, real, is_fast)
     module = cuda_module(source, "compute_80", (f"-I{CHECKOUT / 'kernels'}",))
     memory = ptxsim.Memory()
     pointers = [memory.alloc(scores, "scores")]
