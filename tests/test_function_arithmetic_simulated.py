@@ -3,6 +3,7 @@ quotients, in plain NumPy, in the package's evaluation on NumPy, and as kernels 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from support.traced_kernels import run_text
 from fa2cupy.functions.evaluation import Evaluation
 from fa2cupy.functions.symbols import Symbol
 from fa2cupy.functions.tracing import trace
+from fa2cupy.jit.compiler import compile_options
 
 pytestmark = pytest.mark.simulated
 
@@ -153,6 +155,11 @@ def check(texts: Sequence[str], seed: int, dtype: str) -> None:
     for head, text in enumerate(texts):
         for values in (found, in_kernel):
             np.testing.assert_array_equal(values[:, head], plain[:, head], err_msg=text)
+
+
+def test_kernels_are_compiled_with_ieee_arithmetic():
+    """NVRTC's default: divisions and roots are rounded to the nearest, and products that a text rounds are no FMAs."""
+    assert not [one for one in compile_options("sm_90a") if re.search("fast|prec|fmad|ftz", one)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
