@@ -61,8 +61,8 @@ def whole(x):
 class Draw:
     """Random expressions as Python text, in which no operator has two constants."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, seed: int, score: str = "s"):
+        self.rng, self.score = np.random.default_rng(seed), score
 
     def one(self, *choices):
         return choices[self.rng.integers(len(choices))]
@@ -79,7 +79,7 @@ class Draw:
         if kind == "bool":
             return self.truth(depth)
         if depth <= 0:
-            return self.one("s", "s", f"real({self.one('q', 'k')})") if kind == "float" else self.one(*"qkkb")
+            return self.one(*2 * [self.score], f"real({self.one('q', 'k')})") if kind == "float" else self.one(*"qkkb")
         return (self.real if kind == "float" else self.integer)(depth - 1)
 
     def truth(self, depth: int) -> str:
@@ -124,13 +124,19 @@ class Draw:
         )
 
 
-def function_of(texts: Sequence[str], dtype: str) -> Callable:
+def function_of(texts: Sequence[str], dtype: str, role: str = "score_mod") -> Callable:
     """The function that has the i-th expression in head i."""
-    body = "s"
+    body, inputs = ("s", "s, b, h, q, k") if role == "score_mod" else ("q > k", "b, h, q, k")
     for number, text in enumerate(texts):
         body = f"np.where(h == {number}, {text}, {body})"
     names = {"np": np, "whole": whole, "real": lambda x: real(x, dtype)}
-    return eval(f"lambda s, b, h, q, k: {body}", names)
+    return eval(f"lambda {inputs}: {body}", names)
+
+
+def grid(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """The positions of all scores."""
+    positions = np.meshgrid(*(np.arange(n, dtype="int32") for n in shape), indexing="ij", sparse=True)
+    return dict(zip("bhqk", positions, strict=True))
 
 
 def scores(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
@@ -145,12 +151,11 @@ def scores(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray:
 def check(texts: Sequence[str], seed: int, dtype: str) -> None:
     """Each head has an expression of its own."""
     shape = (1, len(texts), QUERIES, KEYS)
-    b, h, q, k = np.meshgrid(*(np.arange(n, dtype="int32") for n in shape), indexing="ij", sparse=True)
-    function, own = function_of(texts, dtype), scores(shape, seed, dtype)
+    function, own, positions = function_of(texts, dtype), scores(shape, seed, dtype), grid(shape)
     with np.errstate(all="ignore"):
-        plain = np.broadcast_to(function(own, b, h, q, k), shape).astype(dtype)
+        plain = np.broadcast_to(function(own, **positions), shape).astype(dtype)
         program = trace("score_mod", function, ())
-        found = np.broadcast_to(Evaluation(program, (), dtype, np, score=own, b=b, h=h, q=q, k=k).result(), shape)
+        found = np.broadcast_to(Evaluation(program, (), dtype, np, score=own, **positions).result(), shape)
     in_kernel, *_ = run_text(program, (), own)
     for head, text in enumerate(texts):
         for values in (found, in_kernel):
@@ -173,3 +178,20 @@ def test_what_a_last_bit_decides(dtype):
 def test_values_are_those_of_plain_numpy(seed, dtype):
     draw = Draw(seed)
     check([draw.decided() for _ in range(6)], seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.sample(seed=(100,))
+def test_masks_are_those_of_plain_numpy(seed, dtype):
+    draw, shape = Draw(seed, "real(q + k - 20)"), (1, 6, QUERIES, KEYS)
+    texts, positions = [draw.truth(int(draw.rng.integers(2, 5))) for _ in range(shape[1])], grid(shape)
+    function = function_of(texts, dtype, "mask_mod")
+    with np.errstate(all="ignore"):
+        plain = np.broadcast_to(function(**positions), shape)
+        program = trace("mask_mod", function, ())
+        found = np.broadcast_to(Evaluation(program, (), dtype, np, **positions).result(), shape)
+    _, _, in_kernel = run_text(program, (), np.zeros(shape, dtype))
+    for head, text in enumerate(texts):
+        for values in (found, in_kernel):
+            np.testing.assert_array_equal(values[:, head], plain[:, head], err_msg=text)

@@ -756,6 +756,7 @@ def test_a_mask_shifts_no_score():
         (mods.softcap(30), 30.0),
         (mods.softcap(0.7), 0.7),
         (lambda s, b, h, q, k: np.tanh(s * 0.125) * 8.0, 8.0),
+        (lambda s, b, h, q, k: np.tanh(s * (1 / 7)) * 7, 7.0),
         (lambda s, b, h, q, k: np.tanh(s), None),
         (lambda s, b, h, q, k: 8 * np.tanh(s), None),
         (lambda s, b, h, q, k: 8 * np.tanh(s / 7), None),

@@ -82,6 +82,10 @@ FUNCTIONS = {
         lambda s, b, h, q, k, x, y: np.where(q > 0, np.dot(x[b, h, q], y[b, h, k] * s), s) + (x[b, h, q] > 0).sum(),
         (numbers(2, 3, 9, 5), numbers(2, 3, 14, 5)),
     ),
+    "learned exponent": (
+        lambda s, b, h, q, k, a, p: s - a[h] * np.power(1.0 * abs(k - q), p[h]),
+        (numbers(3), np.array([0.0, 0.5, 2.0], "float32")),
+    ),
     "indices": (
         lambda s, b, h, q, k, ids, keep, t: s + np.where(keep[b, k], t[ids[b, q], k], 0),
         (np.arange(18).reshape(2, 9) % 4, np.arange(28).reshape(2, 14) % 3 > 0, numbers(4, 14)),
