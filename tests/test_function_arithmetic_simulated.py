@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from support.traced_kernels import run_text
+from support import traced_kernels
+from support.traced_kernels import broken_headers, run_text
 
 from fa2cupy.functions.evaluation import Evaluation
 from fa2cupy.functions.symbols import Symbol
@@ -39,6 +40,7 @@ DECIDED = (
     "real((q * 0 + -2147483648) // (k - 2))",
     "real((q * 0 + -2147483648) % (k - 2))",
     "real((k - q) ** 3 * (k + 1000000))",
+    "real((q - k) // (k - 5) + (k - 5) // 3)",
     "real(np.minimum(whole(1e10 * real(q - k)), 7))",
     "real(whole(4.0 / abs(real(q - k))))",
     "real(whole(real(q - k) / abs(real(q - k))))",
@@ -172,9 +174,30 @@ def test_what_a_last_bit_decides(dtype):
     check(DECIDED, 0, dtype)
 
 
+#: Broken headers that the same expressions catch.
+MUTANTS = {
+    "products are fused": ("math.cuh", "return __fmul_rn(a, b);", "return a * b;", "float32"),
+    "a NaN of 64 bits": ("traced.cuh", "x == x ? __double2int_rz(x) : 0", "__double2int_rz(x)", "float64"),
+    "ints are rounded": ("traced.cuh", "__float2int_rz", "__float2int_rn", "float32"),
+    "sums are signed": ("traced.cuh", "static_cast<uint32>(a) + static_cast<uint32>(b)", "a + b", "float32"),
+    "a quotient is cut off": ("traced.cuh", "(quotient * b != a && (a < 0) != (b < 0))", "0", "float32"),
+    "x // 0": ("traced.cuh", "if (b == 0) return 0;", "", "float32"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_headers_are_caught(name, tmp_path, monkeypatch):
+    *change, dtype = MUTANTS[name]
+    check(DECIDED, 0, dtype)
+    monkeypatch.setattr(traced_kernels, "HEADERS", broken_headers(tmp_path, *change))
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        check(DECIDED, 0, dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.sample(seed=(0, 1, 2))
+@pytest.mark.sample(seed=(0, 1))
 def test_values_are_those_of_plain_numpy(seed, dtype):
     draw = Draw(seed)
     check([draw.decided() for _ in range(6)], seed, dtype)

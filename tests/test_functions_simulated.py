@@ -5,10 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support import CHECKOUT
+from support import CHECKOUT, traced_kernels
 from support.ptxsim_kernels import cuda_module
 from support.traced_cases import EDGES, at_edges, ready_made
-from support.traced_kernels import run_text, source_of
+from support.traced_kernels import broken_headers, run_text, source_of
 
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
 from fa2cupy.functions.operations import OPERATIONS
@@ -118,8 +118,7 @@ def of_odd_operands(op: str, s, t):
     return getattr(np, row.function)(*pair[: row.text.count("{")]) + 0
 
 
-@pytest.mark.parametrize(("dtype", "is_fast"), [("float32", False), ("float32", True), ("float64", False)])
-def test_every_operation_of_odd_operands(dtype, is_fast):
+def check_odd_operands(dtype: str, is_fast: bool) -> None:
     shape = (1, len(OPERATIONS), len(ODD), len(ODD))
     x, y = (np.array(ODD, dtype) for _ in range(2))
     scores = np.broadcast_to(x[:, None], shape).copy()
@@ -142,6 +141,33 @@ def test_every_operation_of_odd_operands(dtype, is_fast):
                 np.testing.assert_array_equal(found, plain, err_msg=op)
             tolerance = (2e-6 if dtype == "float32" else 1e-13) if op in ROUNDED else 0
             np.testing.assert_allclose(values[0, number], found, rtol=tolerance, err_msg=op)
+
+
+@pytest.mark.parametrize(("dtype", "is_fast"), [("float32", False), ("float32", True), ("float64", False)])
+def test_every_operation_of_odd_operands(dtype, is_fast):
+    check_odd_operands(dtype, is_fast)
+
+
+#: Broken headers that odd operands catch.
+MUTANTS = {
+    "the first NaN of a minimum": ("traced.cuh", "return a < b || a != a ? a : b;", "return a < b ? a : b;"),
+    "a NaN of a maximum": ("traced.cuh", "return a > b || a != a ? a : b;", "return fmax(a, b);"),
+    "x % 0": ("traced.cuh", "return b == 0 || b == -1 ? 0 :", "return"),
+    "the polynomial of tanh beyond its range": (
+        "math.cuh",
+        "return fabsf(x) < 0.35f ? small",
+        "return fabsf(x) < 1.35f ? small",
+    ),
+    "NaN of tanh": ("math.cuh", "small : fma(-2.0f, inverse, 1.0f)", "small : fma(-2.0f, fmaxf(inverse, 0.0f), 1.0f)"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_headers_are_caught_by_odd_operands(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(traced_kernels, "HEADERS", broken_headers(tmp_path, *MUTANTS[name]))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_odd_operands("float32", is_fast="tanh" in name)
 
 
 def test_sines_of_large_arguments():

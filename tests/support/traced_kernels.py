@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import ptxsim
 from support import CHECKOUT
@@ -9,6 +12,8 @@ from support.ptxsim_kernels import cuda_module
 
 from fa2cupy.functions.tracing import Program
 
+#: The folder of the headers that texts include.
+HEADERS = CHECKOUT / "kernels"
 _ITEMS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", "bool": "bool"}
 _ITEMS |= {"int8": "signed char", "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char"}
 
@@ -98,7 +103,7 @@ def run_text(program: Program, arrays: tuple, scores: np.ndarray, is_fast: bool 
     """Returns values, slopes, visibility, and gradients of arguments: sums of slopes times ``1 + k % 3``."""
     real = {"float32": "float", "float64": "double"}[scores.dtype.name]
     source = source_of(program, arrays, scores.shape, real, is_fast)
-    module = cuda_module(source, "compute_80", (f"-I{CHECKOUT / 'kernels'}",))
+    module = cuda_module(source, "compute_80", (f"-I{HEADERS}",))
     memory = ptxsim.Memory()
     pointers = [memory.alloc(scores, "scores")]
     pointers += [memory.alloc(np.full_like(scores, np.nan), name) for name in ("values", "slopes")]
@@ -112,3 +117,13 @@ def run_text(program: Program, arrays: tuple, scores: np.ndarray, is_fast: bool 
     values, slopes, visible = (memory.read(pointer).reshape(scores.shape) for pointer in pointers[1:])
     gradients = [memory.read(one).reshape(arrays[i].shape) for one, i in zip(sums, floats, strict=True)]
     return values, slopes, visible, *gradients
+
+
+def broken_headers(folder: Path, name: str, old: str, new: str) -> Path:
+    """Returns a folder of headers in one of which a text is replaced that must occur in it once."""
+    shutil.copytree(CHECKOUT / "kernels" / "common", folder / "common")
+    text = (folder / "common" / name).read_text()
+    if text.count(old) != 1:  # an AssertionError could count as a caught mutant
+        raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}")
+    (folder / "common" / name).write_text(text.replace(old, new))
+    return folder
