@@ -11,7 +11,9 @@ import pytest
 from support import traced_kernels
 from support.traced_kernels import broken_headers, run_text
 
+from fa2cupy.functions.bounds import ANY_INT
 from fa2cupy.functions.evaluation import Evaluation
+from fa2cupy.functions.expressions import INT
 from fa2cupy.functions.symbols import Symbol
 from fa2cupy.functions.tracing import trace
 from fa2cupy.jit.compiler import compile_options
@@ -39,6 +41,7 @@ DECIDED = (
     "np.where(-(k * -2147483648) < 0, 1.0, 2.0)",
     "real((q * 0 + -2147483648) // (k - 2))",
     "real((q * 0 + -2147483648) % (k - 2))",
+    "real(((k - 20) * 100000001 - 2147483647) % 3)",
     "real((k - q) ** 3 * (k + 1000000))",
     "real((q - k) // (k - 5) + (k - 5) // 3)",
     "real(np.minimum(whole(1e10 * real(q - k)), 7))",
@@ -167,6 +170,21 @@ def check(texts: Sequence[str], seed: int, dtype: str) -> None:
 def test_kernels_are_compiled_with_ieee_arithmetic():
     """NVRTC's default: divisions and roots are rounded to the nearest, and products that a text rounds are no FMAs."""
     assert not [one for one in compile_options("sm_90a") if re.search("fast|prec|fmad|ftz", one)]
+
+
+def test_ints_are_within_their_bounds():
+    shape, found = (1, 1, QUERIES, KEYS), 0
+    for seed in range(40):
+        draw = Draw(seed)
+        program = trace("score_mod", function_of([f"real({draw.integer(3)})"], "float64"), ())
+        e = Evaluation(program, (), "float64", np, score=scores(shape, seed, "float64"), **grid(shape))
+        with np.errstate(all="ignore"):
+            e.result()
+        for node, values in e._values.items():
+            if node.kind == INT:
+                assert node.bounds.low <= np.min(values) <= np.max(values) <= node.bounds.high, node
+                found += not node.bounds.wraps and node.bounds != ANY_INT
+    assert found > 200
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

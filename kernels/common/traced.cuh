@@ -185,7 +185,7 @@ __device__ __forceinline__ int32 floor_divide(int32 a, int32 b) {
 }
 __device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) {
     if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
-    return b == 0 || b == -1 ? 0 : a - floor_divide(a, b) * b;
+    return b == 0 || b == -1 ? 0 : wrapped_difference(a, wrapped_product(floor_divide(a, b), b));
 }
 
 // A lane receives x of another lane, of whose number the five lowest bits count.
