@@ -27,7 +27,15 @@ FLOATS = (0.0, -0.0, 0.1, 0.5, 1 / 3, 2.5, 3.0, 7.0, 25.0, 41.0, 49.0, 95.0, 187
 DECIDED = (
     "np.floor(s / 49)",
     "real(whole(s / 41))",
+    "real(whole(real(k * 161) / 161))",
     "np.where(s / 95 == 1, s, 2 * s)",
+    # Each with divisors of its own: of a quotient that two operations share, one alone would decide.
+    *(
+        f"np.where(real(k * {n}) / {n} {comparison} real(k), 1.0, 2.0)"
+        for comparison, divisors in {"==": (41, 49), "!=": (47, 98), "<": (55, 103), "<=": (7, 75)}.items()
+        for n in divisors
+    ),
+    *(f"np.where((real(k * {n}) / {n} - real(k)).astype(bool), 1.0, 2.0)" for n in (61, 107)),
     "np.where(np.minimum(s / 187, 3.0) <= 1, s, 2 * s)",
     "np.floor(real(k) * 0.7 - 7)",
     "np.floor(s * real(k) / 3 - s / 3 * real(k))",
