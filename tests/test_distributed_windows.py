@@ -374,7 +374,7 @@ def test_a_failure_ends_all_waits(gpus, monkeypatch):
         dist.forward(comm, q, k, v, scheme="heads")
         failed.wait(20)
         if comm.rank == 0:
-            ending = threading.Timer(0.3, comm.transport_of(q)._end)
+            ending = threading.Timer(0.3, comm.transport_of(q)._end, ("rank 0 has waited",))
             ending.start()
             start = time.monotonic()
             dist.forward(comm, q, k, v, scheme="heads")  # which the others do not make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
@@ -15,8 +16,9 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from . import gather, gather_by_copies, heads, heads_by_copies, hybrid, ring
+from .agreement import collective
 from .by_copies import groups_of_copies, takes
-from .communicator import Communicator
+from .communicator import Communicator, Stage
 from .messages import library_of
 from .operands import Operands, result_views
 from .requests import CallArguments, checked
@@ -35,6 +37,7 @@ _BY_COPIES: dict[str, ModuleType] = {"heads": heads_by_copies, "gather": gather_
 
 
 @takes_features
+@collective
 def forward(
     comm: Communicator,
     q: Array,
@@ -171,6 +174,7 @@ def forward(
 
 
 @takes_features
+@collective
 def backward(
     comm: Communicator,
     q: Array,
@@ -273,6 +277,7 @@ def backward(
 
 
 @takes_features
+@collective
 def attention(
     comm: Communicator,
     q: Array,
@@ -348,7 +353,7 @@ def attention(
     }
     # Errors are raised before the forward runs.
     extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
-    o, lse = forward(comm, q, k, v, **shared)
+    o, lse = inspect.unwrap(forward)(comm, q, k, v, **shared)
 
     def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
         """Gradients of the call of `fa2cupy.distributed.attention` that returned this function.
@@ -380,7 +385,9 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     request = checked(comm, arguments)
     q = arguments.arrays["q"]
     if is_captured(q):
+        comm.stage = Stage.REFUSED  # all ranks capture a call together
         check_capture(request.scheme, request.keywords)
+        comm.stage = Stage.TOGETHER
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)
     xp = library_of(q)
@@ -390,16 +397,18 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     )
     operands = Operands.of(arguments.arrays, arguments.options.layout)
     views = result_views(names, out, arguments.options.layout, q.ndim)
+    run = Run(comm, request, q)
     try:
-        run = Run(comm, request, q)
         by_copies = takes(request) and run.has_window()
         if by_copies:
             run.request = replace(request, groups=groups_of_copies(request))
+        else:
+            run.announce(comm.number)
         scheme = (_BY_COPIES if by_copies else _SCHEMES)[request.scheme]
         getattr(scheme, arguments.call)(run, operands, views)
         run.finish()
-    except BaseException as error:
-        comm.give_up(error)
+    except BaseException:
+        run.abandon()
         raise
     return out
 

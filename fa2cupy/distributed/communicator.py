@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import json
 import os
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from .messages import CommunicationError, Transport, is_on_host
+from ..system.locks import new_lock
+from .messages import CommunicationError, Transport, all_texts, is_on_host
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "Stage"]
 
 _TIMEOUT_S = 600.0
 #: Names of a rank, the number of ranks, and that of the ranks of a host, which may be missing: those of torchrun,
@@ -21,11 +25,30 @@ _ENVIRONMENTS = (
 )
 
 
+class Stage(enum.Enum):
+    """How far a call has come, and so what an exception means that ends it."""
+
+    #: The ranks have not compared their arguments: the others are told, and can go on.
+    OWN = enum.auto()
+    #: Messages are under way: the communicator fails.
+    TOGETHER = enum.auto()
+    #: All ranks refuse the call, and can go on.
+    REFUSED = enum.auto()
+
+
 class Communicator:
     """One rank of several that call `fa2cupy.distributed` together.
 
     All ranks make the same calls in the same order, each on its own rows. It is made by `from_mpi`, `from_env` or
     `from_nccl`, or passed to the functions that `fa2cupy.distributed.simulate` runs.
+
+    A communicator is open or failed. Calls that all ranks refuse leave it open. Whatever else ends a call early makes
+    it a failed one (a timeout, an error of another rank, ``KeyboardInterrupt``), whose further calls raise
+    `CommunicationError` at once: messages of that call may be under way. The other ranks are told where that is
+    possible (by MPI, and simulated ranks; GPUs that write each other's memory), else their time runs out. Make a new
+    one to go on.
+
+    One thread at a time can make a call.
 
     Attributes
     ----------
@@ -64,7 +87,12 @@ class Communicator:
         self._host = host
         self._device = device
         self._made: Transport | None = None
-        self._broken: str | None = None
+        self._failure: str | None = None
+        #: Held by the call that is under way.
+        self.turn = new_lock()
+        self.stage = Stage.OWN
+        #: The calls so far, the one that is under way included. It is the same on all ranks.
+        self.number = 0
         #: Descriptions of the calls that all ranks have agreed on.
         self.agreed: set[str] = set()
         #: Memory of the calls that CUDA graphs have captured, which use it at each launch.
@@ -105,7 +133,10 @@ class Communicator:
         def device() -> Transport:
             from .nccl import connect
 
-            return connect(transport.rank, transport.size, lambda own: communicator.bcast(own, root=0), timeout)
+            def broadcast(own: Any) -> Any:
+                return json.loads(all_texts(transport, json.dumps(None if own is None else list(own)))[0])
+
+            return connect(transport.rank, transport.size, broadcast, timeout)
 
         if ranks_per_host is None:
             ranks_per_host = transport.ranks_per_host()
@@ -187,42 +218,73 @@ class Communicator:
 
         return cls(rank, size, None, device, in_host if ranks_per_host is None else ranks_per_host)
 
-    def transport_of(self, array: object) -> Transport:
-        """The messages for arrays of the library of this one, and some for what is no array.
+    def takes_host(self, array: object) -> bool:
+        """True if messages of this array's library are those of the host.
 
         Raises
         ------
         TypeError
             The communicator has no messages for it.
-        CommunicationError
-            An earlier call failed.
         """
-        if self._broken is not None:
-            raise CommunicationError(f"an earlier call on this communicator failed: {self._broken}")
-        if is_on_host(array) or not (hasattr(array, "dtype") or self._host is None):
+        if is_on_host(array):
             if self._host is None:
                 raise TypeError(
                     "NumPy arrays travel by MPI, and this communicator has NCCL alone; make it with "
                     "Communicator.from_mpi, or simulate ranks with fa2cupy.distributed.simulate"
                 )
-            return self._host
+            return True
         if self._device is None:
             raise TypeError(
                 "simulated ranks have NumPy arrays, got a cupy.ndarray; make the communicator of NCCL or MPI"
             )
+        return False
+
+    def transport_of(self, array: object) -> Transport:
+        """The messages for arrays of the library of this one. Raises TypeError if there are none."""
+        return self._transport(self.takes_host(array))
+
+    def _transport(self, of_host: bool) -> Transport:
+        if of_host:
+            assert self._host is not None, "asked for before"
+            return self._host
         if self._made is None:
+            assert self._device is not None, "asked for before"
             self._made = self._device()
         return self._made
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks in this call. They travel apart from CuPy arrays if there is another way."""
+        return all_texts(self._transport(self._host is not None), text, self.number)
+
+    def check(self) -> None:
+        """Raises CommunicationError if the communicator has failed, on this rank or, as far as is known, on another."""
+        if self._failure is not None:
+            raise CommunicationError(f"an earlier call on this communicator failed: {self._failure}")
+        for transport in self._transports():
+            transport.check()
+
+    def begin(self) -> None:
+        """Notes that a call begins."""
+        self.stage = Stage.TOGETHER
+        self.check()
+        self.number += 1
+        self.stage = Stage.OWN
+
+    def fail(self, error: BaseException) -> None:
+        """Makes it a failed communicator, ends what is under way, and tells the other ranks where it can."""
+        if self._failure is None:
+            self._failure = f"{type(error).__name__}: {error}"
+            for transport in self._transports():
+                with contextlib.suppress(Exception):  # the error says more
+                    transport.end(self._failure)
+
+    def _transports(self) -> list[Transport]:
+        return [transport for transport in (self._host, self._made) if transport is not None]
 
     @property
     def window_bytes(self) -> int:
         """Bytes of this rank's GPU that the other ranks write: those of the largest call so far."""
         return 0 if self._made is None else self._made.window_bytes
-
-    def give_up(self, error: BaseException) -> None:
-        """Refuses later calls: messages of a call that failed may still be under way."""
-        if self._broken is None:
-            self._broken = f"{type(error).__name__}: {error}"
 
     def __repr__(self) -> str:
         return f"<Communicator: rank {self.rank} of {self.size}>"

@@ -26,8 +26,8 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays, program_of
 from ..problem.options import CallOptions
-from .agreement import ERROR, agree
-from .communicator import Communicator
+from .agreement import agree
+from .communicator import Communicator, Stage
 from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
 from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
@@ -119,7 +119,6 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     TypeError, ValueError, UnsupportedProblemError
         The arguments do not fit each other, or those of other ranks.
     """
-    q = arguments.arrays["q"]
     signature = _signature(arguments)
     known = None if signature is None else comm.requests.get(signature)
     if known is not None:
@@ -127,16 +126,12 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
             _check_overlap(
                 arguments, known.results, unpack_out(arguments.out, tuple(one.name for one in known.results))
             )
+        comm.stage = Stage.TOGETHER
         return replace(known, keywords=arguments.keywords)
-    try:
-        array_backend(arguments.given)
-        request = _request(comm, arguments)
-        description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
-    except Exception as error:
-        # The others learn of it before they wait for messages that never come.
-        agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
-        raise
-    agree(comm, q, description)
+    array_backend(arguments.given)
+    request = _request(comm, arguments)
+    description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
+    agree(comm, arguments.arrays["q"], description)
     request = replace(request, number=_number(description))
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from .messages import CommunicationError
 from .threads import ThreadTransport, World
 
 __all__ = ["simulate"]
+
+#: Seconds that `simulate` waits for its ranks after an interrupt.
+_PATIENCE_S = 5.0
 
 
 def simulate(
@@ -37,7 +41,8 @@ def simulate(
     Raises
     ------
     BaseException
-        The error of the first rank that failed. The others end, too.
+        The error of the first rank that failed. The others end, too: their next call or wait raises
+        `CommunicationError`, as it does where the caller is interrupted (``KeyboardInterrupt``).
 
     Notes
     -----
@@ -63,13 +68,22 @@ def simulate(
             results[rank] = work(Communicator(rank, size, ThreadTransport(world, rank), None, ranks_per_host))
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
-            world.fail(rank)
+            world.fail(rank, f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # Threads that are daemons do not delay the end of the process.
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        world.fail(None, type(error).__name__)
+        end = time.monotonic() + _PATIENCE_S
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+        raise
     if errors:
         # Ranks that only waited for one that failed say less than that one.
         raise next((error for error in errors if not isinstance(error, CommunicationError)), errors[0])
