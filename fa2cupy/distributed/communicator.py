@@ -261,7 +261,11 @@ class Communicator:
         if self._failure is not None:
             raise CommunicationError(f"an earlier call on this communicator failed: {self._failure}")
         for transport in self._transports():
-            transport.check()
+            try:
+                transport.check()
+            except CommunicationError as error:
+                self.fail(error)
+                raise
 
     def begin(self) -> None:
         """Notes that a call begins."""

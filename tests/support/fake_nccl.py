@@ -266,6 +266,7 @@ class FakeNccl:
         self.queues = [[queue.Queue() for _ in range(size)] for _ in range(size)]
         self.local, self.log, self.size = threading.local(), [], size
         self.aborted: list[int] = []
+        self.timeout = 20.0
 
     def get_unique_id(self):
         return bytes(range(128))
@@ -305,7 +306,7 @@ class FakeCommunicator:
         self._note("recv", peer, count, dtype, stream)
 
         def arrive():
-            data = self._nccl.queues[peer][self._rank].get(timeout=20)
+            data = self._nccl.queues[peer][self._rank].get(timeout=self._nccl.timeout)
             assert len(data) == count
             ctypes.memmove(pointer, data, count)
 
