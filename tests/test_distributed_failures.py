@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 import threading
 import time
@@ -76,15 +77,17 @@ def troubled(trouble: Trouble, transport: type, monkeypatch, between: Callable, 
     def patched(self, sends, recvs):
         counts[self.rank] += 1
         if (self.rank, counts[self.rank] - 1) != (trouble.rank, trouble.wait):
-            return exchange(self, sends, recvs)
+            exchange(self, sends, recvs)
+            return
         if trouble.way == "ends":
             self.end = lambda reason: None
         happens = functools.partial(trouble.happens, error)
         if trouble.moment == "before":
             happens()
         if trouble.moment == "between":
-            return between(functools.partial(exchange, self), sends, recvs, happens)
-        exchange(self, sends, recvs)
+            between(functools.partial(exchange, self), sends, recvs, happens)
+        else:
+            exchange(self, sends, recvs)
         if trouble.moment == "after":
             happens()
 
@@ -269,7 +272,9 @@ schemes = st.sampled_from(("heads", "gather", "ring", "hybrid"))
 
 @pytest.mark.parametrize("transport", ON)
 class TestTroubles:
-    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(trouble=troubles, calls=programs, scheme=schemes)
     def test_right_results_or_an_error(self, transport, trouble, calls, scheme, monkeypatch):
         with monkeypatch.context() as patch:
@@ -281,3 +286,249 @@ class TestTroubles:
     def test_any_trouble(self, transport, trouble, calls, scheme, monkeypatch):
         with monkeypatch.context() as patch:
             ON[transport](trouble, calls, scheme, patch)
+
+
+def refused(work: Callable, size: int = 3) -> list[str]:
+    """Returns the texts of the errors that `work` raises on all ranks, which then make a call together."""
+
+    def of_rank(comm):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            work(comm)
+        assert dist.total(comm, np.ones(2)).tolist() == [size, size]
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    return dist.simulate(size, of_rank, timeout=10)
+
+
+class TestRefusals:
+    """What a rank refuses, all refuse, and all go on."""
+
+    def test_totals_that_differ(self):
+        texts = refused(lambda comm: dist.total(comm, np.ones(4, "int64" if comm.rank else "float64")))
+        match = "x: expected the same on all ranks, got shape (4,), dtype float64 on rank 0; shape (4,), dtype int64"
+        assert all(match in text for text in texts)
+        assert all("shape (3,)" in text for text in refused(lambda comm: dist.total(comm, np.ones(3 + comm.rank))))
+
+    def test_shards_that_differ(self):
+        texts = refused(lambda comm: dist.unshard(comm, np.ones((1, 2 if comm.rank else 4))))
+        assert all("x: expected the same on all ranks, got shape (1, 4), dtype float64 on rank 0" in x for x in texts)
+        texts = refused(lambda comm: dist.unshard(comm, np.ones((4, 4)), axis=comm.rank // 2))
+        assert all("axis: expected the same on all ranks, got 0 on ranks 0, 1; 1 on rank 2" in text for text in texts)
+        texts = refused(lambda comm: dist.unshard(comm, np.ones((1, 3 if comm.rank == 1 else 4))))
+        assert all("x (axis 1): expected a length that is a multiple of 6" in text for text in texts)
+        texts = refused(lambda comm: dist.total(comm, 1.0) if comm.rank else dist.unshard(comm, np.ones((1, 2))))
+        assert texts[0].startswith("ValueError: rank 1 cannot make this call: TypeError: x: expected a numpy.ndarray")
+
+    @pytest.mark.parametrize("call", ["forward", "attention"])
+    @pytest.mark.parametrize(
+        ("bad", "match"),
+        [
+            ({"foo": 1}, "unexpected keyword argument 'foo'"),
+            ({"return_dbias": True}, "return_dbias"),
+            ({"config": 3}, "config"),
+            ({"causal": "yes"}, "causal: expected a bool"),
+            ({"out": 3}, "out"),
+        ],
+    )
+    def test_arguments_of_one_rank(self, call, bad, match):
+        def work(comm):
+            own = np.ones((3, 1, 4, 3, 8))
+            getattr(dist, call)(comm, *own, **(bad if comm.rank == 1 else {}))
+
+        texts = refused(work)
+        assert match in texts[1]
+        assert all(text == f"ValueError: rank 1 cannot make this call: {texts[1]}" for text in (texts[0], texts[2]))
+
+    def test_a_call_without_an_argument(self):
+        texts = refused(lambda comm: dist.forward(comm, *np.ones((3, 1, 4, 3, 8))[: 2 + (comm.rank > 0)]))
+        assert all("missing 1 required positional argument: 'v'" in text for text in texts)
+
+    def test_what_is_no_communicator(self):
+        with pytest.raises(TypeError, match="comm: expected a fa2cupy.distributed.Communicator, got ndarray"):
+            dist.forward(*np.ones((3, 1, 4, 3, 8)))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Provides NCCL of fake GPUs."""
+    with fake_gpu(monkeypatch), fake_streams(monkeypatch):
+        nccl = FakeNccl(SIZE)
+        monkeypatch.setattr(nccl_module, "_module", lambda: nccl)
+        yield nccl
+
+
+def on_gpus(nccl: FakeNccl, work: Callable, timeout: float = 5.0) -> list:
+    def of_rank(comm):
+        one = FakeCommunicator(nccl, comm.rank)
+        return work(dist.Communicator.from_nccl(one, ranks_per_host=SIZE // 2, timeout=timeout))
+
+    return dist.simulate(SIZE, of_rank)
+
+
+def own_rows(comm, step: int) -> list:
+    rows = dist.positions(comm, 4 * SIZE)
+    return [place(x[:, rows]) for x in inputs_of(step)]
+
+
+class TestGpus:
+    @pytest.mark.parametrize("own_error", [False, True])
+    def test_no_rank_remembers_what_was_refused(self, own_error, gpus):
+        bad = {"window": (-1, 0)} if own_error else {"softcap": 3.0}
+
+        def work(comm):
+            with pytest.raises(ValueError, match="window" if own_error else "softcap: expected the same on all ranks"):
+                dist.forward(comm, *own_rows(comm, 0), scheme="ring", **(bad if comm.rank == 3 else {}))
+            assert not comm.agreed
+            for options in ({}, {"softcap": 3.0}, {}):
+                found = dist.forward(comm, *own_rows(comm, 1), scheme="gather", **options)
+            np.testing.assert_allclose(
+                np.asarray(found[0], "float64"), expected("forward", 1)[0][:, dist.positions(comm, 4 * SIZE)], rtol=2e-2
+            )
+            return comm.agreed
+
+        agreed = on_gpus(gpus, work)
+        assert all(one == agreed[0] and len(one) == 2 for one in agreed)
+
+    @pytest.mark.parametrize("call", ["new", "refused", "total"])
+    def test_a_rank_that_compares_meets_no_arrays_of_those_that_do_not(self, call, gpus):
+        """It fails, and the others wait for its messages until their time is up."""
+        gpus.timeout = 0.3
+
+        def work(comm):
+            dist.forward(comm, *own_rows(comm, 0), scheme="ring")
+            assert dist.total(comm, place(np.ones(300)))[0] == SIZE
+            with pytest.raises((dist.CommunicationError, ValueError)) as caught:
+                if comm.rank < 3 and call == "total":
+                    dist.total(comm, place(np.ones(300)))
+                elif comm.rank < 3:
+                    dist.forward(comm, *own_rows(comm, 1), scheme="ring")
+                elif call == "new":
+                    dist.forward(comm, *own_rows(comm, 1), scheme="ring", softcap=3.0)
+                elif call == "refused":
+                    dist.forward(comm, *own_rows(comm, 1), scheme="ring", window=(-1, 0))
+                else:
+                    dist.total(comm, place(np.ones(300, "int64")))
+            with pytest.raises(dist.CommunicationError, match="an earlier call on this communicator failed"):
+                dist.forward(comm, *own_rows(comm, 2), scheme="ring")
+            return str(caught.value)
+
+        texts = on_gpus(gpus, work)
+        assert "window" in texts[3] if call == "refused" else "one is new" in texts[3] or "which one is new" in texts[3]
+
+    def test_calls_out_of_step_are_noticed(self, gpus, capfd):
+        """When they are done: nothing waits for the host."""
+
+        def work(comm):
+            x = place(np.ones(300))
+            dist.total(comm, x)
+            if comm.rank == 2:
+                comm.number += 1  # as if it had made a call alone
+            dist.total(comm, x)
+            end = time.monotonic() + 10
+            with pytest.raises(dist.CommunicationError, match="makes its call . on this communicator, and rank . its"):
+                while time.monotonic() < end:
+                    time.sleep(0.05)
+                    comm.check()
+
+        on_gpus(gpus, work, timeout=0.2)
+        assert "results of the last calls are not there" in capfd.readouterr().err
+
+
+class TestMemory:
+    def test_messages_that_come_late_change_nothing(self, monkeypatch):
+        """Neither what the caller has made since, nor what the other rank reads."""
+        mpi = FakeMpi(2)
+        package = types.ModuleType("mpi4py")
+        package.MPI = mpi
+        monkeypatch.setitem(sys.modules, "mpi4py", package)
+        late, done = threading.Event(), threading.Event()
+
+        def work(comm):
+            transport = MpiTransport(mpi.communicator(comm.rank), 0.2 if comm.rank == 0 else 10)
+            own, landing = np.full(8192, 7.0), np.empty(8192)
+            if comm.rank == 0:
+                with pytest.raises(dist.CommunicationError):
+                    transport.exchange([(own, 1)], [(landing, 1)])
+                del landing
+                own[:] = 1000
+                later = [np.zeros(8192) for _ in range(20)]
+                late.set()
+                assert done.wait(10)
+                assert not any(x.any() for x in later)
+            else:
+                assert late.wait(10)
+                transport.exchange([], [(landing, 0)])
+                assert (landing == 7).all()
+                with contextlib.suppress(dist.CommunicationError):
+                    mpi.before_test = interrupted
+                    transport.exchange([(own, 0)], [])
+                done.set()
+
+        def interrupted():
+            raise MpiError("ended")
+
+        dist.simulate(2, work)
+
+
+class TestThreads:
+    def test_one_communicator_takes_one_call_at_a_time(self):
+        def work(comm):
+            def second():
+                with pytest.raises(RuntimeError, match="another call on this communicator is under way, in another"):
+                    dist.total(comm, np.ones(2))
+                refusals.append(comm.rank)
+
+            def score_mod(score, b, h, q, k):
+                thread = threading.Thread(target=second)
+                thread.start()
+                thread.join()
+                return score + 1.0
+
+            dist.forward(comm, *np.ones((3, 1, 4, 2, 8)), score_mod=score_mod)
+
+        refusals: list[int] = []
+        dist.simulate(2, work, timeout=10)
+        assert {*refusals} == {0, 1}
+
+    def test_an_interrupt_of_the_caller_ends_the_ranks(self):
+        errors = []
+
+        def work(comm):
+            end = time.monotonic() + 20
+            try:
+                while time.monotonic() < end:
+                    dist.total(comm, np.ones(2))
+                    time.sleep(0.01)
+            except dist.CommunicationError as error:
+                errors.append(str(error))
+
+        start = time.monotonic()
+        threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.simulate(3, work)
+        assert time.monotonic() - start < 10
+        assert len(errors) == 3 and any("the caller of simulate has failed with KeyboardInterrupt" in x for x in errors)
+
+    def test_ranks_that_do_not_call_do_not_delay_the_end(self, monkeypatch):
+        monkeypatch.setattr("fa2cupy.distributed.simulation._PATIENCE_S", 0.2)
+        stop = threading.Event()
+        start = time.monotonic()
+        threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.simulate(2, lambda comm: stop.wait(20))
+        assert time.monotonic() - start < 10
+        stop.set()
+
+    def test_functions_without_messages_say_that_the_communicator_has_failed(self):
+        def work(comm):
+            if comm.rank == 1:
+                return
+            with pytest.raises(dist.CommunicationError, match="has waited"):
+                dist.total(comm, np.ones(2))
+            for function in (dist.shard, dist.pad, dist.total, dist.unshard):
+                with pytest.raises(dist.CommunicationError, match="an earlier call on this communicator failed"):
+                    function(comm, np.ones((1, 4)))
+            with pytest.raises(dist.CommunicationError, match="an earlier call on this communicator failed"):
+                dist.positions(comm, 4)
+
+        dist.simulate(2, work, timeout=0.1)

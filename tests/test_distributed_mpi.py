@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +76,66 @@ else:
         MPI.COMM_WORLD.Abort(3)
 """
 
+GO_ON = """
+import pathlib
+import time
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=1.5)
+n, errors, later = 100_000, [], []
+for step in range(4):
+    if step == 1 and comm.rank == 1:
+        time.sleep(2.5)
+    x = np.full(n, 10.0 ** step)
+    try:
+        assert (dist.total(comm, x) == 2 * 10.0 ** step).all(), "the sum of two steps"
+        assert not errors
+    except dist.CommunicationError as error:
+        errors.append(str(error))
+    x[:] = 1e6  # the caller uses its memory again
+    later += [np.full(size, 7.0) for size in (n, n // 2) for _ in range(10)]
+end = time.monotonic() + 30
+while comm.rank == 0 and not pathlib.Path("right.1").exists() and time.monotonic() < end:
+    time.sleep(0.05)
+assert len(errors) == 3 and all(error.startswith("an earlier call") for error in errors[1:]), errors
+assert all((x == 7).all() for x in later)
+pathlib.Path(f"right.{comm.rank}").touch()
+"""
+
+HANGS = """
+import time
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=1)
+dist.total(comm, np.ones(3))
+if comm.rank == 1:
+    time.sleep(100)
+dist.total(comm, np.ones(100_000))
+"""
+
+RAISES = """
+import pathlib
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=100)
+dist.total(comm, np.ones(3))
+if comm.rank == 1:
+    raise KeyError("a fault of rank 1")
+try:
+    dist.total(comm, np.ones(3))
+except dist.CommunicationError as error:
+    pathlib.Path(f"message.{comm.rank}").write_text(str(error))
+"""
+
 
 @pytest.fixture
 def mpiexec(tmp_path):
@@ -113,6 +174,28 @@ def test_a_late_process_ends_the_others_with_a_message(mpiexec, tmp_path):
     assert run.returncode != 0
     message = (tmp_path / "message").read_text()
     assert "rank 0 has waited 0.3 s for messages of ranks [1], one of which has ended, is late" in message
+
+
+def test_processes_that_go_on_after_a_failure_get_errors(mpiexec, tmp_path):
+    """They end in order, too."""
+    run = mpiexec(2, GO_ON)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "right.0").exists() and (tmp_path / "right.1").exists()
+
+
+def test_a_process_that_hangs_does_not_keep_the_job(mpiexec):
+    start = time.monotonic()
+    run = mpiexec(2, HANGS)
+    assert run.returncode != 0 and time.monotonic() - start < 60
+    assert "rank 0 has waited 1 s for ranks [1] to end: it ends the job" in run.stderr
+
+
+def test_the_others_hear_of_a_process_that_ends(mpiexec, tmp_path):
+    start = time.monotonic()
+    run = mpiexec(3, RAISES)
+    assert run.returncode != 0 and time.monotonic() - start < 60
+    messages = [(tmp_path / f"message.{rank}").read_text() for rank in (0, 2)]
+    assert any("waits for messages of ranks [1], which have ended" in message for message in messages), messages
 
 
 def test_without_mpi4py_the_message_says_what_to_install(monkeypatch):

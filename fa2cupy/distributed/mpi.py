@@ -133,6 +133,7 @@ class MpiTransport(HostMemory):
                     flush=True,
                 )
                 self._mpi.COMM_WORLD.Abort(1)
+                return
             time.sleep(_POLL_S)
 
     def _tell(self, tag: int, text: str) -> None:

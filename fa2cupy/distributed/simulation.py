@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .communicator import Communicator, check_ranks_per_host, check_timeout
@@ -15,6 +16,7 @@ __all__ = ["simulate"]
 
 #: Seconds that `simulate` waits for its ranks after an interrupt.
 _PATIENCE_S = 5.0
+_POLL_S = 0.1
 
 
 def simulate(
@@ -70,21 +72,24 @@ def simulate(
             errors.append(error)
             world.fail(rank, f"{type(error).__name__}: {error}")
 
-    # Threads that are daemons do not delay the end of the process.
+    # Daemons do not delay the end of the process.
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _join(threads, math.inf)
     except BaseException as error:
         world.fail(None, type(error).__name__)
-        end = time.monotonic() + _PATIENCE_S
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+        _join(threads, time.monotonic() + _PATIENCE_S)
         raise
     if errors:
         # Ranks that only waited for one that failed say less than that one.
         raise next((error for error in errors if not isinstance(error, CommunicationError)), errors[0])
     return results
+
+
+def _join(threads: Sequence[threading.Thread], end: float) -> None:
+    """Waits for threads in short steps: a wait without end cannot be interrupted everywhere."""
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_POLL_S)

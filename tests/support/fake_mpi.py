@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ class MpiError(RuntimeError):
 
 
 class FakeRequest:
-    """A message that is sent or received."""
+    """A message that is sent or received. It does not keep the buffer alive, but for messages that are copied."""
 
     def __init__(self, buffer: np.ndarray, peer: int, tag: int, is_done: bool = False):
-        self.buffer, self.peer, self.tag, self.is_done = buffer, peer, tag, is_done
+        self.address, self.nbytes, self._copy = buffer.ctypes.data, buffer.nbytes, buffer if is_done else None
+        self.peer, self.tag, self.is_done = peer, tag, is_done
 
     def Cancel(self) -> None:
         self.tag, self.is_done = None, True
@@ -112,7 +114,7 @@ class FakeCommunicator:
         with self._mpi.lock:
             for one in self._mpi.sent[self._context, self._rank]:
                 if one.tag == tag:
-                    status.source, status.nbytes = one.peer, one.buffer.nbytes
+                    status.source, status.nbytes = one.peer, one.nbytes
                     return True
         return False
 
@@ -121,7 +123,7 @@ class FakeCommunicator:
 
 
 def _meet(sent: FakeRequest, received: FakeRequest) -> None:
-    if sent.buffer.nbytes > received.buffer.nbytes:
+    if sent.nbytes > received.nbytes:
         raise MpiError("MPI_ERR_TRUNCATE: message truncated")
-    received.buffer.view(np.uint8)[: sent.buffer.nbytes] = sent.buffer.view(np.uint8)
+    ctypes.memmove(received.address, sent.address, sent.nbytes)
     sent.is_done = received.is_done = True
