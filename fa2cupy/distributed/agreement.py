@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -62,13 +63,13 @@ def _tell(comm: Communicator, error: Exception) -> None:
         comm.stage = Stage.REFUSED
 
 
-def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> None:
+def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> int:
     """Compares the descriptions of a call by all ranks. It is part of a `collective` function.
 
     Messages of NumPy arrays wait for the other ranks anyway, so that each call is compared. Those of CuPy arrays do
     not: a description is compared once, because the comparison synchronises with the GPU. It is remembered when all
     ranks have agreed on it, so that all of them skip the next comparison, or none. The messages of a call that skips it
-    begin with its number: a rank that waits for a comparison finds that in place of a text, and fails.
+    begin with their numbers: a rank that waits for a comparison finds them in place of a text, and fails.
 
     Parameters
     ----------
@@ -78,14 +79,20 @@ def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> 
     description : mapping of str
         What each argument is, by its name.
 
+    Returns
+    -------
+    int
+        Stands for the description, from 1 to 2**32 - 1.
+
     Raises
     ------
     ValueError
         An argument differs between ranks, or another rank has an error. The text names argument and ranks.
     """
-    if comm.size == 1:
-        return
     text = json.dumps(description)
+    number = max(1, zlib.crc32(text.encode()))
+    if comm.size == 1:
+        return number
     on_host = comm.takes_host(array)
     if on_host or text not in comm.agreed:
         everyones = _everyones(comm, {**description, "array": "numpy" if on_host else "cupy"})
@@ -96,6 +103,7 @@ def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> 
         if not on_host:
             comm.agreed.add(text)
     comm.stage = Stage.TOGETHER
+    return number
 
 
 def _everyones(comm: Communicator, description: Mapping[str, str]) -> list[Any]:

@@ -104,14 +104,18 @@ def forward(
     Raises
     ------
     TypeError, ValueError
-        As for `fa2cupy.forward`, on all ranks; the arguments of other ranks differ, and the text names the argument and
-        the ranks; the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``.
+        As for `fa2cupy.forward`; the arguments of other ranks differ, and the text names the argument and the ranks;
+        the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``. All ranks raise an error if one
+        of them does, and can go on.
     UnsupportedProblemError
         ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` and
         ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on
         the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
     CommunicationError
-        Another rank has failed or does not answer in time. The communicator cannot be used any more.
+        Another rank has failed or does not answer in time, or an earlier call on the communicator has failed. It cannot
+        be used any more, as after any other exception that ends a call: ``KeyboardInterrupt``, or a lack of memory.
+    RuntimeError
+        Another thread makes a call on the communicator.
 
     Notes
     -----
@@ -138,8 +142,9 @@ def forward(
     times heads), and the other schemes travel by NCCL, on a stream of the highest priority: its blocks wait for a
     multiprocessor that no kernel occupies. A call has four streams for computing besides the caller's. No call waits
     for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes another
-    call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed when the
-    time is up.
+    call than the others is noticed there. With arguments that all ranks have agreed on before, it is noticed when the
+    calls are done, or when the time is up. As for any failure on a GPU that comes after a call has returned, the error
+    is printed, and the next call raises it: results of the last calls are not there.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches

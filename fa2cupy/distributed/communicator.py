@@ -116,7 +116,8 @@ class Communicator:
         ranks_per_host : int, optional
             By default as MPI tells, if all hosts have equally many neighbouring ranks.
         timeout : float, optional
-            Seconds that a rank waits for messages of the others before it raises `CommunicationError`.
+            Seconds that a rank waits for messages of the others before it raises `CommunicationError`; and those that
+            a process then waits for the others to end, before it ends the job by ``MPI_Abort``.
 
         Raises
         ------

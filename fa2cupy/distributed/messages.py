@@ -23,11 +23,10 @@ __all__ = [
     "is_on_host",
     "library_of",
     "split_own",
+    "without_text",
 ]
 
-#: The length of a text in a call in which the ranks compare none.
-NO_TEXT = -1
-_LONGEST_TEXT, _MOST_NUMBERS = 1 << 24, 1 << 31
+_LONGEST_TEXT, _MOST_NUMBERS = 1 << 24, 1 << 30
 
 #: Contiguous arrays, each with the rank that it goes to or comes from.
 Messages: TypeAlias = "Sequence[tuple[Array, int]]"
@@ -61,14 +60,13 @@ class Transport(Protocol):
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Sends and receives a group of arrays. Messages between two ranks arrive in the order they were sent."""
 
-    def announce(self, number: int, own: Array, landing: Array) -> None:
-        """Sends the number of a call that the ranks do not compare ahead of its messages.
+    def announce(self, head: np.ndarray, own: Array, landing: Array) -> None:
+        """Sends the head of a call that the ranks do not compare ahead of its messages.
 
         Parameters
         ----------
-        number : int
-        own : ndarray, shape (8,)
-            The bytes of `head_of` it.
+        head, own : ndarray, shape (8,)
+            The bytes of `head_of` the call, on the host and where messages are sent from.
         landing : ndarray, shape (size, 8)
             Where those of the ranks arrive.
         """
@@ -107,7 +105,7 @@ class HostMemory:
     waits_for_host = True
     window_bytes = 0
 
-    def announce(self, number: int, own: Any, landing: Any) -> None:
+    def announce(self, head: np.ndarray, own: Any, landing: Any) -> None:
         """Nothing: the ranks compare each call."""
 
     def watch(self) -> None:
@@ -149,32 +147,46 @@ def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[A
     return copies, others[0], others[1]
 
 
-def head_of(number: int, length: int = NO_TEXT) -> np.ndarray:
-    """The bytes of the first message of a call between two ranks: the call's number, and the length of a text."""
-    return np.array([number % _MOST_NUMBERS, length], np.int32).view(np.uint8)
+def head_of(number: int, kind: int) -> np.ndarray:
+    """The bytes of the first message of a call between two ranks.
+
+    Parameters
+    ----------
+    number : int
+        That of the call.
+    kind : int
+        The length of a text, or for a call in which the ranks compare none, what `without_text` returns.
+    """
+    return np.array([number % _MOST_NUMBERS, kind], np.int32).view(np.uint8)
+
+
+def without_text(description: int) -> int:
+    """The kind of a call that the ranks have agreed on before, from the number of its description."""
+    return -1 - description % _MOST_NUMBERS
 
 
 def check_heads(rank: int, own: np.ndarray, heads: Sequence[np.ndarray]) -> list[int]:
-    """The lengths of the texts that the ranks send in a call.
+    """The kinds of the calls that the ranks make, by rank.
 
     Raises
     ------
     CommunicationError
-        A rank makes another call than this one.
+        A rank makes another call than this one, as far as that can be seen without texts.
     """
-    found = [head.view(np.int32).tolist() for head in (own, *heads)]
-    (number, length), *others = found
-    for peer, (other, other_length) in enumerate(others):
+    number, kind = own.view(np.int32).tolist()
+    found = [head.view(np.int32).tolist() for head in heads]
+    for peer, (other, other_kind) in enumerate(found):
         if other != number:
             raise CommunicationError(
                 f"rank {rank} makes its call {number} on this communicator, and rank {peer} its call {other}: one of "
-                "them has made another number of calls, and they do not belong together"
+                "them has made another number of calls, and these do not belong together"
             )
-        if (other_length == NO_TEXT) != (length == NO_TEXT) or not NO_TEXT <= other_length <= _LONGEST_TEXT:
+        if other_kind != kind and (min(kind, other_kind) < 0 or other_kind > _LONGEST_TEXT):
             raise CommunicationError(
-                f"ranks {rank} and {peer} make different calls, of which one is new to its rank, and the other is not"
+                f"ranks {rank} and {peer} make different calls, and at least one of them is one that all ranks have "
+                "agreed on before"
             )
-    return [length for _, length in others]
+    return [one for _, one in found]
 
 
 def all_texts(transport: Transport, text: str, number: int = 0) -> list[str]:

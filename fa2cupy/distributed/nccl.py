@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..system.locks import new_lock
-from .messages import CommunicationError, Messages, all_texts, check_heads, head_of, split_own
+from .messages import CommunicationError, Messages, all_texts, check_heads, split_own
 from .windows import Window
 
 __all__ = ["NcclTransport", "connect", "wrap"]
@@ -92,11 +92,11 @@ class _OfNccl4py:
 
 
 class _Watched(NamedTuple):
-    """A call that may not be done: its end, when its time is up, and its number and those of the ranks' calls."""
+    """A call that may not be done: its end, when its time is up, and its head with those of the other ranks."""
 
     event: Any
     end: float
-    heads: tuple[int, Any] | None
+    heads: tuple[np.ndarray, Any] | None
 
 
 class NcclTransport:
@@ -117,7 +117,7 @@ class NcclTransport:
         self._binding = binding
         self._timeout = timeout
         self._watched: list[_Watched] = []
-        self._heads: tuple[int, Any] | None = None
+        self._heads: tuple[np.ndarray, Any] | None = None
         self._lock = new_lock()
         self._watcher: threading.Thread | None = None
         self._failure: str | None = None
@@ -174,8 +174,8 @@ class NcclTransport:
         except Exception as error:
             raise CommunicationError(f"rank {self.rank}: NCCL has failed: {type(error).__name__}: {error}") from error
 
-    def announce(self, number: int, own: Any, landing: Any) -> None:
-        """Queues the numbers of the ranks' calls. They are compared when the call is done, without a wait of the host.
+    def announce(self, head: np.ndarray, own: Any, landing: Any) -> None:
+        """Queues the heads of the ranks' calls. They are compared when the call is done, without a wait of the host.
 
         A rank that compares texts meets them before any other message, and stops.
         """
@@ -185,7 +185,7 @@ class NcclTransport:
             self._reader = cupy.cuda.Stream(non_blocking=True)
         peers = [peer for peer in range(self.size) if peer != self.rank]
         self.exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
-        self._heads = number, landing
+        self._heads = head, landing
 
     def watch(self) -> None:
         """Ends the call if what is queued on the current stream so far is not done in time."""
@@ -203,11 +203,14 @@ class NcclTransport:
         while self._failure is None:
             time.sleep(min(1.0, self._timeout / 4))
             with self._lock:
-                done = [call for call in self._watched if call.event.done]
-                self._watched = [call for call in self._watched if call not in done]
-                if not (done or self._watched):
+                if not self._watched:
                     self._watcher = None
                     return
+                done: list[_Watched] = []
+                left: list[_Watched] = []
+                for call in self._watched:
+                    (done if call.event.done else left).append(call)
+                self._watched = left
             try:
                 self._check_calls(done)
             except CommunicationError as error:
@@ -219,8 +222,9 @@ class NcclTransport:
             raise self._late()
         if self._window is not None and (failed := self._window.failed()):
             raise CommunicationError(f"rank {self.rank} cannot go on: ranks {failed} have failed")
-        for number, landing in (call.heads for call in done if call.heads is not None):
-            own, heads = head_of(number), landing.get(stream=self._reader)
+        for own, landing in (call.heads for call in done if call.heads is not None):
+            heads = landing.get(stream=self._reader)
+            self._reader.synchronize()
             heads[self.rank] = own
             check_heads(self.rank, own, heads)
 

@@ -5,9 +5,7 @@ The checks are those of one call on the whole sequence: they run on shadows, arr
 
 from __future__ import annotations
 
-import json
 import numbers
-import zlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,17 +129,12 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     array_backend(arguments.given)
     request = _request(comm, arguments)
     description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
-    agree(comm, arguments.arrays["q"], description)
-    request = replace(request, number=_number(description))
+    request = replace(request, number=agree(comm, arguments.arrays["q"], description))
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:
             comm.requests.clear()
         comm.requests[signature] = replace(request, keywords={})
     return request
-
-
-def _number(description: Mapping[str, str]) -> int:
-    return max(1, zlib.crc32(json.dumps(description).encode()))
 
 
 def _signature(arguments: CallArguments) -> Hashable:

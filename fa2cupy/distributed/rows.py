@@ -159,12 +159,12 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis] * comm.size, order)
     kind = f"shape {x.shape}, dtype {x.dtype}"
-    agree(comm, x, {"call": "unshard", "x": kind, "axis": str(axis), "order": order})
+    number = agree(comm, x, {"call": "unshard", "x": kind, "axis": str(axis), "order": order})
     xp = library_of(x)
     own = xp.ascontiguousarray(x)
     landing = xp.empty((comm.size, *own.shape), own.dtype)
     peers = range(comm.size)
-    with messages_of(comm, x) as transport:
+    with messages_of(comm, x, number) as transport:
         transport.exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
     whole = xp.empty((*x.shape[:axis], rows.seqlen, *x.shape[axis + 1 :]), x.dtype)
     for peer in peers:

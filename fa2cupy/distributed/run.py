@@ -16,7 +16,7 @@ from ..problem.array_types import Array
 from .communicator import Communicator
 from .copies import copy
 from .lanes import HostLane, Lane, StreamLane
-from .messages import Messages, Transport, head_of, is_on_host, library_of
+from .messages import Messages, Transport, head_of, is_on_host, library_of, without_text
 from .requests import Request
 from .windows import Window
 
@@ -90,14 +90,14 @@ class Run:
         return self.window is not None
 
     def announce(self, number: int) -> None:
-        """Sends the number of the call ahead of its messages, where the ranks do not compare each call."""
+        """Sends the number and kind of a call ahead of its messages, where the ranks do not compare each call."""
         if not (self._transport.waits_for_host or self.is_captured):
-            head = head_of(number)
+            head = head_of(number, without_text(self.request.number))
             own, landing = (self.empty(shape, head.dtype) for shape in (head.shape, (self.size, *head.shape)))
             self.main(_write, own, head)
             self._held.append(head)
             self.begin()
-            self.comm(self._transport.announce, number, own, landing)
+            self.comm(self._transport.announce, head, own, landing)
 
     def begin(self) -> None:
         """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
@@ -203,14 +203,14 @@ def is_captured(array: Array) -> bool:
 
 
 @contextlib.contextmanager
-def messages_of(comm: Communicator, array: Array) -> Iterator[Transport]:
-    """The messages of a call that queues them on the caller's stream alone, after `agree`."""
+def messages_of(comm: Communicator, array: Array, description: int) -> Iterator[Transport]:
+    """The messages of a call on the caller's stream alone, after `agree` has returned the number of its description."""
     transport = comm.transport_of(array)
     is_queued = not (transport.waits_for_host or is_captured(array))
     if is_queued:
-        head = head_of(comm.number)
+        head = head_of(comm.number, without_text(description))
         landing = transport.empty_bytes(comm.size * len(head)).reshape(comm.size, len(head))
-        transport.announce(comm.number, transport.to_buffer(head), landing)
+        transport.announce(head, transport.to_buffer(head), landing)
     yield transport
     if is_queued:
         transport.watch()

@@ -49,8 +49,8 @@ def total(comm: Communicator, x: Array) -> Array:
     if isinstance(x, np.generic):
         x = np.asarray(x)
     array_backend({"x": x})
-    agree(comm, x, {"call": "total", "x": f"shape {x.shape}, dtype {x.dtype}"})
-    with messages_of(comm, x) as transport:
+    number = agree(comm, x, {"call": "total", "x": f"shape {x.shape}, dtype {x.dtype}"})
+    with messages_of(comm, x, number) as transport:
         return _sum(comm, transport, x)
 
 
