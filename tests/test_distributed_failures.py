@@ -25,6 +25,7 @@ from support.fake_nccl import SIZE, FakeCommunicator, FakeNccl, fake_streams
 import fa2cupy
 import fa2cupy.distributed as dist
 from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.distributed.messages import head_of
 from fa2cupy.distributed.mpi import MpiTransport
 from fa2cupy.distributed.nccl import NcclTransport
 from fa2cupy.distributed.threads import ThreadTransport
@@ -430,10 +431,35 @@ class TestGpus:
             with pytest.raises(dist.CommunicationError, match=match):
                 while time.monotonic() < end:
                     time.sleep(0.05)
-                    comm.check()
+                    comm.transport_of(x).check()
 
         on_gpus(gpus, work, timeout=0.2)
         assert "results of the last calls are not there" in capfd.readouterr().err
+
+
+class TestForeignMessages:
+    @pytest.mark.parametrize(("text", "match"), [(b"\xff\xfe", "what is no text"), (b"{]", "what describes no call")])
+    def test_what_is_no_description(self, text, match):
+        def work(comm):
+            if comm.rank == 1:
+                transport, landing = comm.transport_of(np.ones(1)), np.empty(8, np.uint8)
+                transport.exchange([(head_of(1, len(text)), 0)], [(landing, 0)])
+                transport.exchange([(np.frombuffer(text, np.uint8), 0)], [])
+                return
+            with pytest.raises(dist.CommunicationError, match=match):
+                dist.total(comm, np.ones(2))
+
+        dist.simulate(2, work, timeout=10)
+
+    def test_a_rank_that_has_left_out_a_call(self):
+        def work(comm):
+            comm.number += comm.rank
+            with pytest.raises(
+                dist.CommunicationError, match=r"makes its call . on this communicator, and rank .|failed"
+            ):
+                dist.total(comm, np.ones(2))
+
+        dist.simulate(2, work, timeout=10)
 
 
 class TestMemory:

@@ -134,7 +134,8 @@ def forward(
     of gradients besides; ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``,
     and with R ranks in a host that of ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of
     several sequences travel by NCCL, they have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice
-    as much. What the ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
+    as much. By MPI, messages are copied on both ranks. What the ranks write for each other stays allocated as long as
+    the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
     engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. In ``"heads"``

@@ -258,20 +258,16 @@ class Communicator:
         return all_texts(self._transport(self._host is not None), text, self.number)
 
     def check(self) -> None:
-        """Raises CommunicationError if the communicator has failed, on this rank or, as far as is known, on another."""
+        """Raises CommunicationError if the communicator has failed. Any thread may ask."""
         if self._failure is not None:
             raise CommunicationError(f"an earlier call on this communicator failed: {self._failure}")
-        for transport in self._transports():
-            try:
-                transport.check()
-            except CommunicationError as error:
-                self.fail(error)
-                raise
 
     def begin(self) -> None:
-        """Notes that a call begins."""
+        """Notes that a call begins. Raises CommunicationError if this rank has failed or heard that another one has."""
         self.stage = Stage.TOGETHER
         self.check()
+        for transport in self._transports():
+            transport.check()
         self.number += 1
         self.stage = Stage.OWN
 

@@ -165,9 +165,11 @@ class MpiTransport(HostMemory):
 
 def _leave() -> None:
     """Is called when the process ends, before mpi4py calls MPI_Finalize."""
-    if not _transports[0]._mpi.Is_finalized():
+    mpi = _transports[0]._mpi
+    if not mpi.Is_finalized():
         for transport in _transports:
-            transport.leave()
+            with contextlib.suppress(mpi.Exception):
+                transport.leave()
         for transport in _transports:
             transport.join()
 
