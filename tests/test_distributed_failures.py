@@ -24,7 +24,10 @@ from support.fake_nccl import SIZE, FakeCommunicator, FakeNccl, fake_streams
 
 import fa2cupy
 import fa2cupy.distributed as dist
+from fa2cupy.cpu import calls as cpu_calls
 from fa2cupy.distributed import nccl as nccl_module
+from fa2cupy.distributed import run as run_module
+from fa2cupy.distributed.lanes import HostLane
 from fa2cupy.distributed.messages import head_of
 from fa2cupy.distributed.mpi import MpiTransport
 from fa2cupy.distributed.nccl import NcclTransport
@@ -204,11 +207,16 @@ def on_threads(trouble, calls, scheme, monkeypatch) -> None:
     check_memory(ranks)
 
 
-def on_mpi(trouble, calls, scheme, monkeypatch) -> None:
-    mpi = FakeMpi(SIZE)
+def fake_mpi(size: int, monkeypatch) -> FakeMpi:
+    """Returns what mpi4py is from now on."""
     package = types.ModuleType("mpi4py")
-    package.MPI = mpi
+    package.MPI = FakeMpi(size)
     monkeypatch.setitem(sys.modules, "mpi4py", package)
+    return package.MPI
+
+
+def on_mpi(trouble, calls, scheme, monkeypatch) -> None:
+    mpi = fake_mpi(SIZE, monkeypatch)
     local = threading.local()
 
     def before_test():
@@ -412,6 +420,26 @@ class TestGpus:
         )
         assert match in texts[3]
 
+    def test_sums_and_whole_arrays_have_a_timeout_unless_a_graph_captures_them(self, gpus, monkeypatch):
+        watched = []
+        monkeypatch.setattr(NcclTransport, "watch", lambda transport: watched.append(transport.rank))
+
+        def calls(comm):
+            barrier.wait(20)
+            before = watched.count(comm.rank)
+            dist.total(comm, place(np.ones(8)))
+            dist.unshard(comm, place(np.ones((1, 8))))
+            barrier.wait(20)
+            return watched.count(comm.rank) - before
+
+        def work(comm):
+            found = [calls(comm), calls(comm)]
+            monkeypatch.setattr(run_module, "is_captured", lambda array: True)
+            return [*found, calls(comm)]
+
+        barrier = threading.Barrier(SIZE)
+        assert on_gpus(gpus, work) == [[2, 2, 0]] * SIZE
+
     @pytest.mark.parametrize("how", ["out of step", "another call"])
     def test_calls_that_do_not_belong_together_are_noticed(self, how, gpus, capfd):
         """When they are done: nothing waits for the host."""
@@ -435,6 +463,65 @@ class TestGpus:
 
         on_gpus(gpus, work, timeout=0.2)
         assert "results of the last calls are not there" in capfd.readouterr().err
+
+
+class TestFailures:
+    @pytest.mark.parametrize("transport", ["threads", "mpi"])
+    def test_the_others_are_told_at_once(self, transport, monkeypatch):
+        mpi = fake_mpi(SIZE, monkeypatch)
+        forward = cpu_calls.forward
+
+        def work(comm):
+            if transport == "mpi":
+                comm = dist.Communicator.from_mpi(mpi.communicator(comm.rank), ranks_per_host=2, timeout=30)
+            local.rank = comm.rank
+            start = time.monotonic()
+            with pytest.raises((dist.CommunicationError, MemoryError)) as caught:
+                for _ in range(3):
+                    dist.forward(comm, *np.ones((3, 1, 8, 4, 8)), scheme="ring")
+            assert time.monotonic() - start < 10
+            with pytest.raises(dist.CommunicationError, match="an earlier call on this communicator failed"):
+                dist.total(comm, np.ones(2))
+            return repr(caught.value)
+
+        def full(*arguments):
+            if local.rank == 1:
+                raise MemoryError("full")
+            return forward(*arguments)
+
+        local = threading.local()
+        monkeypatch.setattr(cpu_calls, "forward", full)
+        texts = dist.simulate(SIZE, work, timeout=30)
+        assert texts[1] == "MemoryError('full')"
+        assert all("has failed with" in text and "full" in text for text in (texts[0], texts[2], texts[3])), texts
+
+    def test_the_callers_lane_waits_for_all_others_after_an_error(self, monkeypatch):
+        """What they still do with the memory of the call comes before what the caller does with it next."""
+
+        class NotingLane(HostLane):
+            def __init__(self):
+                self.waited: list = []
+
+            def record(self):
+                return self
+
+            def wait(self, lane):
+                self.waited.append(lane)
+
+        def fail(*_):
+            lanes[0].waited.clear()
+            raise MemoryError
+
+        lanes = tuple(NotingLane() for _ in range(7))
+        monkeypatch.setattr(run_module, "host_lanes", lambda rank: lanes if rank == 0 else (HostLane(),) * 7)
+        monkeypatch.setattr(cpu_calls, "forward", fail)
+
+        def work(comm):
+            with pytest.raises((MemoryError, dist.CommunicationError)):
+                dist.forward(comm, *np.ones((3, 1, 4, 2, 8)))
+
+        dist.simulate(2, work, timeout=10)
+        assert {*lanes[0].waited} == {*lanes[1:]}
 
 
 class TestForeignMessages:
@@ -465,10 +552,7 @@ class TestForeignMessages:
 class TestMemory:
     def test_messages_that_come_late_change_nothing(self, monkeypatch):
         """Neither what the caller has made since, nor what the other rank reads."""
-        mpi = FakeMpi(2)
-        package = types.ModuleType("mpi4py")
-        package.MPI = mpi
-        monkeypatch.setitem(sys.modules, "mpi4py", package)
+        mpi = fake_mpi(2, monkeypatch)
         late, done = threading.Event(), threading.Event()
 
         def work(comm):
