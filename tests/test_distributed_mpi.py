@@ -1,22 +1,20 @@
-"""Ranks as processes: NumPy arrays by MPI, and how processes without it find each other."""
+"""Ranks as processes: NumPy arrays by MPI, and what launchers tell them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support import CHECKOUT
 
-from fa2cupy.distributed import CommunicationError, Communicator
-from fa2cupy.distributed.rendezvous import broadcast
+from fa2cupy.distributed import Communicator
+from fa2cupy.distributed.launch import launch_of
 
 # Processes write files, since an MPI mixes up the lines that they print and may lose the last ones.
 SAME_AS_ONE_CALL = """
@@ -231,12 +229,50 @@ class TestEnvironment:
             ({"RANK": "0"}, "environment: expected the variables"),
             ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK: expected an int, got 'two'"),
             ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK: expected 0 to 3, below WORLD_SIZE, got 4"),
+            ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK: expected 0 to 3, below WORLD_SIZE, got -1"),
+            ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: expected a positive number of ranks, got 0"),
+            ({"RANK": "0", "WORLD_SIZE": "4294967298"}, "WORLD_SIZE: expected a positive number of ranks, got 42949"),
             ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": ""}, "MASTER_PORT: expected an int, got ''"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "70000"}, "MASTER_PORT: expected a port from 1 to 65535"),
+            (
+                {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "0"},
+                "MASTER_PORT: expected a port from 1 to 65535, got 0",
+            ),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "-1"}, "MASTER_PORT: expected a port from 1 to 65535"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": ""}, "MASTER_ADDR: expected a name or an address of rank"),
         ],
     )
     def test_what_is_wrong_is_named(self, environment, match):
         with pytest.raises(ValueError, match=match):
             Communicator.from_env(environment)
+
+    @pytest.mark.parametrize(
+        ("environment", "expected"),
+        [
+            ({}, "fa2cupy"),
+            ({"TORCHELASTIC_RUN_ID": "none"}, "fa2cupy"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "SLURM_JOB_ID": "12"}, "run 7"),
+            ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "12"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "FA2CUPY_JOB_TOKEN": "secret"}, "secret"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "FA2CUPY_JOB_TOKEN": ""}, "run 7"),
+        ],
+    )
+    def test_a_job_has_a_token(self, environment, expected):
+        assert launch_of({"RANK": "0", "WORLD_SIZE": "2", **environment}).token == expected
+
+    @pytest.mark.parametrize(
+        ("rank", "size", "environment", "expected"),
+        [
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE": "prterun-a-5@1"}, "prterun-a-5@1"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"OMPI_MCA_ess_base_jobid": "77"}, "77"),
+            ("PMI_RANK", "PMI_SIZE", {"PMI_JOBID": "12.3"}, "12.3"),
+            ("PMI_RANK", "PMI_SIZE", {}, "fa2cupy"),
+            ("SLURM_PROCID", "SLURM_NTASKS", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "12/3"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "fa2cupy"),
+        ],
+    )
+    def test_launchers_name_their_jobs(self, rank, size, environment, expected):
+        assert launch_of({rank: "0", size: "2", **environment}).token == expected
 
     def test_numpy_arrays_are_refused(self):
         import numpy as np
@@ -244,32 +280,3 @@ class TestEnvironment:
         comm = Communicator.from_env({"RANK": "0", "WORLD_SIZE": "2"})
         with pytest.raises(TypeError, match=r"NumPy arrays travel by MPI.*Communicator.from_mpi"):
             comm.transport_of(np.zeros(3))
-
-
-class TestRendezvous:
-    @staticmethod
-    def free_port() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return server.getsockname()[1]
-
-    def test_all_ranks_get_the_numbers_of_rank_0(self):
-        numbers, address = list(range(-64, 64)), ("127.0.0.1", self.free_port())
-        with ThreadPoolExecutor(4) as pool:
-            # Rank 0 comes last: the others try again until it listens.
-            calls = [pool.submit(broadcast, rank, 4, None if rank else numbers, address, 10.0) for rank in (1, 2, 3, 0)]
-            assert [call.result() for call in calls] == [numbers] * 4
-
-    def test_ranks_that_do_not_come_are_named(self):
-        address = ("127.0.0.1", self.free_port())
-        with pytest.raises(CommunicationError, match=r"rank 0 has waited 0.2 s for ranks \[1, 2\] to connect"):
-            broadcast(0, 3, [1], address, 0.2)
-        with pytest.raises(CommunicationError, match="rank 2 has tried for 0.2 s to reach rank 0 at 127.0.0.1"):
-            broadcast(2, 3, None, address, 0.2)
-
-    def test_one_rank_meets_nobody(self):
-        assert broadcast(0, 1, [5], ("127.0.0.1", 1), 0.1) == [5]
-
-    def test_a_port_that_is_taken(self):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            with pytest.raises(CommunicationError, match="rank 0 cannot listen at 127.0.0.1:"):
-                broadcast(0, 2, [1], server.getsockname(), 1.0)

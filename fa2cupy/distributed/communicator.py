@@ -10,19 +10,12 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ..system.locks import new_lock
+from .launch import launch_of
 from .messages import CommunicationError, Transport, all_texts, is_on_host
 
 __all__ = ["Communicator", "Stage"]
 
 _TIMEOUT_S = 600.0
-#: Names of a rank, the number of ranks, and that of the ranks of a host, which may be missing: those of torchrun,
-#: Open MPI, MPICH and its relatives, and Slurm.
-_ENVIRONMENTS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
-)
 
 
 class Stage(enum.Enum):
@@ -188,7 +181,9 @@ class Communicator:
 
         RANK and WORLD_SIZE are those of torchrun; the variables of Open MPI, MPICH and Slurm are read where they are
         missing. The process with rank 0 listens at MASTER_ADDR (``127.0.0.1`` by default) and MASTER_PORT (29500) and
-        passes NCCL's identifier on. NCCL's communicator is made at the first call, on the device that is current then.
+        passes NCCL's identifier on, to processes of the same job: those with the same FA2CUPY_JOB_TOKEN, by default
+        the launcher's name of the job. NCCL's communicator is made at the first call, on the device that is current
+        then.
 
         Parameters
         ----------
@@ -203,21 +198,20 @@ class Communicator:
         Raises
         ------
         ValueError
-            The variables are missing or are no numbers.
+            The variables are missing or have no meaning.
         """
         given = os.environ if environment is None else environment
         check_timeout(timeout)
-        rank, size, in_host = _rank_and_size(given)
-        address = given.get("MASTER_ADDR", "127.0.0.1")
-        port = _number(given, "MASTER_PORT", "29500")
+        launch = launch_of(given)
 
         def device() -> Transport:
             from .nccl import connect
             from .rendezvous import broadcast
 
-            return connect(rank, size, lambda own: broadcast(rank, size, own, (address, port), timeout), timeout)
+            return connect(launch.rank, launch.size, lambda own: broadcast(launch, own, timeout), timeout)
 
-        return cls(rank, size, None, device, in_host if ranks_per_host is None else ranks_per_host)
+        in_host = launch.ranks_per_host if ranks_per_host is None else ranks_per_host
+        return cls(launch.rank, launch.size, None, device, in_host)
 
     def takes_host(self, array: object) -> bool:
         """True if messages of this array's library are those of the host.
@@ -307,24 +301,3 @@ def check_ranks_per_host(ranks_per_host: object, size: int) -> int:
     if ranks_per_host < 1 or size % ranks_per_host:
         raise ValueError(f"ranks_per_host: expected a divisor of the {size} ranks, got {ranks_per_host}")
     return ranks_per_host
-
-
-def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """The rank, the number of ranks, and that of a host's ranks: None if it is not told, or differs between hosts."""
-    for *names, in_host in _ENVIRONMENTS:
-        if all(name in environment for name in names):
-            rank, size = (_number(environment, name) for name in names)
-            if not 0 <= rank < size:
-                raise ValueError(f"{names[0]}: expected 0 to {size - 1}, below {names[1]}, got {rank}")
-            of_host = _number(environment, in_host, "0")
-            return rank, size, of_host if of_host > 0 and size % of_host == 0 else None
-    wanted = "; ".join(" and ".join(names) for *names, _ in _ENVIRONMENTS)
-    raise ValueError(f"environment: expected the variables of a launcher ({wanted}), and there are none")
-
-
-def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environment.get(name, default)
-    try:
-        return int(str(text))
-    except ValueError:
-        raise ValueError(f"{name}: expected an int, got {text!r}") from None
