@@ -202,13 +202,13 @@ def test_slow_clients_hold_up_nobody_and_the_time_is_that_of_the_whole(job, pool
 
     job = job._replace(size=3)
     start = time.monotonic()
-    rank_0 = begin(pool, job, timeout=0.8)
+    rank_0 = begin(pool, job, timeout=1.2)
     slow = [pool.submit(dribble) for _ in range(3)]
     assert broadcast(job._replace(rank=1), None, 10.0) == IDENTIFIER
-    assert time.monotonic() - start < 0.7
-    with pytest.raises(CommunicationError, match=r"rank 0 has waited 0.8 s for ranks \[2\] to connect"):
+    assert not rank_0.done()
+    with pytest.raises(CommunicationError, match=r"rank 0 has waited 1.2 s for ranks \[2\] to connect"):
         rank_0.result(10)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 3.0
     stop.set()
     for call in slow:
         call.result()
@@ -223,7 +223,7 @@ def test_long_messages_are_not_read(job, pool):
 
 
 def test_what_was_refused_is_in_the_last_error(job, pool):
-    rank_0 = begin(pool, job, timeout=0.5)
+    rank_0 = begin(pool, job, timeout=1.0)
     with pytest.raises(CommunicationError, match="WORLD_SIZE"):
         broadcast(job._replace(rank=1, size=3), None, 10.0)
     with pytest.raises(CommunicationError, match=r"for ranks \[1\] to connect .*; refused: 127.0.0.1: WORLD_SIZE"):
