@@ -336,6 +336,28 @@ class TestAgreement:
 
         dist.simulate(SIZE, work, timeout=10)
 
+    def test_on_functions_by_what_they_compute(self):
+        """As processes do, each rank has functions of its own; equal numbers make them equal."""
+        whole = make_inputs("float64", seqlen_q=16, num_heads=2, num_heads_kv=2, head_dim=4)
+
+        def work(comm, score_mod, mask_mod):
+            own = [dist.shard(comm, x) for x in whole[:3]]
+            return dist.unshard(comm, dist.forward(comm, *own, score_mod=score_mod, mask_mod=mask_mod)[0])
+
+        def score_mod(factor):
+            return lambda score, b, h, q, k: score * factor
+
+        def mask_mod(distance):
+            return lambda b, h, q, k: abs(q - k) < distance
+
+        found = dist.simulate(SIZE, lambda comm: work(comm, score_mod(2.0), mask_mod(5)), timeout=10)
+        expected, _ = fa2cupy.forward(*whole[:3], score_mod=score_mod(2.0), mask_mod=mask_mod(5))
+        np.testing.assert_allclose(found[0], expected, atol=1e-12)
+        with pytest.raises(ValueError, match="^score_mod: expected the same on all ranks"):
+            dist.simulate(SIZE, lambda comm: work(comm, score_mod(2.0 + comm.rank), mask_mod(5)), timeout=10)
+        with pytest.raises(ValueError, match="^mask_mod: expected the same on all ranks"):
+            dist.simulate(SIZE, lambda comm: work(comm, score_mod(2.0), mask_mod(5 + comm.rank)), timeout=10)
+
     def test_on_the_same_error_twice(self, pair):
         pair.run(lambda comm: check_errors(lambda arrays: call(comm, "forward", arrays, {"softcap": 3.0}), comm.rank))
 
