@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy.typing as npt
 
+from .errors import UnsupportedProblemError
 from .families.device import DeviceInfo, current_device
-from .families.operations import METHODS
+from .families.operations import METHODS, operation_named
 from .families.registry import choose_family
 from .families.simt import SIMT
 from .families.tile import TileConfig
 from .jit.cache import cached_kernels
 from .jit.compiler import CompiledKernel
 from .jit.spec import KernelSpec
-from .plan.specs import default_specs
+from .plan.specs import OF_BACKWARD, decode_specs, default_specs, merge_spec
 from .problem.arguments import check_bool
 from .problem.array_types import Array
 from .problem.choices import check_dtype, check_head_dim, check_jobs, check_method, feature_combinations, one_or_many
@@ -44,6 +45,7 @@ def precompile(
     head_dim_v: int | None = None,
     config: TileConfig | Mapping[str, TileConfig] | None = None,
     family: str | None = None,
+    decode: bool = True,
     jobs: int | None = None,
     progress: bool = False,
 ) -> list[CompiledKernel]:
@@ -54,8 +56,8 @@ def precompile(
     archs : str or iterable of str, optional
         Architectures such as ``["sm_80", "sm_90"]``; by default that of the current device.
     dtypes, head_dims, causal, methods : optional
-        One value or several each. The calls are the forward, and the backward with each method, for every combination;
-        ``methods=()`` leaves the backward out.
+        One value or several each. The calls are the forward, the backward with each method, `decode` and `merge`, for
+        every combination; ``methods=()`` leaves the backward out.
     features : str, iterable of str, or iterable of those, optional
         Features of the calls, by keyword. ``("window", "softcap")`` are calls that have both;
         ``[(), ("window",), ("window", "sink")]`` are three kinds of calls, the first without features. The names are
@@ -74,6 +76,10 @@ def precompile(
         Tiles instead of the default ones, as for `forward` and `backward`.
     family : str, optional
         As for `forward`.
+    decode : bool, optional
+        False leaves out the kernels of `decode` and `merge`, as for training. Forwards of a few queries then wait for a
+        compiler, too: they have the kernels of `decode`. There are two to six of these for each dtype, head_dim, mask
+        and combination of features, and none for features that `decode` does not have, functions, `config` or `family`.
     jobs : int, optional
         Number of kernels that are compiled at a time; one per CPU by default.
     progress : bool, optional
@@ -97,9 +103,10 @@ def precompile(
 
     Notes
     -----
-    Kernels do not depend on lengths, numbers of heads or values, so that these kernels serve all such calls, with one
-    exception: on Hopper, 16-bit calls with a ``softmax_scale`` or strides that are not positive, or without
-    cuda-bindings, take the kernels of ``family="sm80"``. Calls with a bias in either of its dtypes are covered.
+    Kernels do not depend on lengths, numbers of heads or values, nor on `num_splits`, pages or appended rows, so that
+    these kernels serve all such calls, with one exception: on Hopper, 16-bit calls with a ``softmax_scale`` or strides
+    that are not positive, or without cuda-bindings, take the kernels of ``family="sm80"``. Calls with a bias in either
+    of its dtypes are covered.
 
     Examples
     --------
@@ -118,6 +125,7 @@ def precompile(
     masks, passes = one_or_many(causal), [None, *map(check_method, one_or_many(methods))]
     for masked in masks:
         check_bool("causal", masked)
+    check_bool("decode", decode)
     combinations, jobs = feature_combinations(features), check_jobs(jobs)
     functions: FeatureKeywords = {
         "score_mod": score_mod, "score_args": score_args, "mask_mod": mask_mod, "mask_args": mask_args
@@ -133,6 +141,12 @@ def precompile(
             for num_splits in _numbers_of_splits(*call):
                 found = default_specs(*call, features=names, config=config, num_splits=num_splits, functions=functions)
                 specs |= dict.fromkeys(found)
+    if decode and config is None and family is None:
+        for kind in itertools.product(devices, dtypes, head_dims, masks):
+            for names in combinations:
+                specs |= dict.fromkeys(_of_few_queries(*kind, names, functions))
+        for device, dtype, head_dim in itertools.product(devices, dtypes, [n for n in columns if n] or head_dims):
+            specs[merge_spec(device, dtype, head_dim)] = None
     jobs = jobs or os.cpu_count() or 1
     if not progress:
         return cached_kernels(list(specs), jobs)
@@ -144,6 +158,26 @@ def _families(device: DeviceInfo, dtype: str, method: str | None, family: str | 
     """The family; where that of parts is the default one, IEEE arithmetic as well, which short calls have."""
     chosen = choose_family("backward" if method else "forward", dtype, device, family)
     return [family, SIMT.name] if family is None and chosen.multiplies_parts else [family]
+
+
+def _of_few_queries(
+    device: DeviceInfo,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    names: tuple[str, ...],
+    functions: FeatureKeywords,
+) -> list[KernelSpec]:
+    """The kernels of `decode` with these features, none if it does not have them all or no tile fits the device."""
+    features = [name for name in names if name not in OF_BACKWARD]
+    known = operation_named("decode").features
+    if not set(features) <= set(known) or any(functions.get(name) for name in ("score_mod", "mask_mod")):
+        return []
+    step = choose_family("decode", dtype, device).head_dim_step
+    try:
+        return decode_specs(device, dtype, -(-head_dim // step) * step, causal, features=features)
+    except UnsupportedProblemError:
+        return []
 
 
 def _numbers_of_splits(

@@ -65,8 +65,9 @@ def forward(
         for tests and sweeps. NumPy ignores it.
     num_splits : int, optional
         Number of blocks that share the work on a tile, 1 to 16, instead of the one that a model finds fastest. More
-        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. NumPy ignores
-        it.
+        than one fill the GPU where tiles are few; their partial results are combined in a fixed order. With 1 the bits
+        of a sequence's results do not depend on the sequences beside it, as the model's number does. For float32 and
+        float64, 1 is the only number. NumPy ignores it.
     precision : {None, "ieee", "split"}, optional
         Arithmetic of float32 data on the GPU. None multiplies on tensor cores where they are faster, as accurate as
         float32 arithmetic, and there are kernels (see Notes), and elsewhere on CUDA cores; ``"ieee"``, on CUDA cores;
@@ -189,9 +190,18 @@ def forward(
     (``//`` and ``%`` of ints, with the rounding of Python), comparisons, ``& | ~``, elements such as ``table[h, k]`` of
     their arrays, ``x.astype(int)``, and NumPy's where, minimum, maximum, clip, abs, exp, exp2, log, log1p, tanh, sqrt,
     sin, cos, floor, power and logical functions. An array that is indexed for all its axes but the last one, such as
-    ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. Ints have 32 bits; floats have the
-    dtype of lse. An index outside an array raises IndexError: np.clip keeps it inside. Derivatives are found from the
-    expressions; comparisons, floor and ints have none.
+    ``x[b, q]``, is a vector of at most 256 elements, for ``.sum()`` and ``np.dot``. An index outside an array raises
+    IndexError: np.clip keeps it inside. Derivatives are found from the expressions; comparisons, floor and ints have
+    none. At a corner or a tie the derivative is one of those of the two sides; where a factor of the chain rule is 0
+    and another one infinite, it is 0, as for ``np.sqrt(np.where(x > 0, x, 0))`` or the exponent of ``0 ** p``.
+
+    Ints of functions have 32 bits and wrap around; there may be up to 2**30 positions. ``x.astype(int)`` cuts off
+    towards 0, gives the nearest of these ints for a number out of range, and 0 for NaN. Floats have the dtype of lse:
+    ``q / 49`` is a float32 number for float32 and 16-bit data, while NumPy makes a float64 number of an array of ints.
+    Where a comparison, np.floor or an int follows, kernels round sums, products, quotients and square roots one by one
+    and to the same bits as NumPy in that dtype, so that ``np.floor(q / 49)`` is exact at multiples. The other functions
+    of NumPy, and powers of floats but 2, 1, 0.5, 0 and -1, have errors of a few last bits. Where no such operation
+    follows, kernels may add a product without rounding it, and multiply by the reciprocal of a constant divisor.
 
     On the GPU a function is compiled into the kernels; functions with the same expression share them. An index outside
     an array is clamped, and the values of ints are not checked. A function with which kernels would take minutes to
@@ -312,7 +322,8 @@ def backward(
         ``"two_pass"`` computes every tile twice, for dq and for dk and dv, without atomics or a workspace. None is the
         faster one.
     deterministic : bool, optional
-        Allows only methods whose results are bit-reproducible from run to run.
+        Allows only methods whose results have the same bits from run to run. With ``num_splits=1`` they do not depend
+        on the sequences beside, either.
     out : tuple of (ndarray or None), optional
         Arrays ``(dq, dk, dv)``, and dbias, dsink and dscore_args if requested, to write the results to. They must not
         overlap each other or an input; views such as ``dqkv[:, :, 0]`` and ``dqkv[:, :, 1]`` of a packed array do not
@@ -324,8 +335,9 @@ def backward(
         As for `forward`; the family must have every kernel of the method.
     num_splits : int, optional
         Number of blocks that share the work on a tile of keys, 1 to 16: the query heads of its group, and ranges of
-        queries. None is the one that a model finds fastest. Their dk and dv are summed in float32 in a fixed order.
-        NumPy ignores it.
+        queries. None is the one that a model finds fastest. Their dk and dv are summed in float32, in ``two_pass`` in a
+        fixed order, in ``single_pass`` by atomic additions. For float32 and float64, 1 is the only number. NumPy
+        ignores it.
     precision : {None, "ieee", "split"}, optional
         As for `forward`, and the same as there: weights of one arithmetic do not sum to 1 with the lse of another.
 
@@ -336,7 +348,8 @@ def backward(
         (float64 for float64 data).
     dbias, dsink : ndarray, shapes and dtypes of bias, sink
         The requested ones. dbias is summed over broadcast axes in lse's dtype, on the GPU with atomics; without such
-        axes it is bit-reproducible. On the GPU, dbias implies ``"two_pass"`` in all families but ``"simt"``.
+        axes it has the same bits from run to run. On the GPU, dbias implies ``"two_pass"`` in all families but
+        ``"simt"``.
     *dscore_args : ndarray, shapes and dtypes of the floating-point arrays in score_args
         If requested, one result for each of them, summed in lse's dtype (on NumPy in float64). On the GPU they are
         summed with atomics, which `deterministic` refuses, and imply ``"two_pass"`` in all families but ``"simt"``.
@@ -360,10 +373,10 @@ def backward(
     for K/V heads that the forward leaves to CUDA cores, or of which do is the only reason to. An lse of more keys than
     k has, as `merge` gives, is taken as it is.
 
-    ``two_pass`` is bit-reproducible, and so is NumPy. ``single_pass`` on the GPU is not, because the order of its
-    atomic additions varies: for float16, bfloat16, and float32 on tensor cores, in dq, which is added up in
-    a float32 workspace of its size, and in dk and dv where blocks share tiles, and otherwise for float32 and float64 in
-    dk and dv. Its other results are bit-reproducible.
+    ``two_pass`` has the same bits from run to run, and so has NumPy. ``single_pass`` on the GPU has not, because the
+    order of its atomic additions varies: on tensor cores, in dq, which is added up in a float32 workspace of its size,
+    and in dk and dv where blocks share tiles, which ``num_splits=1`` excludes; on CUDA cores in dk and dv. Its other
+    results have the same bits. The README has a table of that, also for a sequence alone and beside others.
 
     The default method and number of splits are those with the shortest time that a model estimates from the shapes. Its
     constants are fitted to times on an H100 (``fa2cupy/families/estimate.py``). For float32 on tensor
@@ -427,8 +440,9 @@ def merge(
     -----
     With weights exp(lse_s - lse), lse = log(sum_s exp(lse_s)) and o = sum_s exp(lse_s - lse) o_s: the second half of
     attention with split keys (Dao et al. 2023, Flash-Decoding), of cascades over shared prefixes, and of keys that are
-    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that results are
-    bit-reproducible. A sink must be in one part only: passed in each, it would count several times.
+    spread over several GPUs. Sums are in lse's dtype and in the order of the parts, so that the bits of a
+    row's results depend on its parts alone. A sink must be in one part only: passed in each, it would count several
+    times.
 
     Examples
     --------
@@ -461,6 +475,7 @@ def decode(
     softmax_scale: float | None = None,
     layout: str = "bshd",
     out: tuple[Array | None, ...] | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Array, Array]:
     """Attention of a few new queries to a cache of keys and values, as in generation.
 
@@ -478,8 +493,11 @@ def decode(
         are not read.
     k, v : ndarray, shape (batch, new rows, num_heads_kv, head_dim), optional
         Keys and values to append: they are written to the cache behind the rows of each sequence, and count as keys of
-        this call. The caller adds their number to `cache_seqlens` before the next one. Pages that are written must
-        belong to one sequence only.
+        this call. The caller adds their number to `cache_seqlens` before the next one. The caches are then outputs:
+        they must be writable, each row needs memory of its own, and they must not overlap each other or another
+        argument. Caches that are only read may do all of that, such as a prefix that is broadcast to all sequences.
+        Pages that are written must belong to one sequence only: NumPy checks it; on the GPU, where `block_table` is not
+        read on the host, rows of two sequences at one place overwrite each other in any order.
     block_table : ndarray of int32, shape (batch, pages of a sequence), optional
         The numbers of the pages that hold rows 0 to page_size - 1 of a sequence, the rows after these, and so on.
         Entries behind the last row of a sequence are not used.
@@ -495,6 +513,10 @@ def decode(
         page_size, head_dim) for the cache.
     out : tuple of (ndarray or None), optional
         Arrays ``(o, lse)`` to write the results to. They must not overlap each other or an input.
+    num_splits : {None, 1}, optional
+        With 1, one block has all keys of a sequence and K/V head, so that the bits of a sequence's results do not
+        depend on other sequences. It is slower where sequences times K/V heads are fewer than the GPU's
+        multiprocessors, or lengths are ragged. NumPy checks it; its results never depend on other sequences.
 
     Returns
     -------
@@ -507,7 +529,8 @@ def decode(
     ------
     TypeError, ValueError, UnsupportedProblemError, KernelCompileError, KernelLaunchError
         As for `forward`. On NumPy also ValueError for lengths that are negative or larger than the cache, and for
-        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`. On GPUs also
+        entries of `block_table` that rows of a sequence need and that are not pages of `k_cache`, or that two sequences
+        have where rows are written. On GPUs also
         UnsupportedProblemError where two tiles of keys and values do not fit in shared memory: in float64 beyond
         head_dim 160 (96 on Turing, 64 on Pascal) except on compute capability 8.0, 9.0 and 10.x, in float32 beyond
         192 on Turing and 160 on Pascal.
@@ -518,7 +541,8 @@ def decode(
 
     On the GPU the query heads that share a K/V head are rows of one tile, so that keys and values are read once for
     all of them, and the keys of all sequences are divided evenly among the blocks of one launch, which merge their
-    results in a fixed order: results are bit-reproducible. Lengths and pages are read on the device, and no call waits
+    results in a fixed order: results have the same bits from run to run, but the cuts depend on the lengths of all
+    sequences, and bits with them. Lengths and pages are read on the device, and no call waits
     for the host. They may change between launches of a CUDA graph that has captured the call. There they cannot raise
     an error: lengths are clamped to the cache and pages to those that exist. Workspaces and streams are as for
     `forward`. Rows of the cache must be contiguous and, for 16-bit data, start on 16 bytes: a cache is never copied.
@@ -541,6 +565,6 @@ def decode(
     if not (window is None and softcap is None and alibi_slopes is None and sink is None):
         keywords = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         given = {name: value for name, value in keywords.items() if value is not None}
-    options = call_options(causal, softmax_scale, layout)
+    options = call_options(causal, softmax_scale, layout, num_splits=num_splits)
     backend = backend_of("q", q)
     return backend.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, given)

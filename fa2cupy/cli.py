@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"features of the calls, which have them all; repeat it for other calls: {', '.join(CALL_KEYWORDS)}",
     )
+    ahead.add_argument(
+        "--no-decode",
+        action="store_true",
+        help="leave out decode, merge and forwards of a few queries, as for training",
+    )
     ahead.add_argument("--jobs", type=int, metavar="N", help="compilers at a time; one per CPU by default")
     ahead.set_defaults(run=_precompile)
 
@@ -114,6 +119,7 @@ def _info(_: argparse.Namespace) -> int:
 
 def _precompile(options: argparse.Namespace) -> int:
     calls = {"dtypes": options.dtypes, "head_dims": options.head_dims, "head_dim_v": options.head_dim_v}
+    calls["decode"] = not options.no_decode
     try:
         kernels = precompile(
             options.archs or None, **calls, features=options.features or (), jobs=options.jobs, progress=True

@@ -11,7 +11,7 @@ from .backends import backend_of
 from .problem.arguments import array_backend
 from .problem.array_types import Array
 from .problem.block_mask import DEFAULT_TILE, BlockMask, check_length, check_tile
-from .problem.function_checks import bound_function
+from .problem.function_checks import bound_function, check_positions
 
 __all__ = ["block_mask"]
 
@@ -65,6 +65,8 @@ def block_mask(
     one kernel that is compiled for it. The mask is not formed: memory is that of the map, one byte for each tile, and
     on NumPy of a strip.
 
+    Floats of the function are float32, also in a map for float64 data.
+
     Examples
     --------
     >>> import fa2cupy
@@ -78,6 +80,7 @@ def block_mask(
     function = bound_function("mask_mod", mask_mod, mask_args)
     lengths = check_length("seqlen_q", seqlen_q), check_length("seqlen_k", seqlen_k)
     batch, num_heads = check_length("batch", batch), check_length("num_heads", num_heads)
+    check_positions("mask_mod", (batch, num_heads, *lengths))
     tile = check_tile(tile)
     named = {f"mask_args[{number}]": array for number, array in enumerate(mask_args)}
     named |= {} if like is None else {"like": like}

@@ -263,8 +263,9 @@ def sample_lines(training: Training, count: int) -> list[str]:
     context, held_out = training.settings.context, training.corpus.held_out
     count = min(count, context // 2)
     prompt = np.stack([held_out[start : start + min(64, context // 2)] for start in range(0, 4 * 64, 64)])
-    cached = sample_with_cache(training.model, training.arrays, prompt, max(2, count))
-    whole = sample_without_cache(training.model, training.arrays, prompt, max(2, min(count, 32)))
+    model = training.whole_model()  # with several ranks, the first one samples alone
+    cached = sample_with_cache(model, training.arrays, prompt, max(2, count))
+    whole = sample_without_cache(model, training.arrays, prompt, max(2, min(count, 32)))
     return [
         f"a sample of {count} bytes behind {prompt.shape[1]}:",
         *(f"  | {line}" for line in cached.text.splitlines()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -17,6 +19,7 @@ from support.feature_cases import METHODS, accumulator, booleans, inputs_of, num
 
 import fa2cupy
 from fa2cupy import BlockMask, TileConfig, UnsupportedProblemError, ahead, cli
+from fa2cupy.families.device import DeviceInfo
 from fa2cupy.jit import cache
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
@@ -137,7 +140,7 @@ def launched_by(
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
 def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_features(listed, monkeypatch, kind, names):
     arch, dtype, family = kind
-    ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family)
+    ahead_of_calls = listed(arch, dtypes=dtype, head_dims=60, features=names, family=family, decode=False)
     assert launched_by(monkeypatch, kind, names, 60, None) == ahead_of_calls
 
 
@@ -146,7 +149,7 @@ def test_calls_use_exactly_the_kernels_that_are_compiled_ahead_for_their_feature
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(filter(None, kind)))
 def test_v_of_its_own_head_dim_uses_the_kernels_of_the_wider(listed, monkeypatch, kind, names, head_dim, head_dim_v):
     arch, dtype, family = kind
-    options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family}
+    options = {"features": names, "head_dims": head_dim, "head_dim_v": head_dim_v, "family": family, "decode": False}
     assert launched_by(monkeypatch, kind, names, head_dim, head_dim_v) == listed(arch, dtypes=dtype, **options)
 
 
@@ -173,12 +176,137 @@ def test_calls_with_functions_use_exactly_the_kernels_that_are_compiled_ahead(li
 
     arch, dtype, family = kind
     examples = functions((1, 1), (1, 1, 7), (1, 1))
-    ahead_of_calls = listed(
-        arch, dtypes=dtype, head_dims=60, features=names, family=family, **examples, return_dscore_args=True
-    )
+    kind_of_calls = {"dtypes": dtype, "head_dims": 60, "features": names, "family": family, "decode": False}
+    ahead_of_calls = listed(arch, **kind_of_calls, **examples, return_dscore_args=True)
     own = functions((4, 5), (3, 60, 7), (3, 60))
     assert launched_by(monkeypatch, kind, names, 60, None, own) == ahead_of_calls
     assert any("dscore_args" in spec.features for spec in ahead_of_calls)
+
+
+# ---------------------------------------------------------------------------------- after it no drawn call compiles
+
+
+class DrawnCalls:
+    """Calls of one dtype, head_dim and combination of features, made on a fake GPU whose kernels do nothing."""
+
+    def __init__(self, rng: np.random.Generator, dtype: str, head_dim: int, names: tuple[str, ...]):
+        self.rng, self.dtype, self.head_dim, self.names = rng, dtype, head_dim, names
+        self.is_half = dtype in ("float16", "bfloat16")
+        self.is_packed = "cu_seqlens" in names
+
+    def one_of(self, *values):
+        return values[self.rng.integers(len(values))]
+
+    def array(self, *shape, dtype=None):
+        from support.fake_cupy import FakeArray
+
+        return FakeArray(shape, inputs_of(self.dtype, **FIXED, head_dim=8)[0].dtype if dtype is None else dtype)
+
+    def sizes(self) -> None:
+        """Draws the sizes of a call: few rows for many sequences, or many."""
+        self.batch = self.one_of(1, 2, 3, 17, 40)
+        self.heads_kv, group = self.one_of(1, 2, 3), self.one_of(1, 2, 4, 5, 16)
+        self.heads = self.heads_kv * group
+        longest = 3 if self.batch * self.heads > 100 else 9
+        lengths = (1, 2, 3, 7, 16, 33, 64, 129, 300)[:longest]
+        self.rows, self.keys = self.one_of(*lengths), self.one_of(*lengths, 130)
+        self.layout = self.one_of("bshd", "bhsd")
+        if self.is_packed:  # so many sequences in all rows
+            self.sequences, self.batch = self.batch, 1
+
+    def laid_out(self, rows: int, heads: int, batch: int | None = None):
+        batch = self.batch if batch is None else batch
+        shape = (batch, rows, heads) if self.layout == "bshd" else (batch, heads, rows)
+        return self.array(*shape[self.is_packed :], self.head_dim)
+
+    def features(self) -> dict:
+        wide = accumulator(self.dtype)
+        options = {
+            "window": {"window": self.one_of((9, 4), (None, 0), (3, None))},
+            "softcap": {"softcap": 20.0},
+            "alibi_slopes": {"alibi_slopes": self.array(self.heads, dtype=wide)},
+            "sink": {"sink": self.array(self.heads, dtype=wide)},
+            "bias": {"bias": self.array(self.heads, 1, self.keys)},
+        }
+        if self.is_packed:
+            ends = self.array(self.sequences + 1, dtype="int32")
+            options["cu_seqlens"] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        return {key: value for name in self.names for key, value in options[name].items()}
+
+    def attention(self) -> None:
+        from support import fake_gpu
+
+        q, o = self.laid_out(self.rows, self.heads), self.laid_out(self.rows, self.heads)
+        k, v = self.laid_out(self.keys, self.heads_kv), self.laid_out(self.keys, self.heads_kv)
+        num_splits = self.one_of(None, None, 1, 2, 7, 16) if self.is_half else self.one_of(None, 1)
+        options = {"causal": self.one_of(False, True), "layout": self.layout, "num_splits": num_splits}
+        options |= {"precision": self.one_of(None, "ieee")} if self.dtype == "float32" else {}
+        options |= self.features()
+        _, lse = fake_gpu.forward(q, k, v, **options)
+        method = self.one_of(None, *METHODS)
+        how = {"deterministic": self.one_of(False, True)} if method != "single_pass" else {}
+        fake_gpu.backward(q, k, v, o, lse, o.copy(), method=method, **how, **options)
+
+    def decode(self) -> None:
+        from support import fake_gpu
+
+        q, pages = self.laid_out(self.rows, self.heads), self.one_of(None, 16, 48)
+        new = self.one_of(0, 0, 1, self.rows)
+        options = {"k": self.laid_out(new, self.heads_kv), "v": self.laid_out(new, self.heads_kv)} if new else {}
+        if pages is None:
+            caches = (self.laid_out(self.keys + new, self.heads_kv) for _ in "kv")
+        else:
+            columns = -(-(self.keys + new) // pages)
+            options["block_table"] = self.array(self.batch, columns, dtype="int32")
+            caches = (self.laid_out(pages, self.heads_kv, self.batch * columns) for _ in "kv")
+        options |= {"causal": self.one_of(False, True), "num_splits": self.one_of(None, 1), "layout": self.layout}
+        fake_gpu.decode(q, *caches, self.array(self.batch, dtype="int32"), **options, **self.features())
+
+    def merge(self) -> None:
+        from support import fake_gpu
+
+        shape, wide = (3, self.batch, self.rows, self.heads), accumulator(self.dtype)
+        fake_gpu.merge(self.array(*shape, self.head_dim), self.array(3, self.batch, *shape[:1:-1], dtype=wide))
+
+
+KINDS_OF_CALLS = ((), ("window", "softcap"), ("alibi_slopes", "sink"), ("bias",), ("window", "cu_seqlens"))
+
+
+@pytest.mark.sample(arch=("sm_80", "sm_90"), dtype=("float16", "bfloat16"), names=((), ("alibi_slopes", "sink")))
+@pytest.mark.parametrize("names", KINDS_OF_CALLS, ids="+".join)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim"),
+    [
+        ("sm_90", "bfloat16", 64), ("sm_90", "float32", 60), ("sm_80", "float16", 128), ("sm_80", "float32", 64),
+        ("sm_86", "float16", 256), ("sm_75", "float32", 128), ("sm_89", "float64", 192), ("sm_120", "bfloat16", 40),
+    ],
+)  # fmt: skip
+def test_no_call_compiles_after_it(listed, monkeypatch, arch, dtype, head_dim, names):
+    """Draws forwards, backwards, calls of decode and merges, for GPUs with few and many multiprocessors."""
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from support.fake_gpu import fake_gpu
+
+    from fa2cupy.families import sm90
+
+    monkeypatch.setattr(sm90, "_can_encode_maps", lambda: True)
+    ahead_of_calls = listed(arch, dtypes=dtype, head_dims=head_dim, features=names)
+    drawn = DrawnCalls(np.random.default_rng(head_dim), dtype, head_dim, names)
+    decodes = {"bias", "cu_seqlens"}.isdisjoint(names)
+    for multiprocessors in (7, 132):
+        device = dataclasses.replace(DeviceInfo.named(arch), multiprocessors=multiprocessors)
+        with fake_gpu(monkeypatch, device, run=lambda launch: None) as launched:
+            for _ in range(12):
+                drawn.sizes()
+                with contextlib.suppress(UnsupportedProblemError):  # shared memory, or features that decode has not
+                    drawn.attention()
+                if decodes:
+                    with contextlib.suppress(UnsupportedProblemError):
+                        drawn.decode()
+                drawn.merge()
+        assert {stage.spec for stage in launched} <= ahead_of_calls
+        operations = {stage.spec.operation for stage in launched}
+        fits = (arch, dtype) != ("sm_89", "float64")  # which has too little shared memory
+        assert {"forward", "merge"} <= operations and ("decode" in operations) == (decodes and fits)
 
 
 def test_several_combinations_are_several_kinds_of_calls(listed):
@@ -193,7 +321,7 @@ def test_one_value_is_as_good_as_a_list_of_one(listed):
     lists = listed(["sm_80"], dtypes=["float16"], head_dims=[64], causal=[True], methods=["two_pass"])
     assert listed("sm_80", dtypes="float16", head_dims=64, causal=True, methods="two_pass") == lists
     whole = {spec.operation for spec in lists if not spec.is_split}
-    assert whole == {"forward", "merge_forward", "delta", "backward_dq", "backward_dkdv", "sum_dkdv"}
+    assert whole == {"forward", "merge_forward", "delta", "backward_dq", "backward_dkdv", "sum_dkdv", "decode", "merge"}
     assert {spec.operation for spec in lists if spec.is_split} == {"forward", "backward_dkdv"}
     assert listed("sm_80", dtypes=np.float16, head_dims=np.array([64]), causal=np.True_, methods="two_pass") == lists
 
@@ -225,6 +353,7 @@ WRONG = {
     "causal": ("sm_80", {"causal": [0, 1]}, TypeError, "^causal: expected a bool, got int; write causal=False"),
     "method": ("sm_80", {"methods": ["onepass"]}, ValueError, "^methods: expected 'single_pass' or .*, got 'onepass'"),
     "method None": ("sm_80", {"methods": None}, ValueError, "^methods: expected 'single_pass' or 'two_pass', got None"),
+    "decode": ("sm_80", {"decode": 1}, TypeError, "^decode: expected a bool, got int; write decode=True"),
     "jobs negative": ("sm_80", {"jobs": -1}, ValueError, "^jobs: expected at least 1, or None for one per CPU, got -1"),
     "jobs float": ("sm_80", {"jobs": 2.0}, TypeError, "^jobs: expected an int or None, got float"),
     "feature": ("sm_80", {"features": "dropout"}, ValueError, "^features: expected .* did you mean 'dropout_p'"),
@@ -396,8 +525,9 @@ def test_options_of_the_command_line(monkeypatch):
     asked = command_line(monkeypatch, "sm_80 sm_90 --dtypes float32 --head-dims 64 96 --head-dim-v 32 --jobs 3")
     assert asked == {
         "archs": ["sm_80", "sm_90"], "dtypes": ["float32"], "head_dims": [64, 96], "head_dim_v": 32, "features": (),
-        "jobs": 3, "progress": True,
+        "decode": True, "jobs": 3, "progress": True,
     }  # fmt: skip
+    assert command_line(monkeypatch, "sm_80 --no-decode")["decode"] is False
     asked = command_line(monkeypatch, "sm_80 --features window softcap --features --features sink")
     assert asked["features"] == [["window", "softcap"], [], ["sink"]]
 

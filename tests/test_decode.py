@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
-from support.decode_cases import Case, check, paged
+from support.decode_cases import BORDERS, WHOLE_PAGES, WINDOWS, Case, check, paged
 
 import fa2cupy
 
@@ -48,6 +50,16 @@ def test_groups_of_heads_and_several_queries(seqlen_q, heads, causal):
 def test_features(options):
     for dtype in ("float16", "float64"):
         check(fa2cupy.decode, Case(dtype, (0, 5, 40), seqlen_q=3, num_new=1, page_size=16), **options)
+
+
+def test_windows_and_lengths_around_borders_of_tiles():
+    for options in WINDOWS:
+        check(fa2cupy.decode, BORDERS, **options)
+
+
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_nothing_is_needed_behind_the_last_whole_page(num_new):
+    check(fa2cupy.decode, dataclasses.replace(WHOLE_PAGES, num_new=num_new))
 
 
 def test_rows_behind_a_length_are_not_read_and_not_written():
@@ -134,6 +146,8 @@ def changed(name: str, change):
         ("q", lambda x: None, TypeError, "^q: expected a numpy.ndarray"),
         ("causal", lambda x: 1, TypeError, "^causal: expected a bool"),
         ("layout", lambda x: "sbhd", ValueError, "^layout: expected"),
+        ("num_splits", lambda x: 2, ValueError, "^num_splits: expected None or 1, got 2"),
+        ("num_splits", lambda x: True, TypeError, "^num_splits: expected None or an int, got bool"),
         ("softcap", lambda x: -1.0, ValueError, "^softcap: expected a positive number"),
         ("window", lambda x: (-1, 0), ValueError, r"^window \(left\): expected at least 0"),
         ("sink", lambda x: np.zeros(3, "float32"), ValueError, "^sink: expected shape"),
@@ -159,16 +173,7 @@ def test_pages_behind_a_sequence_may_be_anything():
 def test_a_cache_that_cannot_be_written_to():
     arguments = changed("v_cache", lambda x: x)
     arguments["v_cache"].flags.writeable = False
-    with pytest.raises(ValueError, match="^v_cache: k and v are written to the cache, and the array is read-only"):
-        fa2cupy.decode(**arguments)
-
-
-@pytest.mark.parametrize(("name", "other"), [("k", "k_cache"), ("v_cache", "k_cache")])
-def test_a_cache_that_overlaps_what_is_read(name, other):
-    arguments = changed("block_table", lambda table: table)
-    like = arguments[name]
-    arguments[name] = arguments[other] if like.ndim == 4 and name == "v_cache" else arguments[other][:2, :1]
-    with pytest.raises(ValueError, match="overlaps .* in memory"):
+    with pytest.raises(ValueError, match="^v_cache: the array is read-only, and cannot hold new rows"):
         fa2cupy.decode(**arguments)
 
 
@@ -185,3 +190,129 @@ def test_a_paged_cache_holds_the_rows_of_the_dense_one():
     pages, table = paged(rows, 16, np.random.default_rng(0))
     np.testing.assert_array_equal(pages[table].reshape(2, 32, 1, 1), rows)
     assert len(pages) > 4
+
+
+# --------------------------------------------------------------- caches are outputs, if rows are appended
+
+
+@pytest.fixture(params=["NumPy", "GPU"])
+def decode(request, monkeypatch):
+    """Returns `decode` by keyword: that of NumPy, and that of a GPU whose kernels do nothing."""
+    if request.param == "NumPy":
+        yield fa2cupy.decode
+        return
+    pytest.importorskip("cupy")
+    from support import fake_gpu
+    from support.fake_cupy import FakeArray
+
+    def on_gpu(out=(None, None), **arrays):
+        given = {name: array.view(FakeArray) for name, array in arrays.items()}
+        return fake_gpu.decode(out=tuple(None if x is None else x.view(FakeArray) for x in out), **given)
+
+    with fake_gpu.fake_gpu(monkeypatch, run=lambda launch: None) as launched:
+        on_gpu.launched = launched
+        yield on_gpu
+
+
+def memory(*shape):
+    """Returns zeros that lie as CuPy's allocations do."""
+    nbytes = 4 * int(np.prod(shape))
+    whole = np.zeros(nbytes + 512, "uint8")
+    start = -whole.ctypes.data % 512
+    return whole[start : start + nbytes].view("float32").reshape(shape)
+
+
+def call_of(k_cache, v_cache, **changed):
+    """Returns a call with sequences of 5 and 20 rows, to which a row of ones is appended."""
+    q, k, v = memory(2, 1, 4, 32), memory(2, 1, 2, 32) + 1, memory(2, 1, 2, 32) + 1
+    lengths = np.array([5, 20], "int32")
+    return {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths, "k": k, "v": v, **changed}
+
+
+def calls_over_shared_memory() -> dict:
+    """Returns calls that would write where they must not, each with the message."""
+    one, other, pair = memory(2, 32, 2, 32), memory(2, 32, 2, 32), memory(2, 33, 2, 32)
+
+    def strided(*strides):
+        return np.lib.stride_tricks.as_strided(one, strides=strides)
+
+    batch, row, head, column = one.strides
+    ints = one.view("int32")[0, 0, 0, :2]
+    twice = {"block_table": np.array([[0, 1], [1, 0]], "int32")}
+    pages = np.lib.stride_tricks.as_strided(one, (2, 16, 2, 32), (0, row, head, column))
+    return {
+        "one row for all": (call_of(strided(0, row, head, column), other), "^k_cache: elements share memory"),
+        "one head": (call_of(other, strided(batch, row, 0, column)), "^v_cache: elements share memory"),
+        "sequences a row apart": (call_of(other, strided(row, row, head, column)), "^v_cache: elements share memory"),
+        "one page": (call_of(pages, other[:, :16], **twice), "^k_cache: elements share memory"),
+        "the same twice": (call_of(one, one), "^v_cache: overlaps k_cache in memory$"),
+        "a row apart": (call_of(pair[:, 1:], pair[:, :-1]), "^v_cache: overlaps k_cache in memory$"),
+        "new keys": (call_of(one, other, k=one[:, 5:6]), "^k_cache: overlaps k in memory$"),
+        "new keys in the values": (call_of(one, other, k=other[:, 5:6]), "^v_cache: overlaps k in memory$"),
+        "queries": (call_of(one, other, q=other[:, 9:10]), "^v_cache: overlaps q in memory$"),
+        "lengths": (call_of(one, other, cache_seqlens=ints), "^k_cache: overlaps cache_seqlens in"),
+        "a sink": (call_of(one, other, sink=other[0, 0, 0, :4]), "^v_cache: overlaps sink in memory$"),
+        "o": (call_of(one, other, out=(one.reshape(-1)[:256].reshape(2, 1, 4, 32), None)), r"overlaps .* in memory$"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls_over_shared_memory())
+def test_appended_rows_need_memory_of_their_own(decode, name):
+    call, text = calls_over_shared_memory()[name]
+    with pytest.raises(ValueError, match=text):
+        decode(**call)
+    assert not call["k_cache"].any() and not call["v_cache"].any()
+    assert not getattr(decode, "launched", ())
+
+
+def test_overlaps_are_found_after_a_call_of_the_same_shapes(decode):
+    one, other = memory(2, 32, 2, 32), memory(2, 32, 2, 32)
+    decode(**call_of(one, other))
+    with pytest.raises(ValueError, match="^v_cache: overlaps k_cache in memory$"):
+        decode(**call_of(one, one))
+
+
+@pytest.mark.parametrize("num_new", [None, 0])
+def test_caches_that_are_only_read_may_share_memory(decode, num_new):
+    """Such as a prefix of all sequences, or values that are the keys."""
+    none = {"k": memory(2, 0, 2, 32), "v": memory(2, 0, 2, 32)}
+    for call, _ in calls_over_shared_memory().values():
+        if "out" in call:
+            continue
+        for array in (call["k_cache"], call["v_cache"]):
+            array.flags.writeable = False
+        given = {name: array for name, array in call.items() if name not in ("k", "v")}
+        o, _ = decode(**given, **({} if num_new is None else none))
+        assert o.shape == call["q"].shape
+
+
+def test_caches_in_one_array(decode):
+    """Keys and values of a row beside each other, and of a sequence behind each other."""
+    by_row, by_sequence = memory(2, 32, 2, 2, 32), memory(2, 2, 32, 2, 32)
+    for k_cache, v_cache in ((by_row[:, :, 0], by_row[:, :, 1]), (by_sequence[:, 0], by_sequence[:, 1])):
+        o, _ = decode(**call_of(k_cache, v_cache))
+        assert o.shape == (2, 1, 4, 32)
+
+
+def test_a_page_of_two_sequences():
+    """It may be read by both; NumPy refuses to append to it."""
+    k_cache, v_cache = memory(4, 16, 2, 32), memory(4, 16, 2, 32)
+    call = call_of(k_cache, v_cache, cache_seqlens=np.array([16, 20], "int32"))
+    fa2cupy.decode(**call, block_table=np.array([[3, 1, 9], [3, 2, 1]], "int32"))
+    assert k_cache[1, 0].all() and k_cache[2, 4].all() and k_cache.any((1, 2, 3)).sum() == 2
+    k_cache[...] = v_cache[...] = 0
+    for table, place in (([[3, 2], [0, 2]], "0, 1"), ([[3, 1], [1, 2]], "0, 1"), ([[3, 0], [2, 3]], "1, 1")):
+        with pytest.raises(ValueError, match=rf"^block_table: .* where new rows are written, got . at \[{place}\]"):
+            fa2cupy.decode(**call, block_table=np.array(table, "int32"))
+        assert not k_cache.any() and not v_cache.any()
+
+
+def test_a_sequence_may_have_a_page_twice():
+    """A ring of pages behind a window: rows that the window hides are written over."""
+    rng = np.random.default_rng(2)
+    k_cache, v_cache = rng.standard_normal((2, 2, 16, 2, 32), dtype="float32")
+    q, k, v = rng.standard_normal((3, 1, 1, 2, 32), dtype="float32")
+    lengths, table = np.array([32], "int32"), np.array([[0, 1, 0]], "int32")
+    rows = [np.concatenate([x[0, 1:], x[1], new[0]])[None] for x, new in ((k_cache, k), (v_cache, v))]
+    o, _ = fa2cupy.decode(q, k_cache, v_cache, lengths, k=k, v=v, block_table=table, window=(16, 0))
+    np.testing.assert_allclose(o, fa2cupy.forward(q, *rows, window=(16, 0))[0], rtol=1e-5, atol=1e-6)

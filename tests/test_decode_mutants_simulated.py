@@ -12,7 +12,7 @@ pytest.importorskip("cupy")
 
 import ptxsim
 from mutants import mutant
-from support.decode_cases import Case, check
+from support.decode_cases import BORDERS, DOMINANT_BLOCK, DOMINANT_WARP, WHOLE_PAGES, WINDOWS, Case, check
 from support.fake_cupy import place
 from support.fake_gpu import decode
 from support.simulator import simulated_gpu
@@ -78,6 +78,8 @@ class Mutant:
 
 
 SINK = (("sink", True),)
+CLOSE, FAR = tuple(WINDOWS[2].items()), tuple(WINDOWS[3].items())
+HIGHEST = "highest = maximum(highest, lse[i]);"
 ARRIVAL = "atom.add.acq_rel.gpu"
 SINK_OF_RESULTS = "sink = is_result ? sink_of(row) : -common::infinity<Accum>();"
 MUTANTS = (
@@ -141,6 +143,42 @@ MUTANTS = (
            Case("float16", (90,), seqlen_q=3)),
     Mutant("a slope for all heads", "slopes.slope[first_row + i]", "slopes.slope[first_row]", "numbers", SIXTEEN,
            (("alibi_slopes", "head"),)),
+    # Borders of tiles and of warps' keys
+    Mutant("the last key that a window shows", "first_key + keys > first;", "first_key + keys > first + 1;", "numbers",
+           BORDERS, CLOSE),
+    Mutant("the first key of a warp, the last of all", "return first_key < end &&", "return first_key + 1 < end &&",
+           "numbers", BORDERS),
+    Mutant("a key after the first query's, without a mask", "first_key + keys > full_end ||",
+           "first_key + keys > full_end + 1 ||", "numbers", BORDERS),
+    Mutant("a key that the last query's window hides, without a mask", "first_key < full_first;",
+           "first_key + 1 < full_first;", "numbers", BORDERS, FAR),
+    Mutant("no mask where the last query sees all", "range{0, 0, mask.end_key(first_row), ",
+           "range{0, 0, mask.end_key(last_row), ", "numbers", BORDERS),
+    Mutant("no mask where the first query's window shows all", "range.full_first = mask.first_key(last_row);",
+           "range.full_first = mask.first_key(first_row);", "numbers", BORDERS, FAR),
+    Mutant("the keys of the last query's window", "range.first = mask.first_key(first_row);",
+           "range.first = mask.first_key(last_row);", "numbers", BORDERS, CLOSE),
+    Mutant("the first tile of the second query's window", "mask_of(length).first_key(0)) / Spec::kBc",
+           "mask_of(length).first_key(1)) / Spec::kBc", "numbers", BORDERS, CLOSE),
+    Mutant("tiles of a length less one", "max_of(ceil_div(length, Spec::kBc) - first, 1)",
+           "max_of(ceil_div(length - 1, Spec::kBc) - first, 1)", "numbers", BORDERS),
+    # The end of the last page
+    Mutant("the entry behind the last page", "key < segment.job.cached) ahead", "key <= segment.job.cached) ahead",
+           "uninitialised", WHOLE_PAGES),
+    Mutant("the entry behind a full tile", "if (step < segment.end && key < segment.job.cached) ahead",
+           "if (step < segment.end) ahead", "bounds", WHOLE_PAGES),
+    # Parts that are far larger than others
+    *(
+        Mutant(f"weights beside those of the {place} part, {whose}", HIGHEST,
+               f"highest = maximum(highest, lse[{index}]);", "numbers", case, device=MANY)
+        for whose, case, last in (("warps", DOMINANT_WARP, 7), ("blocks", DOMINANT_BLOCK, 3))
+        for place, index in (("first", "0"), ("last", f"{last} < kAtOnce ? {last} : 0"))
+    ),
+    Mutant("a weight for the last warp beside all others", HIGHEST, "if (i + 1 < kAtOnce) " + HIGHEST, "numbers",
+           DOMINANT_WARP, device=MANY),
+    Mutant("no weight for the last warp", "for (int i = 0; i < kAtOnce; ++i) {\n            const Real weight",
+           "for (int i = 0; i < kAtOnce - 1; ++i) {\n            const Real weight", "numbers", DOMINANT_WARP,
+           device=MANY),
 )  # fmt: skip
 
 

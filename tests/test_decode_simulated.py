@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from support.decode_cases import Case, check
+from support.decode_cases import BORDERS, DOMINANT_BLOCK, DOMINANT_WARP, WHOLE_PAGES, WINDOWS, Case, check
 from support.fake_cupy import place
 from support.fake_gpu import decode as decode_on_gpu
 from support.fake_gpu import fake_gpu, forward
@@ -123,6 +123,33 @@ def test_groups_of_rows(launched, causal, seqlen_q, heads):
     check(on_device, case, causal=causal)
 
 
+@pytest.mark.sample(dtype=("float16",), options=WINDOWS[2:4])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_windows_and_lengths_around_borders_of_tiles(launched, dtype, options):
+    check(on_device, dataclasses.replace(BORDERS, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_nothing_is_read_behind_the_last_whole_page(launched, num_new):
+    """Neither its rows nor the entries of the block table."""
+    check(on_device, dataclasses.replace(WHOLE_PAGES, num_new=num_new))
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_each_part_of_a_merge_in_turn_is_the_dominant_one(monkeypatch, dtype):
+    warps, blocks = DOMINANT_WARP, DOMINANT_BLOCK
+    if dtype == "float32":  # whose tiles have 4 warps of 16 keys
+        warps = dataclasses.replace(warps, dtype=dtype, lengths=(64,) * 4, dominant=16)
+        blocks = dataclasses.replace(blocks, dtype=dtype, lengths=(256,) * 4, dominant=64)
+    with simulated_gpu(monkeypatch, MANY) as launched:
+        check(on_device, warps)
+        check(on_device, blocks)
+        assert launched[0].spec.tile.b_c == len(warps.lengths) * warps.dominant
+        assert launched[1].spec.tile.b_c == blocks.dominant and launched[1].blocks == 16
+
+
 EVERYTHING = {"window": (90, 0), "softcap": 3.0, "alibi_slopes": "batch", "sink": True}
 
 
@@ -205,6 +232,26 @@ def test_results_do_not_depend_on_other_sequences_order_of_blocks(monkeypatch):
             found.append(on_device(q, *caches, lengths, **options))
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}"))
+
+
+@pytest.mark.sample(dtype=("float16",))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_one_split_gives_a_sequence_the_same_bits_beside_any_others(monkeypatch, dtype):
+    """Where jobs are cut, the cuts move: that gives other bits."""
+    case = Case(dtype, (333, 64, 200), num_new=1, page_size=16, heads=(4, 1))
+    q, k_cache, v_cache, lengths, options = case.arguments()
+    table = options.pop("block_table")
+
+    def found(sequences, device, num_splits):
+        rows = {name: x[sequences] for name, x in options.items()} | {"block_table": table[sequences]}
+        with monkeypatch.context() as patch, simulated_gpu(patch, device) as launched:
+            caches = k_cache.copy(), v_cache.copy()
+            o, _ = on_device(q[sequences], *caches, lengths[sequences], num_splits=num_splits, **rows)
+        return o[0].tobytes(), launched[0].spec.tile
+
+    others = ((slice(0, 1), FEW), (slice(0, 3), FEW), (slice(0, 3), MANY))
+    assert len({found(*other, num_splits=1) for other in others}) == 1
+    assert len({found(*other, num_splits=None) for other in others}) > 1
 
 
 def test_lengths_and_pages_are_clamped(monkeypatch):

@@ -1,21 +1,20 @@
-"""Ranks as processes: NumPy arrays by MPI, and how processes without it find each other."""
+"""Ranks as processes: NumPy arrays by MPI, and what launchers tell them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import pytest
 from support import CHECKOUT
 
-from fa2cupy.distributed import CommunicationError, Communicator
-from fa2cupy.distributed.rendezvous import broadcast
+from fa2cupy.distributed import Communicator
+from fa2cupy.distributed.launch import launch_of
 
 # Processes write files, since an MPI mixes up the lines that they print and may lose the last ones.
 SAME_AS_ONE_CALL = """
@@ -75,6 +74,66 @@ else:
         MPI.COMM_WORLD.Abort(3)
 """
 
+GO_ON = """
+import pathlib
+import time
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=1.0)
+n, errors, later = 100_000, [], []
+for step in range(4):
+    if step == 1 and comm.rank == 1:
+        time.sleep(1.8)
+    x = np.full(n, 10.0 ** step)
+    try:
+        assert (dist.total(comm, x) == 2 * 10.0 ** step).all(), "the sum of two steps"
+        assert not errors
+    except dist.CommunicationError as error:
+        errors.append(str(error))
+    x[:] = 1e6  # the caller uses its memory again
+    later += [np.full(size, 7.0) for size in (n, n // 2) for _ in range(10)]
+end = time.monotonic() + 30
+while comm.rank == 0 and not pathlib.Path("right.1").exists() and time.monotonic() < end:
+    time.sleep(0.05)
+assert len(errors) == 3 and all(error.startswith("an earlier call") for error in errors[1:]), errors
+assert all((x == 7).all() for x in later)
+pathlib.Path(f"right.{comm.rank}").touch()
+"""
+
+HANGS = """
+import time
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=1)
+dist.total(comm, np.ones(3))
+if comm.rank == 1:
+    time.sleep(100)
+dist.total(comm, np.ones(100_000))
+"""
+
+RAISES = """
+import pathlib
+
+import numpy as np
+from mpi4py import MPI
+import fa2cupy.distributed as dist
+
+comm = dist.Communicator.from_mpi(MPI.COMM_WORLD, timeout=100)
+dist.total(comm, np.ones(3))
+if comm.rank == 1:
+    raise KeyError("a fault of rank 1")
+try:
+    dist.total(comm, np.ones(3))
+except dist.CommunicationError as error:
+    pathlib.Path(f"message.{comm.rank}").write_text(str(error))
+"""
+
 
 @pytest.fixture
 def mpiexec(tmp_path):
@@ -115,6 +174,29 @@ def test_a_late_process_ends_the_others_with_a_message(mpiexec, tmp_path):
     assert "rank 0 has waited 0.3 s for messages of ranks [1], one of which has ended, is late" in message
 
 
+def test_processes_that_go_on_after_a_failure_get_errors(mpiexec, tmp_path):
+    """They end in order, too."""
+    run = mpiexec(2, GO_ON)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "right.0").exists() and (tmp_path / "right.1").exists()
+
+
+def test_a_process_that_hangs_does_not_keep_the_job(mpiexec):
+    start = time.monotonic()
+    run = mpiexec(2, HANGS)
+    assert run.returncode != 0 and time.monotonic() - start < 60
+    assert "rank 0 has waited 1 s for ranks [1] to end: it ends the job" in run.stderr
+
+
+@pytest.mark.matrix
+def test_the_others_hear_of_a_process_that_ends(mpiexec, tmp_path):
+    start = time.monotonic()
+    run = mpiexec(3, RAISES)
+    assert run.returncode != 0 and time.monotonic() - start < 60
+    messages = [(tmp_path / f"message.{rank}").read_text() for rank in (0, 2)]
+    assert any("waits for messages of ranks [1], which have ended" in message for message in messages), messages
+
+
 def test_without_mpi4py_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="needs mpi4py: pip install mpi4py mpich"):
@@ -147,12 +229,50 @@ class TestEnvironment:
             ({"RANK": "0"}, "environment: expected the variables"),
             ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK: expected an int, got 'two'"),
             ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK: expected 0 to 3, below WORLD_SIZE, got 4"),
+            ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK: expected 0 to 3, below WORLD_SIZE, got -1"),
+            ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: expected a positive number of ranks, got 0"),
+            ({"RANK": "0", "WORLD_SIZE": "4294967298"}, "WORLD_SIZE: expected a positive number of ranks, got 42949"),
             ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": ""}, "MASTER_PORT: expected an int, got ''"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "70000"}, "MASTER_PORT: expected a port from 1 to 65535"),
+            (
+                {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "0"},
+                "MASTER_PORT: expected a port from 1 to 65535, got 0",
+            ),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "-1"}, "MASTER_PORT: expected a port from 1 to 65535"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": ""}, "MASTER_ADDR: expected a name or an address of rank"),
         ],
     )
     def test_what_is_wrong_is_named(self, environment, match):
         with pytest.raises(ValueError, match=match):
             Communicator.from_env(environment)
+
+    @pytest.mark.parametrize(
+        ("environment", "expected"),
+        [
+            ({}, "fa2cupy"),
+            ({"TORCHELASTIC_RUN_ID": "none"}, "fa2cupy"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "SLURM_JOB_ID": "12"}, "run 7"),
+            ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "12"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "FA2CUPY_JOB_TOKEN": "secret"}, "secret"),
+            ({"TORCHELASTIC_RUN_ID": "run 7", "FA2CUPY_JOB_TOKEN": ""}, "run 7"),
+        ],
+    )
+    def test_a_job_has_a_token(self, environment, expected):
+        assert launch_of({"RANK": "0", "WORLD_SIZE": "2", **environment}).token == expected
+
+    @pytest.mark.parametrize(
+        ("rank", "size", "environment", "expected"),
+        [
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE": "prterun-a-5@1"}, "prterun-a-5@1"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"OMPI_MCA_ess_base_jobid": "77"}, "77"),
+            ("PMI_RANK", "PMI_SIZE", {"PMI_JOBID": "12.3"}, "12.3"),
+            ("PMI_RANK", "PMI_SIZE", {}, "fa2cupy"),
+            ("SLURM_PROCID", "SLURM_NTASKS", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "12/3"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "fa2cupy"),
+        ],
+    )
+    def test_launchers_name_their_jobs(self, rank, size, environment, expected):
+        assert launch_of({rank: "0", size: "2", **environment}).token == expected
 
     def test_numpy_arrays_are_refused(self):
         import numpy as np
@@ -160,32 +280,3 @@ class TestEnvironment:
         comm = Communicator.from_env({"RANK": "0", "WORLD_SIZE": "2"})
         with pytest.raises(TypeError, match=r"NumPy arrays travel by MPI.*Communicator.from_mpi"):
             comm.transport_of(np.zeros(3))
-
-
-class TestRendezvous:
-    @staticmethod
-    def free_port() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return server.getsockname()[1]
-
-    def test_all_ranks_get_the_numbers_of_rank_0(self):
-        numbers, address = list(range(-64, 64)), ("127.0.0.1", self.free_port())
-        with ThreadPoolExecutor(4) as pool:
-            # Rank 0 comes last: the others try again until it listens.
-            calls = [pool.submit(broadcast, rank, 4, None if rank else numbers, address, 10.0) for rank in (1, 2, 3, 0)]
-            assert [call.result() for call in calls] == [numbers] * 4
-
-    def test_ranks_that_do_not_come_are_named(self):
-        address = ("127.0.0.1", self.free_port())
-        with pytest.raises(CommunicationError, match=r"rank 0 has waited 0.2 s for ranks \[1, 2\] to connect"):
-            broadcast(0, 3, [1], address, 0.2)
-        with pytest.raises(CommunicationError, match="rank 2 has tried for 0.2 s to reach rank 0 at 127.0.0.1"):
-            broadcast(2, 3, None, address, 0.2)
-
-    def test_one_rank_meets_nobody(self):
-        assert broadcast(0, 1, [5], ("127.0.0.1", 1), 0.1) == [5]
-
-    def test_a_port_that_is_taken(self):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            with pytest.raises(CommunicationError, match="rank 0 cannot listen at 127.0.0.1:"):
-                broadcast(0, 2, [1], server.getsockname(), 1.0)

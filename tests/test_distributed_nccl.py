@@ -183,7 +183,7 @@ def test_streams_and_memory(scheme, gpus):
         return caller
 
     callers = set(run_all(nccl, work))
-    assert len(made) == 7 * SIZE and all(one.non_blocking for one in made)
+    assert len(made) == 8 * SIZE and all(one.non_blocking for one in made)
     by_priority = defaultdict(set)
     for one in made:
         by_priority[one.priority].add(one.ptr)

@@ -374,7 +374,7 @@ def test_a_failure_ends_all_waits(gpus, monkeypatch):
         dist.forward(comm, q, k, v, scheme="heads")
         failed.wait(20)
         if comm.rank == 0:
-            ending = threading.Timer(0.3, comm.transport_of(q)._end)
+            ending = threading.Timer(0.3, comm.transport_of(q)._end, ("rank 0 has waited",))
             ending.start()
             start = time.monotonic()
             dist.forward(comm, q, k, v, scheme="heads")  # which the others do not make
@@ -385,6 +385,44 @@ def test_a_failure_ends_all_waits(gpus, monkeypatch):
 
     run_all(nccl, work)
     assert aborts == [True] and not sharing.never
+
+
+def test_a_late_rank_gets_no_results_of_one_that_has_failed(gpus):
+    """Whose waits have ended, so that it has sent results of rows that it had not received."""
+    _, _, nccl, sharing = gpus
+    inputs = [make_inputs("float16", seqlen_q=64, num_heads=4, num_heads_kv=4, head_dim=16, seed=n) for n in range(2)]
+    sharing.timeout = 30.0
+    late, ended = threading.Event(), []
+
+    def work(comm):
+        q, k, v, _ = shards(comm, inputs[0])
+        dist.forward(comm, q, k, v, scheme="heads")
+        transport = comm.transport_of(q)
+        q, k, v, _ = shards(comm, inputs[1])
+        if comm.rank == 0:
+            ending = threading.Timer(0.2, transport._end, ("rank 0 has waited",))
+            ending.start()
+            dist.forward(comm, q, k, v, scheme="heads")
+            ending.join(20)
+            late.set()
+            return
+
+        def end():
+            ended.append((comm.rank, 0 in transport._window.failed()))
+            with pytest.raises(dist.CommunicationError, match=r"cannot go on: ranks \[0.*\] have failed"):
+                transport._check_calls([])
+            transport.end("another rank has failed")
+
+        assert late.wait(20)
+        ending = threading.Timer(0.5, end)
+        ending.start()
+        dist.forward(comm, q, k, v, scheme="heads")
+        assert (comm.rank, True) in ended, "results have come before the communicator has failed"
+        with pytest.raises(dist.CommunicationError, match="another rank has failed"):
+            dist.forward(comm, q, k, v, scheme="heads")
+
+    run_all(nccl, work)
+    assert not sharing.never
 
 
 def test_ranks_that_make_different_calls_wait(gpus):

@@ -13,7 +13,7 @@ from support.fake_cupy import place
 from support.fake_gpu import forward
 from support.feature_cases import options_of
 from support.launch_record import stage_values
-from support.simulated_problems import FEW_MULTIPROCESSORS, HOPPER, draw, growing
+from support.simulated_problems import FEW_MULTIPROCESSORS, HOPPER, dominant, draw, growing
 from support.simulator import simulated_gpu
 from support.strided_arrays import gapped, packed
 
@@ -71,6 +71,12 @@ def test_short_queries_against_long_keys(launched, kernel, causal):
     """Some cases have more shares than key tiles, or rows that see no key."""
     for lengths, num_splits in (((1, 200), 8), ((5, 131), 3), ((70, 290), 2), ((5, 40), 8), ((70, 20), 3)):
         check(launched, kernel, draw("float16", lengths, kernel[1]), num_splits, causal=causal)
+
+
+@pytest.mark.sample(kernel=SOME[:1])
+@pytest.mark.parametrize("kernel", SOME, ids=str)
+def test_each_share_in_turn_has_all_weight(launched, kernel):
+    check(launched, kernel, dominant(draw("float16", (5, 288), kernel[1], batch=3)), 3)
 
 
 @pytest.mark.matrix

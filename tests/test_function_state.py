@@ -64,7 +64,7 @@ def global_of_a_helper():
 @case
 def global_of_an_inner_function():
     def function(score, b, h, q, k):
-        return sum(x * y for x, y in [(score, FACTOR)])
+        return next(x * y for x, y in [(score, FACTOR)])
 
     return function, set_global
 

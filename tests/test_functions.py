@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.traced_cases import EDGES, at_edges
 
+import fa2cupy
 from fa2cupy import mods
-from fa2cupy.functions import tracing
+from fa2cupy.functions import derivatives, tracing
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
+from fa2cupy.functions.expressions import reachable
 from fa2cupy.functions.tracing import Program, argument_kind, trace
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -111,6 +114,38 @@ def test_a_function_gives_what_it_gives_on_arrays(name):
     with np.errstate(all="ignore"):
         wanted = np.broadcast_to(function(SCORE, B, H, Q, K, *arrays), SHAPE)
     np.testing.assert_allclose(value(function, *arrays, score=SCORE), wanted, rtol=1e-14, atol=1e-14)
+
+
+TRUNCATED = {
+    2.9: 2, -2.9: -2, 3e9: 2**31 - 1, -3e9: -(2**31), 2147483647.5: 2**31 - 1, np.inf: 2**31 - 1, -np.inf: -(2**31),
+    np.nan: 0, 0.1: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", TRUNCATED)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_floats_become_ints_by_one_definition(number, dtype):
+    score = np.full(SHAPE, number, dtype)
+    wanted = np.full(SHAPE, TRUNCATED[number], dtype)
+
+    def folded(s, b, h, q, k):
+        return np.where(True, number, s).astype(int)
+
+    def folded_truth(s):
+        return np.where(True, number, s).astype(bool)
+
+    for function in (lambda s, b, h, q, k: s.astype(int), folded):
+        np.testing.assert_array_equal(value(function, score=score, dtype=dtype), wanted)
+    for truth in (lambda s, b, h, q, k: s.astype(bool) + 0, lambda s, b, h, q, k: folded_truth(s) + 0):
+        np.testing.assert_array_equal(value(truth, score=score, dtype=dtype), 1)
+
+
+def test_constants_are_folded_as_arrays_would_be():
+    one = SCORE.astype("float32") ** 0
+    found = value(lambda s, b, h, q, k: s**0 * 0.1 * 3.0, score=SCORE.astype("float32"), dtype="float32")
+    np.testing.assert_array_equal(found, one * np.float32(0.1) * np.float32(3))
+    wrapped = value(lambda s, b, h, q, k: q**0 * (2**31 - 1) + 1, score=SCORE)
+    np.testing.assert_array_equal(wrapped, np.full(SHAPE, -(2.0**31)))
 
 
 def test_assignments_in_place_change_no_other_name():
@@ -399,6 +434,58 @@ def test_a_branch_that_is_not_taken_adds_no_nan():
     assert found[:, 1].all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EDGES)
+def test_derivatives_at_edges(name, dtype):
+    score, wanted = at_edges(name, SHAPE, dtype)
+    program = traced(EDGES[name][0])
+    with np.errstate(all="ignore"):
+        e = Evaluation(program, (), dtype, np, score=score, b=np.int32(0), h=H, q=Q, k=K)
+        np.testing.assert_allclose(np.broadcast_to(e.slope(), SHAPE), wanted, rtol=1e-6, atol=1e-30)
+
+
+def test_every_rule_is_tried_at_edges():
+    nodes = {node.op for name in EDGES for node in reachable([traced(EDGES[name][0]).result])}
+    assert set(derivatives._RULES) <= nodes
+
+
+def learned_power(score, b, h, q, k, a, p):
+    return score - a[h] * np.power(1.0 * abs(k - q), p[h])
+
+
+def power_of_scores(score, b, h, q, k, p):
+    return score * abs(score) ** p[h] + np.power(score * score, p[h])
+
+
+def root_of_dot(score, b, h, q, k, x):
+    return score + np.sqrt(np.dot(x[q], x[k]))
+
+
+@pytest.mark.parametrize("exponents", [(0.0, 1.0), (0.5, 2.0)])
+def test_gradients_where_a_learned_exponent_meets_0(exponents):
+    rng = np.random.default_rng(5)
+    q, k, v, do = (rng.standard_normal((1, 6, 2, 4)) for _ in range(4))
+    a, p = np.array([0.3, -0.2]), np.array(exponents)
+
+    def loss(step: float) -> float:
+        moved = np.array([p[0] + step, p[1]])
+        return (fa2cupy.forward(q, k, v, score_mod=learned_power, score_args=(a, moved))[0] * do).sum()
+
+    def gradients_of(function, *arrays):
+        options = {"score_mod": function, "score_args": arrays}
+        o, lse = fa2cupy.forward(q, k, v, **options)
+        return fa2cupy.backward(q, k, v, o, lse, do, return_dscore_args=True, **options)
+
+    found = gradients_of(learned_power, a, p)
+    assert all(np.isfinite(x).all() for x in found)
+    if exponents[0]:  # 0 ** p jumps at p = 0
+        np.testing.assert_allclose(found[4][0], (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=1e-6)
+    q[:, 2] = 0
+    assert all(np.isfinite(x).all() for x in gradients_of(power_of_scores, p))
+    *_, of_root = gradients_of(root_of_dot, np.zeros((6, 3)))
+    assert not of_root.any()
+
+
 def test_what_has_no_derivative():
     program = traced(lambda score, b, h, q, k, t: np.floor(t[h, k] + score) + (score > t[h, q]) + q, T)
     assert program.slope is None
@@ -465,10 +552,16 @@ def test_common_subexpressions_are_computed_once():
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [
-        (lambda s, b, h, q, k: s * 1 + 0, "return score;"),
+        (lambda s, b, h, q, k: s * 1 - 0, "return score;"),
+        (lambda s, b, h, q, k: s + 0, "score + Real(0.0)"),
+        (lambda s, b, h, q, k: s + -0.0, "return score;"),
+        (lambda s, b, h, q, k: s - -0.0, "score - Real(-0.0)"),
+        (lambda s, b, h, q, k: s + (q + 0), "static_cast<Real>(q)"),
         (lambda s, b, h, q, k: np.where(True, s, 0.0), "return score;"),
         (lambda s, b, h, q, k: s + np.exp(0.0) - 1, "return t2;"),
         (lambda s, b, h, q, k: s / 4, "score * Real(0.25)"),
+        (lambda s, b, h, q, k: s / 7, "score * Real(0.14285714285714285)"),
+        (lambda s, b, h, q, k: np.floor(s / 7), "score / Real(7.0)"),
         (lambda s, b, h, q, k: s / 0.0, "score / Real(0.0)"),
         (lambda s, b, h, q, k: s / 1e300, "score / Real(1e+300)"),
         (lambda s, b, h, q, k: np.negative(-s), "return score;"),
@@ -653,6 +746,7 @@ def test_a_mask_shifts_no_score():
         (mods.softcap(30), 30.0),
         (mods.softcap(0.7), 0.7),
         (lambda s, b, h, q, k: np.tanh(s * 0.125) * 8.0, 8.0),
+        (lambda s, b, h, q, k: np.tanh(s * (1 / 7)) * 7, 7.0),
         (lambda s, b, h, q, k: np.tanh(s), None),
         (lambda s, b, h, q, k: 8 * np.tanh(s), None),
         (lambda s, b, h, q, k: 8 * np.tanh(s / 7), None),

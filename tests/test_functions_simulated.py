@@ -5,12 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support import CHECKOUT
+from support import CHECKOUT, traced_kernels
 from support.ptxsim_kernels import cuda_module
-from support.traced_cases import ready_made
-from support.traced_kernels import run_text, source_of
+from support.traced_cases import EDGES, at_edges, ready_made
+from support.traced_kernels import broken_headers, run_text, source_of
 
 from fa2cupy.functions.evaluation import Evaluation, add_elements, reduced
+from fa2cupy.functions.operations import OPERATIONS
 from fa2cupy.functions.tracing import argument_kind, trace
 
 pytestmark = pytest.mark.simulated
@@ -81,6 +82,10 @@ FUNCTIONS = {
         lambda s, b, h, q, k, x, y: np.where(q > 0, np.dot(x[b, h, q], y[b, h, k] * s), s) + (x[b, h, q] > 0).sum(),
         (numbers(2, 3, 9, 5), numbers(2, 3, 14, 5)),
     ),
+    "learned exponent": (
+        lambda s, b, h, q, k, a, p: s - a[h] * np.power(1.0 * abs(k - q), p[h]),
+        (numbers(3), np.array([0.0, 0.5, 2.0], "float32")),
+    ),
     "indices": (
         lambda s, b, h, q, k, ids, keep, t: s + np.where(keep[b, k], t[ids[b, q], k], 0),
         (np.arange(18).reshape(2, 9) % 4, np.arange(28).reshape(2, 14) % 3 > 0, numbers(4, 14)),
@@ -95,6 +100,98 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_operation(name):
     check("score_mod", *FUNCTIONS[name], tolerance=1e-5)
+
+
+#: Operands of every operation, and the operations with errors of last bits.
+ODD = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.5, 2.5, 3e9, -1e-30)
+ROUNDED = ("exp", "exp2", "log", "log1p", "tanh", "sin", "cos", "power")
+
+
+def of_odd_operands(op: str, s, t):
+    """An operation of a pair of floats; of ints, that of the pair cut off towards 0."""
+    row = OPERATIONS[op]
+    if op == "where":
+        return np.where(s > t, np.where(t.astype(bool), s, -s), t)
+    if op in ("invert", "logical_not"):
+        return getattr(np, row.function)(s.astype(int if op == "invert" else bool)) + 0
+    pair = (s.astype(int), t.astype(int)) if row.rule in ("whole", "bits") else (s, t)
+    return getattr(np, row.function)(*pair[: row.text.count("{")]) + 0
+
+
+def check_odd_operands(dtype: str, is_fast: bool) -> None:
+    shape = (1, len(OPERATIONS), len(ODD), len(ODD))
+    x, y = (np.array(ODD, dtype) for _ in range(2))
+    scores = np.broadcast_to(x[:, None], shape).copy()
+
+    def function(s, b, h, q, k, t):
+        result = s
+        for number, op in enumerate(OPERATIONS):
+            result = np.where(h == number, of_odd_operands(op, s, t[k]), result)
+        return result
+
+    program = trace("score_mod", function, (argument_kind("t", y),))
+    values, *_ = run_text(program, (y,), scores, is_fast)
+    with np.errstate(all="ignore"):
+        for number, op in enumerate(OPERATIONS):
+            one = trace("score_mod", lambda s, b, h, q, k, t, op=op: of_odd_operands(op, s, t[k]), program.arguments)
+            e = Evaluation(one, (y,), dtype, np, score=x[:, None], b=0, h=0, q=0, k=np.arange(len(y)))
+            found = np.broadcast_to(e.result(), shape[2:])
+            if OPERATIONS[op].rule not in ("whole", "bits"):
+                plain = np.broadcast_to(of_odd_operands(op, x[:, None], y), shape[2:])
+                np.testing.assert_array_equal(found, plain, err_msg=op)
+            tolerance = (2e-6 if dtype == "float32" else 1e-13) if op in ROUNDED else 0
+            np.testing.assert_allclose(values[0, number], found, rtol=tolerance, err_msg=op)
+
+
+@pytest.mark.parametrize(("dtype", "is_fast"), [("float32", False), ("float32", True), ("float64", False)])
+def test_every_operation_of_odd_operands(dtype, is_fast):
+    check_odd_operands(dtype, is_fast)
+
+
+#: Broken headers that odd operands catch.
+MUTANTS = {
+    "the first NaN of a minimum": ("traced.cuh", "return a < b || a != a ? a : b;", "return a < b ? a : b;"),
+    "a NaN of a maximum": ("traced.cuh", "return a > b || a != a ? a : b;", "return fmax(a, b);"),
+    "x % 0": ("traced.cuh", "return b == 0 || b == -1 ? 0 :", "return"),
+    "the polynomial of tanh beyond its range": (
+        "math.cuh",
+        "return fabsf(x) < 0.35f ? small",
+        "return fabsf(x) < 1.35f ? small",
+    ),
+    "NaN of tanh": ("math.cuh", "small : fma(-2.0f, inverse, 1.0f)", "small : fma(-2.0f, fmaxf(inverse, 0.0f), 1.0f)"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MUTANTS)
+def test_broken_headers_are_caught_by_odd_operands(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(traced_kernels, "HEADERS", broken_headers(tmp_path, *MUTANTS[name]))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_odd_operands("float32", is_fast="tanh" in name)
+
+
+def test_sines_of_large_arguments():
+    arguments = np.array([1e5, 123456789.0, -3e9, 1e20, -3e38])
+    for dtype, tolerance in (("float32", 2e-6), ("float64", 1e-13)):
+        scores = np.tile(arguments[2 * (dtype == "float64") :], 10)[None, None, None].astype(dtype)
+        values, *_ = run_text(trace("score_mod", lambda s, b, h, q, k: np.sin(s) - 2 * np.cos(s), ()), (), scores)
+        np.testing.assert_allclose(values, np.sin(scores) - 2 * np.cos(scores), rtol=0, atol=tolerance)
+
+
+def test_derivatives_at_edges():
+    shape = (1, len(EDGES), 2, 10)
+    pairs = [at_edges(name, shape[2:], "float32") for name in EDGES]
+    scores, wanted = (np.stack(arrays)[None] for arrays in zip(*pairs, strict=True))
+
+    def function(s, b, h, q, k):
+        result = s
+        for number, (own, _) in enumerate(EDGES.values()):
+            result = np.where(h == number, own(s, b, h, q, k), result)
+        return result
+
+    _, slopes, *_ = run_text(trace("score_mod", function, ()), (), scores)
+    for number, name in enumerate(EDGES):
+        np.testing.assert_allclose(slopes[:, number], wanted[:, number], rtol=1e-5, atol=1e-30, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "int16", "int64", "uint8"])

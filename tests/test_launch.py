@@ -13,6 +13,7 @@ from support import plans
 
 from fa2cupy import TileConfig
 from fa2cupy.families.device import DeviceInfo
+from fa2cupy.families.records import ARRIVALS
 from fa2cupy.gpu import counters, launch
 from fa2cupy.jit.compiler import CompiledKernel
 from fa2cupy.jit.spec import KernelSpec
@@ -155,6 +156,28 @@ def test_a_stage_has_its_own_names_for_arrays_and_for_absent_ones(driver):
     positions = {"q": 0, "k": 1, "v": 2, "o": 3, "lse": 4, "own_lse": 5, launch.ABSENT: 6}
     launch.BoundStage(stage, positions)([1, 2, 3, 4, 5, 6, 0], 0)
     assert launched == [(1, 2, 3, 0, 6)]
+
+
+def test_a_stage_may_have_no_counters(driver, monkeypatch):
+    """A decode whose jobs are not cut gets 0 in their place, the last of the record's pointers."""
+    asked, launched = [], []
+    counters_of = types.SimpleNamespace(reserve=lambda: None, address=lambda stream: 99)
+    monkeypatch.setattr(launch, "counters", lambda *given: asked.append(given) or counters_of)
+    problem = problem_from_arrays(*make_inputs("float16", seqlen_q=1, seqlen_k=300)[:3])
+    (stage,) = plans.forward_plan(problem, DeviceInfo.named("sm_80"), problem.contiguous_strides()).stages
+    names = stage.spec.params.pointers
+    assert names[-1] == ARRIVALS
+
+    def read(*arguments):
+        record = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))[0]
+        launched.append(struct.unpack(f"={len(names)}Q", ctypes.string_at(record, 8 * len(names))))
+
+    driver.launch = read
+    positions = {name: number for number, name in enumerate((*names[:-1], launch.ABSENT))}
+    for renamed in ({}, {ARRIVALS: None}):
+        launch.BoundStage(dataclasses.replace(stage, renamed=renamed), positions)([*range(1, len(names)), 0], 0)
+    assert launched == [(*range(1, len(names)), last) for last in (99, 0)]
+    assert asked == [(0, 2048)]
 
 
 def test_a_record_may_have_a_single_pointer(driver):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from mutants.mutant import replace_once
 from support.fake_cupy import place
 from support.fake_gpu import merge as merge_on_gpu
 from support.simulator import simulated_gpu
@@ -45,6 +46,18 @@ def check(merge, dtype: str, layout: str = "bshd", head_dim: int = 64, bounds: t
     expected.check(o=o, lse=lse)
 
 
+def check_dominant(merge, dtype: str) -> None:
+    """Merges nine parts of nine rows, each of which gets all its weight from another part."""
+    rng = np.random.default_rng(0)
+    o_parts = rng.standard_normal((9, 1, 9, 1, 8)).astype(dtype)
+    lse_parts = rng.standard_normal((9, 1, 1, 9)).astype("float64" if dtype == "float64" else "float32")
+    rows = np.arange(9)
+    lse_parts[rows, 0, 0, rows] = 1000
+    o, lse = merge(o_parts, lse_parts)
+    np.testing.assert_array_equal(o[0, :, 0], o_parts[rows, 0, rows, 0])
+    np.testing.assert_array_equal(lse, np.full((1, 1, 9), 1000))
+
+
 @pytest.fixture
 def merge_simulated(monkeypatch):
     """Yields a `merge` of NumPy arrays that runs the kernel."""
@@ -78,6 +91,10 @@ class TestNumpy:
         assert o.shape == shape
         np.testing.assert_allclose(o, 1)
         np.testing.assert_allclose(lse, np.full(rows, np.log(2)))
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_each_part_in_turn_is_the_dominant_one(self, dtype):
+        check_dominant(fa2cupy.merge, dtype)
 
     def test_rows_that_no_part_has_a_key_of(self):
         o, lse = fa2cupy.merge(np.full((3, 1, 2, 1, 4), np.nan), np.full((3, 1, 1, 2), -np.inf))
@@ -150,6 +167,31 @@ class TestKernel:
     @pytest.mark.parametrize("dtype", ["float16", "float64"])
     def test_more_parts_than_are_read_at_once(self, merge_simulated, dtype):
         check(merge_simulated, dtype, bounds=(0, 3, 7, 7, 12, 30, 30, 41, 60, 61, 75))
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_each_part_in_turn_is_the_dominant_one(self, merge_simulated, dtype):
+        check_dominant(merge_simulated, dtype)
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("highest = maximum(highest, lse[i]);", "highest = maximum(highest, lse[0]);"),
+            ("highest = maximum(highest, lse[i]);", "if (i + 1 < kAtOnce) highest = maximum(highest, lse[i]);"),
+            ("highest = maximum(highest, lse_of(s));", ";"),
+            ("s = kAtOnce; s < num_parts; ++s", "s = kAtOnce; s < num_parts - 1; ++s"),
+            ("int32 s = kAtOnce; s < num_parts", "int32 s = kAtOnce + 1; s < num_parts"),
+            ("        read(first);\n", ""),
+        ],
+        ids=("first", "not the fourth", "first four", "not the last", "not the fifth", "the first four again"),
+    )
+    def test_a_kernel_that_forgets_a_part_is_caught(self, monkeypatch, old, new):
+        def merge(o_parts, lse_parts):
+            return merge_on_gpu(place(o_parts), place(lse_parts))
+
+        with simulated_gpu(monkeypatch, patch=lambda spec, text: replace_once(spec, text, old, new)):
+            with pytest.raises(AssertionError, match="Arrays are not equal|Mismatched elements"):
+                check_dominant(merge, "float16")
 
     def test_a_late_part_with_a_large_statistic(self, merge_simulated):
         o_parts = np.repeat(np.arange(6, dtype="float32"), 8).reshape(6, 1, 1, 1, 8)

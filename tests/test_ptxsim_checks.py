@@ -581,9 +581,9 @@ def kernel(body: str) -> Module:
     "text",
     [
         "frobnicate.b32 %r1, %r2;",
-        "add.cc.u32 %r1, %r2, %r3;",
+        "add.sat.cc.s32 %r1, %r2, %r3;",
         "add.u32.wrap %r1, %r2, %r3;",
-        "mad.lo.cc.u32 %r1, %r2, %r3, %r4;",
+        "mad.lo.sat.cc.u32 %r1, %r2, %r3, %r4;",
         "prmt.b32.f4e %r1, %r2, %r3, %r4;",
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3];",
         "mma.sp.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1,%r2}, {%r1,%r2}, {%r3,%r4}, {%r1,%r2}, %r5, 0;",

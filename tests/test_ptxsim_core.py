@@ -98,6 +98,54 @@ def test_integer_arithmetic_wraps_at_its_width(name, ty):
     assert applied(f"{name}.{ty} %v0, %v1, %v2;", ty, f"{ty} {ty}", a, b) == expected
 
 
+#: Operations on two words of 64 bits each, t1 and t2, t3 and t4, that make the words t5 and t6 with a carry between.
+WORDS = {
+    "sum": ("add.cc{ty} t5, t1, t3; addc{ty} t6, t2, t4;", lambda a, b, w: a + b),
+    "sum and carry": (
+        "add.cc{ty} t5, t1, t3; addc.cc{ty} t5, t2, t4; addc{ty} t5, 0, 0; mov.b{w} t6, 0;",
+        lambda a, b, w: a + b >> 2 * w,
+    ),
+    "difference": ("sub.cc{ty} t5, t1, t3; subc{ty} t6, t2, t4;", lambda a, b, w: a - b),
+    "borrow": (
+        "sub.cc{ty} t5, t1, t3; subc.cc{ty} t5, t2, t4; subc{ty} t5, 0, 0; mov.b{w} t6, t5;",
+        lambda a, b, w: -(a < b),
+    ),
+    "product": (
+        "mul.lo{ty} t5, t1, t3; mul.hi{ty} t6, t1, t3; mad.lo{ty} t6, t1, t4, t6; mad.lo{ty} t6, t2, t3, t6;",
+        lambda a, b, w: a * b,
+    ),
+    "highest word of a product": (
+        "mul.hi{ty} t6, t1, t3; mad.lo.cc{ty} t6, t1, t4, t6; madc.hi{ty} t5, t1, t4, 0;"
+        "mad.lo.cc{ty} t6, t2, t3, t6; madc.hi.cc{ty} t5, t2, t3, t5; addc{ty} t6, 0, 0;"
+        "mad.lo.cc{ty} t5, t2, t4, t5; madc.hi{ty} t6, t2, t4, t6;",
+        lambda a, b, w: a * b >> 2 * w,
+    ),
+    "product and sum": (
+        "mov.b{w} t5, t3; mov.b{w} t6, t4; mad.lo.cc{ty} t5, t1, t2, t5; madc.hi{ty} t6, t1, t2, t6;",
+        lambda a, b, w: (a % 2**w) * (a >> w) + b,
+    ),
+    "product with a carry": (
+        "mad.hi.cc{ty} t6, t1, t2, t3; madc.lo.cc{ty} t5, t1, t2, t4; addc{ty} t6, 0, 0;",
+        lambda a, b, w: (a % 2**w) * (a >> w) % 2**w + (b >> w) + ((a % 2**w) * (a >> w) // 2**w + b % 2**w >> w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_carries_between_words_of_32_bits(name):
+    template, of = WORDS[name]
+    text = "{ .reg .b32 t<7>; mov.b64 {t1, t2}, %v1; mov.b64 {t3, t4}, %v2;"
+    text += template.format(ty=".u32", w=32) + "mov.b64 %v0, {t5, t6}; }"
+    a, b = pairs(64, False)
+    assert applied(text, "u64", "u64 u64", a, b) == [of(x, y, 32) % 2**64 for x, y in zip(a, b, strict=True)]
+
+
+def test_carries_of_words_of_64_bits():
+    a, b = pairs(64, False)
+    text = "{ .reg .b64 t; add.cc.u64 t, %v1, %v2; addc.u64 %v0, %v1, 0; }"
+    assert applied(text, "u64", "u64 u64", a, b) == [(x + (x + y >> 64)) % 2**64 for x, y in zip(a, b, strict=True)]
+
+
 @pytest.mark.parametrize("ty", ["s16", "u16", "s32", "u32"])
 def test_wide_products_keep_every_bit(ty):
     bits, wide = int(ty[1:]), f"{ty[0]}{2 * int(ty[1:])}"
@@ -199,9 +247,19 @@ def test_floats_to_integers_saturate(ty, mode, rounded):
     bits, signed = int(ty[1:]), ty[0] == "s"
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     x = np.array(FLOATS, np.float32)
-    expected = [0 if math.isnan(v) else low if v < low else high if v > high else int(v) for v in rounded(x).tolist()]
     register = ty if bits >= 16 else f"{ty[0]}16"
-    assert applied(f"cvt.{mode}.{ty}.f32 %v0, %v1;", register, "b32", x.view(np.uint32).tolist()) == expected
+
+    def expected(of_nan):
+        return [
+            of_nan if math.isnan(v) else low if v < low else high if v > high else int(v) for v in rounded(x).tolist()
+        ]
+
+    highest = low if signed else 2 ** (bits - 1)  # of a NaN of 64 bits, or as 64 bits
+    of_32 = expected(highest if bits == 64 else 0)
+    assert applied(f"cvt.{mode}.{ty}.f32 %v0, %v1;", register, "b32", x.view(np.uint32).tolist()) == of_32
+    x = x.astype(np.float64)
+    of_64 = expected(highest)
+    assert applied(f"cvt.{mode}.{ty}.f64 %v0, %v1;", register, "b64", x.view(np.uint64).tolist()) == of_64
 
 
 @pytest.mark.parametrize("to, of", [("s8", "s32"), ("u8", "s32"), ("s16", "s64"), ("u32", "s64"), ("s32", "u64")])

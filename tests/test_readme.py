@@ -55,12 +55,16 @@ def test_its_python_runs(monkeypatch):
 
 def test_its_commands_are_understood(monkeypatch):
     asked = []
-    monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options["features"])) or [])
+    monkeypatch.setattr(cli, "precompile", lambda archs, **options: asked.append((archs, options)) or [])
     text = README.read_text(encoding="utf-8")
     commands = re.findall(r"^    python -m fa2cupy (precompile[^#\n]*)", text, re.MULTILINE)
     for command in commands:
         assert cli.main(command.split()) == 0
-    assert asked == [(["sm_80", "sm_90"], ()), (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]])]
+    assert [(archs, options["features"], options["decode"]) for archs, options in asked] == [
+        (["sm_80", "sm_90"], (), True),
+        (["sm_90"], (), False),
+        (["sm_90"], [["window", "sink"], ["cu_seqlens", "dlse"]], True),
+    ]
 
 
 def test_files_that_it_names_exist():

@@ -52,6 +52,54 @@ def low_rank_options(dtype: str, shape: tuple = SHAPE) -> dict:
     return {"score_mod": low_rank, "score_args": arrays}
 
 
+def assert_same_output(inputs: tuple, options: dict, others: dict) -> None:
+    o, wanted = (fa2cupy.forward(*inputs, **one)[0] for one in (options, others))
+    np.testing.assert_allclose(o, wanted, rtol=0, atol=2e-6 if o.dtype == "float32" else 1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("divisor", [41, 49, 95])
+def test_positions_at_multiples_of_a_divisor(dtype, divisor):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 200, 1, 4)).astype(dtype) for _ in range(3))
+    table, row, column = rng.standard_normal(8).astype(dtype), np.arange(200)[:, None], np.arange(200)
+
+    def of_blocks(score, b, h, q, k, t):
+        return score + t[np.floor(q / divisor).astype(int)] + t[(k / divisor).astype(int)] * (q / divisor == 1)
+
+    bias = table[row // divisor] + table[column // divisor] * (row == divisor)
+    assert_same_output((q, k, v), dict(score_mod=of_blocks, score_args=(table,)), dict(bias=bias[None, None]))
+    near = {"mask_mod": lambda b, h, q, k: np.floor(q / divisor) == np.floor((k + divisor) / divisor)}
+    visible = row // divisor == (column + divisor) // divisor
+    assert_same_output((q, k, v), near, dict(mask=visible[None, None]))
+
+
+def test_ints_of_numbers_out_of_range():
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 20, 1, 4)) for _ in range(3))
+    table, row, column = rng.standard_normal(8), np.arange(20)[:, None], np.arange(20)
+
+    def clipped(score, b, h, q, k, t):
+        near, far = (4.0 / abs(q - k)).astype(int), (1e10 * (q - k)).astype(int)
+        return score + t[np.clip(near, 0, 7)] + t[np.clip(far, -3, 4) + 3]
+
+    with np.errstate(divide="ignore"):
+        near = np.where(row == column, 7, np.minimum(4.0 / abs(row - column), 7).astype(int))
+    bias = table[near] + table[np.clip((row - column) * 10, -3, 4) + 3]
+    assert_same_output((q, k, v), dict(score_mod=clipped, score_args=(table,)), dict(bias=bias[None, None]))
+
+
+def test_positions_whose_sums_exceed_32_bits_are_refused():
+    long = np.broadcast_to(np.zeros(8, "float32"), (1, 2**30 + 1, 1, 8))
+    short = np.zeros((1, 1, 1, 8), "float32")
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^mask_mod: there may be up to 1073741824 positions"):
+        fa2cupy.forward(short, long, long, mask_mod=mods.causal())
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^score_mod: there may be up to 1073741824 positions"):
+        fa2cupy.forward(short, long, long, score_mod=mods.softcap(2.0))
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="^mask_mod: there may be up to 1073741824 positions"):
+        block_mask(mods.causal(), (), 1, 1, 1, 2**30 + 1)
+
+
 # ------------------------------------------------------------------------------------------------ ready-made functions
 
 
@@ -170,9 +218,9 @@ def test_gradients_of_arrays_are_those_of_finite_differences(reference_too):
 
 def test_gradients_of_masked_keys_are_zero_where_the_function_has_none():
     def rooted(score, b, h, q, k, t):
-        return score * np.sqrt(q + 16 - k) + np.sqrt(t[h] * (q + 16 - k))
+        return score * np.sqrt(q + 16 - k) + np.sqrt(t[h] + (q + 16 - k))
 
-    arrays = (abs(numbers((4,), "float64")) + 0.5,)
+    arrays = (np.zeros(4),)
     results = run(inputs_of(), score_mod=rooted, score_args=arrays, window=(None, -1 + 1), mask=np.arange(53) < 50)
     q, k, v, do = inputs_of()
     strict = {"score_mod": rooted, "score_args": arrays, "mask_mod": lambda b, h, q, k: k < q + 16}

@@ -398,11 +398,30 @@ def test_ranks_have_the_curve_of_one(corpus, ranks):
         assert other[0] == losses and np.array_equal(other[1], weights) and other[2] == (bits, count)
 
 
-def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys):
-    assert train_lm.main([*SIZES, "--steps", "4", "--ranks", "2", "--sample", "0", "--out", str(tmp_path)]) == 0
+def test_ranks_of_threads_report_once(short_corpus, tmp_path, capsys, monkeypatch):
+    """Only the sizes are others than in the README: what a run does by default at its end, it does here."""
+    monkeypatch.setattr(train_lm, "_TIMEOUT_S", 20.0)
+    assert train_lm.main([*SIZES, "--steps", "4", "--out", str(tmp_path)]) == 0
+    of_one = capsys.readouterr().out
+    assert train_lm.main([*SIZES, "--steps", "4", "--ranks", "2", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert told.count("weights, Settings(") == 1 and told.count("written to") == 1
     assert (tmp_path / "tiny-fused-2-ranks.csv").read_text().count("\n") == 3
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "tiny-fused-2-ranks.png").read_bytes().startswith(b"\x89PNG")
+    samples = [[line for line in text.splitlines() if line.startswith("  | ")] for text in (of_one, told)]
+    assert samples[0] == samples[1] and samples[0] and told.count("sampled with a cache") == 1
+
+
+@pytest.mark.matrix
+def test_ranks_as_the_readme_shows_them(tmp_path):
+    """Trains few steps, in a process: the rest of the command line is the README's."""
+    command = [sys.executable, str(SCRIPTS / "train_lm.py"), "--ranks", "2", "--device", "cpu", "--steps", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fa2cupy.__file__).resolve().parent.parent)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    assert "sampled with a cache" in run.stdout
+    assert (tmp_path / "runs" / "tiny-fused-2-ranks.csv").exists()
 
 
 def test_a_context_that_ranks_do_not_divide(short_corpus, tmp_path, capsys):

@@ -434,6 +434,7 @@ OF_DECODE = {
     "softcap": ({}, 2.0, 3.0),
     "alibi_slopes": ({}, numbers((HEADS,), "float32"), numbers((BATCH, HEADS), "float32")),
     "sink": ({}, None, numbers((HEADS,), "float32")),
+    "num_splits": ({}, None, 1),
 }
 
 

@@ -237,7 +237,7 @@ class _Gradient:
         terms = self.head.terms
         if self.sums.sink is not None and terms is not None and terms.sink is not None:
             sinks = terms.sink
-            shares = np.exp(sinks - self.lse.reshape(-1, len(sinks)))
+            shares = np.exp(np.minimum(sinks - self.lse.reshape(-1, len(sinks)), 0))
             self.sums.sink[self.head.group] -= (shares * self.delta.reshape(shares.shape)).sum(axis=0)
 
     def _score_gradients(self, queries: slice, keys: slice, sums: _Sums | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -245,7 +245,8 @@ class _Gradient:
         terms = self.head.terms
         s, slopes = self.head.scores(self.q, self.k, queries, keys)
         s -= self.lse[queries]
-        p = np.exp(s, out=s)
+        # Where lse has lost its last bits, scores may exceed it.
+        p = np.exp(np.minimum(s, 0, out=s), out=s)
         ds = self.do[queries] @ self.v[keys].T
         keep = terms.keep(queries, keys, p.dtype) if terms else None
         if keep is not None:

@@ -38,15 +38,14 @@ def decode(
     o, lse = results_for(results, out, given | caches)
     lengths = cache_lengths(cache_seqlens, shape)
     if block_table is not None:
-        check_pages(block_table, lengths + shape.num_new, shape)
-    if k is not None:
-        _check_writable(caches)
+        check_pages(block_table, lengths, shape)
+    if shape.num_new:
         check_overlap(caches, given)
     for number, length in enumerate(lengths.tolist()):
         pages = [number] if block_table is None else block_table[number]
         end = length + shape.num_new
         for cache, new in ((k_cache, k), (v_cache, v)):
-            if new is not None:
+            if new is not None and shape.num_new:
                 _append(_by_rows(problem, cache), _by_rows(problem, new)[number], pages, length, shape)
         keys, values = (_rows(_by_rows(problem, cache), pages, end, shape) for cache in (k_cache, v_cache))
         own = slice(number, number + 1)
@@ -86,9 +85,3 @@ def _of_sequence(keywords: Mapping[str, object], own: slice) -> dict[str, object
     if isinstance(slopes, np.ndarray) and slopes.ndim == 2:
         return {**keywords, "alibi_slopes": slopes[own]}
     return dict(keywords)
-
-
-def _check_writable(caches: Mapping[str, np.ndarray]) -> None:
-    for name, cache in caches.items():
-        if not cache.flags.writeable:
-            raise ValueError(f"{name}: k and v are written to the cache, and the array is read-only")

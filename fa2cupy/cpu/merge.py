@@ -24,7 +24,8 @@ def merge(
         # Without a visible key, 0 is subtracted instead: exp(-inf - -inf) would be NaN.
         shift = np.where(largest == -np.inf, 0, largest)
         weights = np.exp(lse_parts - shift)
-        total = weights.sum(axis=0)
+        # The builtin adds up in the order of the parts; NumPy's order depends on the other axes.
+        total = sum(weights, start=np.zeros_like(lse))
         lse[...] = np.where(total == 0, -np.inf, shift + np.log(total))
         weights /= np.where(total == 0, 1, total)
         merged = np.zeros(o.shape, lse.dtype)

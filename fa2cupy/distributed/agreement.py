@@ -2,52 +2,116 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from .communicator import Communicator
-from .messages import all_texts
+from .communicator import Communicator, Stage
+from .messages import CommunicationError
 
-__all__ = ["ERROR", "agree"]
+__all__ = ["agree", "collective"]
 
-#: The name of a rank's own error in its description of a call.
-ERROR = "error"
+_ERROR = "error"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> None:
-    """Compares the descriptions of a call by all ranks.
+def collective(function: _Function) -> _Function:
+    """Makes a function a call of all ranks together: whatever ends it early leaves an open or a failed communicator.
+
+    An exception before the ranks have compared their arguments is told to the others, which raise an error, too. One
+    that all ranks raise leaves the communicator open. Any other makes it a failed one.
+    """
+
+    @functools.wraps(function)
+    def call(comm: Communicator, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"comm: expected a fa2cupy.distributed.Communicator, got {type(comm).__name__}")
+        if comm.size == 1:
+            return function(comm, *arguments, **keywords)
+        if not comm.turn.acquire(blocking=False):
+            raise RuntimeError(
+                "comm: another call on this communicator is under way, in another thread or around this one; ranks "
+                "make one call after the other: give each thread a communicator of its own"
+            )
+        try:
+            comm.begin()
+            return function(comm, *arguments, **keywords)
+        except BaseException as error:
+            if comm.stage is Stage.OWN and isinstance(error, Exception):
+                _tell(comm, error)
+            if comm.stage is not Stage.REFUSED or not isinstance(error, Exception):
+                comm.fail(error)
+            raise
+        finally:
+            comm.turn.release()
+
+    return cast(_Function, call)
+
+
+def _tell(comm: Communicator, error: Exception) -> None:
+    """Lets the other ranks know of an error of this one before they wait for messages that never come."""
+    try:
+        _everyones(comm, {_ERROR: f"{type(error).__name__}: {error}"})
+    except BaseException as failure:
+        comm.fail(failure)
+        if not isinstance(failure, Exception):
+            raise
+        # The caller gets its own error, and hears of this one in its next call.
+    else:
+        comm.stage = Stage.REFUSED
+
+
+def agree(comm: Communicator, array: object, description: Mapping[str, str]) -> int:
+    """Compares the descriptions of a call by all ranks. It is part of a `collective` function.
 
     Messages of NumPy arrays wait for the other ranks anyway, so that each call is compared. Those of CuPy arrays do
-    not: a description is compared once, because the comparison synchronises with the GPU.
+    not: a description is compared once, because the comparison synchronises with the GPU. It is remembered when all
+    ranks have agreed on it, so that all of them skip the next comparison, or none. The messages of a call that skips it
+    begin with their numbers: a rank that waits for a comparison finds them in place of a text, and fails.
 
     Parameters
     ----------
     comm : Communicator
-    array : object
-        An array of the call's library, or what the caller has passed in its place.
+    array : ndarray
+        An array of the call's library.
     description : mapping of str
-        What each argument is, by its name; under `ERROR`, the error that this rank will raise.
+        What each argument is, by its name.
+
+    Returns
+    -------
+    int
+        Stands for the description, from 1 to 2**32 - 1.
 
     Raises
     ------
     ValueError
         An argument differs between ranks, or another rank has an error. The text names argument and ranks.
     """
-    if comm.size == 1:
-        return
-    transport = comm.transport_of(array)
     text = json.dumps(description)
-    if not transport.waits_for_host and ERROR not in description:
-        if text in comm.agreed:
-            return
-        comm.agreed.add(text)
-    everyones = [json.loads(one) for one in all_texts(transport, text)]
-    if ERROR in description:
-        return
-    _check_errors([one.get(ERROR) for one in everyones])
-    names = dict.fromkeys(name for one in everyones for name in one)
-    for name in names:
-        _check_alike(name, [one.get(name, "absent") for one in everyones])
+    number = max(1, zlib.crc32(text.encode()))
+    if comm.size == 1:
+        return number
+    on_host = comm.takes_host(array)
+    if on_host or text not in comm.agreed:
+        everyones = _everyones(comm, {**description, "array": "numpy" if on_host else "cupy"})
+        comm.stage = Stage.REFUSED  # what is raised from here on is raised by all
+        _check_errors([one.get(_ERROR) for one in everyones])
+        for name in dict.fromkeys(name for one in everyones for name in one):
+            _check_alike(name, [one.get(name, "absent") for one in everyones])
+        if not on_host:
+            comm.agreed.add(text)
+    comm.stage = Stage.TOGETHER
+    return number
+
+
+def _everyones(comm: Communicator, description: Mapping[str, str]) -> list[Any]:
+    comm.stage = Stage.TOGETHER
+    try:
+        return [json.loads(text) for text in comm.texts(json.dumps(description))]
+    except ValueError as error:
+        raise CommunicationError(f"rank {comm.rank} has received what describes no call: {error}") from error
 
 
 def _check_errors(errors: Sequence[str | None]) -> None:

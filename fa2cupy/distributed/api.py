@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
@@ -16,8 +17,9 @@ from ..problem.function_checks import traced_now
 from ..problem.keywords import check_keywords, takes_features
 from ..problem.options import CallOptions, hashable_config
 from . import gather, gather_by_copies, heads, heads_by_copies, hybrid, ring
+from .agreement import collective
 from .by_copies import groups_of_copies, takes
-from .communicator import Communicator
+from .communicator import Communicator, Stage
 from .messages import library_of
 from .operands import Operands, result_views
 from .requests import CallArguments, checked
@@ -36,6 +38,7 @@ _BY_COPIES: dict[str, ModuleType] = {"heads": heads_by_copies, "gather": gather_
 
 
 @takes_features
+@collective
 def forward(
     comm: Communicator,
     q: Array,
@@ -102,14 +105,18 @@ def forward(
     Raises
     ------
     TypeError, ValueError
-        As for `fa2cupy.forward`, on all ranks; the arguments of other ranks differ, and the text names the argument and
-        the ranks; the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``.
+        As for `fa2cupy.forward`; the arguments of other ranks differ, and the text names the argument and the ranks;
+        the ranks cannot divide the rows, or the heads for ``"heads"`` and ``"hybrid"``. All ranks raise an error if one
+        of them does, and can go on.
     UnsupportedProblemError
         ``"ring"`` has no features but soft caps, and as many queries as keys under a causal mask. ``"gather"`` and
         ``"hybrid"`` have no packed sequences, no `block_mask`, and ALiBi only with causal or a window without keys on
         the right; on a GPU, dropout only in chunks of a multiple of 16 rows.
     CommunicationError
-        Another rank has failed or does not answer in time. The communicator cannot be used any more.
+        Another rank has failed or does not answer in time, or an earlier call on the communicator has failed. It cannot
+        be used any more, as after any other exception that ends a call: ``KeyboardInterrupt``, or a lack of memory.
+    RuntimeError
+        Another thread makes a call on the communicator.
 
     Notes
     -----
@@ -128,7 +135,8 @@ def forward(
     of gradients besides; ``"ring"`` 3 slots of 2 N / W h d e, and o in float32; ``"hybrid"`` as much as ``"heads"``,
     and with R ranks in a host that of ``"gather"`` for h / R heads and W / R ranks. Where messages of a batch of
     several sequences travel by NCCL, they have memory besides, in ``"heads"`` half as much again, in ``"gather"`` twice
-    as much. What the ranks write for each other stays allocated as long as the communicator (``comm.window_bytes``).
+    as much. By MPI, messages are copied on both ranks. What the ranks write for each other stays allocated as long as
+    the communicator (``comm.window_bytes``).
 
     On GPUs of one host, the ranks of ``"heads"`` and ``"gather"`` write each other's memory (CUDA IPC) with copy
     engines, beside the kernels; in ``"heads"``, a kernel writes the first rows and the last results. In ``"heads"``
@@ -136,8 +144,9 @@ def forward(
     times heads), and the other schemes travel by NCCL, on a stream of the highest priority: its blocks wait for a
     multiprocessor that no kernel occupies. A call has four streams for computing besides the caller's. No call waits
     for the GPU but the first one with new shapes or options, in which the ranks compare them. A rank that makes another
-    call than the others is noticed there; with arguments that all ranks have agreed on before, it is noticed when the
-    time is up.
+    call than the others is noticed there. With arguments that all ranks have agreed on before, it is noticed when the
+    calls are done, or when the time is up. As for any failure on a GPU that comes after a call has returned, the error
+    is printed, and the next call raises it: results of the last calls are not there.
 
     All ranks together can capture a call into a CUDA graph, after a call of the same kind: its host time is then that
     of a launch. The memory of captured calls beyond their results is kept as long as the communicator, and launches
@@ -172,6 +181,7 @@ def forward(
 
 
 @takes_features
+@collective
 def backward(
     comm: Communicator,
     q: Array,
@@ -274,6 +284,7 @@ def backward(
 
 
 @takes_features
+@collective
 def attention(
     comm: Communicator,
     q: Array,
@@ -349,7 +360,7 @@ def attention(
     }
     # Errors are raised before the forward runs.
     extra_gradients(keywords, return_dbias, return_dsink, return_dscore_args)
-    o, lse = forward(comm, q, k, v, **shared)
+    o, lse = inspect.unwrap(forward)(comm, q, k, v, **shared)
 
     def backprop(do: Array, dlse: Array | None = None) -> tuple[Array, ...]:
         """Gradients of the call of `fa2cupy.distributed.attention` that returned this function.
@@ -381,7 +392,9 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     request = checked(comm, arguments)
     q = arguments.arrays["q"]
     if is_captured(q):
+        comm.stage = Stage.REFUSED  # all ranks capture a call together
         check_capture(request.scheme, request.keywords)
+        comm.stage = Stage.TOGETHER
     names = tuple(result.name for result in request.results)
     given = unpack_out(arguments.out, names)
     xp = library_of(q)
@@ -391,16 +404,18 @@ def _results(comm: Communicator, arguments: CallArguments) -> tuple[Array, ...]:
     )
     operands = Operands.of(arguments.arrays, arguments.options.layout)
     views = result_views(names, out, arguments.options.layout, q.ndim)
+    run = Run(comm, request, q)
     try:
-        run = Run(comm, request, q)
         by_copies = takes(request) and run.has_window()
         if by_copies:
             run.request = replace(request, groups=groups_of_copies(request))
+        else:
+            run.announce(comm.number)
         scheme = (_BY_COPIES if by_copies else _SCHEMES)[request.scheme]
         getattr(scheme, arguments.call)(run, operands, views)
         run.finish()
-    except BaseException as error:
-        comm.give_up(error)
+    except BaseException:
+        run.abandon()
         raise
     return out
 

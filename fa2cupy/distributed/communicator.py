@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import json
 import os
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from .messages import CommunicationError, Transport, is_on_host
+from ..system.locks import new_lock
+from .launch import launch_of
+from .messages import CommunicationError, Transport, all_texts, is_on_host
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "Stage"]
 
 _TIMEOUT_S = 600.0
-#: Names of a rank, the number of ranks, and that of the ranks of a host, which may be missing: those of torchrun,
-#: Open MPI, MPICH and its relatives, and Slurm.
-_ENVIRONMENTS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
-)
+
+
+class Stage(enum.Enum):
+    """How far a call has come, and so what an exception means that ends it."""
+
+    #: The ranks have not compared their arguments: the others are told, and can go on.
+    OWN = enum.auto()
+    #: Messages are under way: the communicator fails.
+    TOGETHER = enum.auto()
+    #: All ranks refuse the call, and can go on.
+    REFUSED = enum.auto()
 
 
 class Communicator:
@@ -26,6 +34,14 @@ class Communicator:
 
     All ranks make the same calls in the same order, each on its own rows. It is made by `from_mpi`, `from_env` or
     `from_nccl`, or passed to the functions that `fa2cupy.distributed.simulate` runs.
+
+    A communicator is open or failed. Calls that all ranks refuse leave it open. Whatever else ends a call early makes
+    it a failed one (a timeout, an error of another rank, ``KeyboardInterrupt``), whose further calls raise
+    `CommunicationError` at once: messages of that call may be under way. The other ranks are told where that is
+    possible (by MPI, and simulated ranks; GPUs that write each other's memory), else their time runs out. Make a new
+    one to go on.
+
+    One thread at a time can make a call.
 
     Attributes
     ----------
@@ -64,7 +80,12 @@ class Communicator:
         self._host = host
         self._device = device
         self._made: Transport | None = None
-        self._broken: str | None = None
+        self._failure: str | None = None
+        #: Held by the call that is under way.
+        self.turn = new_lock()
+        self.stage = Stage.OWN
+        #: The calls so far, the one that is under way included. It is the same on all ranks.
+        self.number = 0
         #: Descriptions of the calls that all ranks have agreed on.
         self.agreed: set[str] = set()
         #: Memory of the calls that CUDA graphs have captured, which use it at each launch.
@@ -88,7 +109,8 @@ class Communicator:
         ranks_per_host : int, optional
             By default as MPI tells, if all hosts have equally many neighbouring ranks.
         timeout : float, optional
-            Seconds that a rank waits for messages of the others before it raises `CommunicationError`.
+            Seconds that a rank waits for messages of the others before it raises `CommunicationError`; and those that
+            a process then waits for the others to end, before it ends the job by ``MPI_Abort``.
 
         Raises
         ------
@@ -105,7 +127,10 @@ class Communicator:
         def device() -> Transport:
             from .nccl import connect
 
-            return connect(transport.rank, transport.size, lambda own: communicator.bcast(own, root=0), timeout)
+            def broadcast(own: Any) -> Any:
+                return json.loads(all_texts(transport, json.dumps(None if own is None else list(own)))[0])
+
+            return connect(transport.rank, transport.size, broadcast, timeout)
 
         if ranks_per_host is None:
             ranks_per_host = transport.ranks_per_host()
@@ -156,7 +181,9 @@ class Communicator:
 
         RANK and WORLD_SIZE are those of torchrun; the variables of Open MPI, MPICH and Slurm are read where they are
         missing. The process with rank 0 listens at MASTER_ADDR (``127.0.0.1`` by default) and MASTER_PORT (29500) and
-        passes NCCL's identifier on. NCCL's communicator is made at the first call, on the device that is current then.
+        passes NCCL's identifier on, to processes of the same job: those with the same FA2CUPY_JOB_TOKEN, by default
+        the launcher's name of the job. NCCL's communicator is made at the first call, on the device that is current
+        then.
 
         Parameters
         ----------
@@ -171,58 +198,88 @@ class Communicator:
         Raises
         ------
         ValueError
-            The variables are missing or are no numbers.
+            The variables are missing or have no meaning.
         """
         given = os.environ if environment is None else environment
         check_timeout(timeout)
-        rank, size, in_host = _rank_and_size(given)
-        address = given.get("MASTER_ADDR", "127.0.0.1")
-        port = _number(given, "MASTER_PORT", "29500")
+        launch = launch_of(given)
 
         def device() -> Transport:
             from .nccl import connect
             from .rendezvous import broadcast
 
-            return connect(rank, size, lambda own: broadcast(rank, size, own, (address, port), timeout), timeout)
+            return connect(launch.rank, launch.size, lambda own: broadcast(launch, own, timeout), timeout)
 
-        return cls(rank, size, None, device, in_host if ranks_per_host is None else ranks_per_host)
+        in_host = launch.ranks_per_host if ranks_per_host is None else ranks_per_host
+        return cls(launch.rank, launch.size, None, device, in_host)
 
-    def transport_of(self, array: object) -> Transport:
-        """The messages for arrays of the library of this one, and some for what is no array.
+    def takes_host(self, array: object) -> bool:
+        """True if messages of this array's library are those of the host.
 
         Raises
         ------
         TypeError
             The communicator has no messages for it.
-        CommunicationError
-            An earlier call failed.
         """
-        if self._broken is not None:
-            raise CommunicationError(f"an earlier call on this communicator failed: {self._broken}")
-        if is_on_host(array) or not (hasattr(array, "dtype") or self._host is None):
+        if is_on_host(array):
             if self._host is None:
                 raise TypeError(
                     "NumPy arrays travel by MPI, and this communicator has NCCL alone; make it with "
                     "Communicator.from_mpi, or simulate ranks with fa2cupy.distributed.simulate"
                 )
-            return self._host
+            return True
         if self._device is None:
             raise TypeError(
                 "simulated ranks have NumPy arrays, got a cupy.ndarray; make the communicator of NCCL or MPI"
             )
+        return False
+
+    def transport_of(self, array: object) -> Transport:
+        """The messages for arrays of the library of this one. Raises TypeError if there are none."""
+        return self._transport(self.takes_host(array))
+
+    def _transport(self, of_host: bool) -> Transport:
+        if of_host:
+            assert self._host is not None, "asked for before"
+            return self._host
         if self._made is None:
+            assert self._device is not None, "asked for before"
             self._made = self._device()
         return self._made
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks in this call. They travel apart from CuPy arrays if there is another way."""
+        return all_texts(self._transport(self._host is not None), text, self.number)
+
+    def check(self) -> None:
+        """Raises CommunicationError if the communicator has failed. Any thread may ask."""
+        if self._failure is not None:
+            raise CommunicationError(f"an earlier call on this communicator failed: {self._failure}")
+
+    def begin(self) -> None:
+        """Notes that a call begins. Raises CommunicationError if this rank has failed or heard that another one has."""
+        self.stage = Stage.TOGETHER
+        self.check()
+        for transport in self._transports():
+            transport.check()
+        self.number += 1
+        self.stage = Stage.OWN
+
+    def fail(self, error: BaseException) -> None:
+        """Makes it a failed communicator, ends what is under way, and tells the other ranks where it can."""
+        if self._failure is None:
+            self._failure = f"{type(error).__name__}: {error}"
+            for transport in self._transports():
+                with contextlib.suppress(Exception):  # the error says more
+                    transport.end(self._failure)
+
+    def _transports(self) -> list[Transport]:
+        return [transport for transport in (self._host, self._made) if transport is not None]
 
     @property
     def window_bytes(self) -> int:
         """Bytes of this rank's GPU that the other ranks write: those of the largest call so far."""
         return 0 if self._made is None else self._made.window_bytes
-
-    def give_up(self, error: BaseException) -> None:
-        """Refuses later calls: messages of a call that failed may still be under way."""
-        if self._broken is None:
-            self._broken = f"{type(error).__name__}: {error}"
 
     def __repr__(self) -> str:
         return f"<Communicator: rank {self.rank} of {self.size}>"
@@ -244,24 +301,3 @@ def check_ranks_per_host(ranks_per_host: object, size: int) -> int:
     if ranks_per_host < 1 or size % ranks_per_host:
         raise ValueError(f"ranks_per_host: expected a divisor of the {size} ranks, got {ranks_per_host}")
     return ranks_per_host
-
-
-def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """The rank, the number of ranks, and that of a host's ranks: None if it is not told, or differs between hosts."""
-    for *names, in_host in _ENVIRONMENTS:
-        if all(name in environment for name in names):
-            rank, size = (_number(environment, name) for name in names)
-            if not 0 <= rank < size:
-                raise ValueError(f"{names[0]}: expected 0 to {size - 1}, below {names[1]}, got {rank}")
-            of_host = _number(environment, in_host, "0")
-            return rank, size, of_host if of_host > 0 and size % of_host == 0 else None
-    wanted = "; ".join(" and ".join(names) for *names, _ in _ENVIRONMENTS)
-    raise ValueError(f"environment: expected the variables of a launcher ({wanted}), and there are none")
-
-
-def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environment.get(name, default)
-    try:
-        return int(str(text))
-    except ValueError:
-        raise ValueError(f"{name}: expected an int, got {text!r}") from None

@@ -23,7 +23,7 @@ from .copy_kernel import copy_matrices
 from .matrices import Matrix, is_few, matrices_of
 from .messages import CommunicationError
 from .shared_memory import SharedMemory
-from .windows import IS_READY, MOST_STEPS, READY, Copy, Signal, Window, word_of
+from .windows import FAILED, IS_READY, READY, Copy, Signal, Window, word_of
 
 __all__ = ["DeviceWindow", "connect"]
 
@@ -60,7 +60,7 @@ class DeviceWindow(Window):
         self._kept: list[SharedMemory] = []
         self._unfinished: list[_Queued] = []
         self._signals = SharedMemory(rank, texts)
-        self._signals.allocate(_WORD * len(Signal) * MOST_STEPS * size, zeroed=True)
+        self._signals.allocate(_WORD * (FAILED + 1) * size, zeroed=True)
         self._answers = cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY_OF_ANSWERS)
         self._signals.everyones(self._try_signal, CommunicationError)
 
@@ -116,6 +116,12 @@ class DeviceWindow(Window):
             self._queue(self._driver.cuStreamWaitValue32, stream, address, number, _WAIT_UNTIL_EQUAL)
             self._queue(self._driver.cuStreamWriteValue32, stream, address, 0, 0)
 
+    def _stay(self) -> None:
+        stream = self._cupy.cuda.get_current_stream().ptr
+        for peer in self.others:
+            address = self._address(self.rank, FAILED, peer)
+            self._queue(self._driver.cuStreamWaitValue32, stream, address, 0, _WAIT_UNTIL_EQUAL)
+
     def _address(self, owner: int, word: int, writer: int) -> int:
         return self._signals.pointers[owner].ptr + _WORD * (word * self.size + writer)
 
@@ -158,19 +164,32 @@ class DeviceWindow(Window):
     def release(self) -> None:
         """Ends all waits of this rank, of calls to come, too, after a failure.
 
+        The other ranks hear of it before: from then on, this one writes results of what it has not received.
         Returns when the calls so far have ended. Where they wait for messages besides, it returns after some time.
         """
         device, end = self._cupy.cuda.Device(), time.monotonic() + _PATIENCE_S
+        for peer in self.others:
+            address = self._address(peer, FAILED, self.rank)
+            self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, 1, 0)
+        self._answers.synchronize()
         threading.Thread(target=self._answer, args=(device,), name="fa2cupy.distributed", daemon=True).start()
         while self._waiting() is not None and time.monotonic() < end:
             time.sleep(_RELEASE_S)
+
+    def failed(self) -> list[int]:
+        """The other ranks that have failed."""
+        words = np.zeros(self.size, np.uint32)
+        source, stream = self._address(self.rank, FAILED, 0), self._answers
+        self._runtime.memcpyAsync(words.ctypes.data, source, words.nbytes, _COPY_DEFAULT, stream.ptr)
+        stream.synchronize()
+        return np.flatnonzero(words).tolist()
 
     def _answer(self, device: Any) -> None:
         """Writes the signals of all calls that are not done, one call after the other."""
         device.use()
         while True:
             if (call := self._waiting()) is not None:
-                for (word, number), peer in itertools.product(call.signals(), self.others):
+                for (word, number), peer in itertools.product([(FAILED, 0), *call.signals()], self.others):
                     address = self._address(self.rank, word, peer)
                     self._queue(self._driver.cuStreamWriteValue32, self._answers.ptr, address, number, 0)
             time.sleep(_RELEASE_S)

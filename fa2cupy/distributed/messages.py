@@ -18,10 +18,15 @@ __all__ = [
     "Messages",
     "Transport",
     "all_texts",
+    "check_heads",
+    "head_of",
     "is_on_host",
     "library_of",
     "split_own",
+    "without_text",
 ]
+
+_LONGEST_TEXT, _MOST_NUMBERS = 1 << 24, 1 << 30
 
 #: Contiguous arrays, each with the rank that it goes to or comes from.
 Messages: TypeAlias = "Sequence[tuple[Array, int]]"
@@ -55,8 +60,25 @@ class Transport(Protocol):
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Sends and receives a group of arrays. Messages between two ranks arrive in the order they were sent."""
 
+    def announce(self, head: np.ndarray, own: Array, landing: Array) -> None:
+        """Sends the head of a call that the ranks do not compare ahead of its messages.
+
+        Parameters
+        ----------
+        head, own : ndarray, shape (8,)
+            The bytes of `head_of` the call, on the host and where messages are sent from.
+        landing : ndarray, shape (size, 8)
+            Where those of the ranks arrive.
+        """
+
     def watch(self) -> None:
         """Is called when all messages of a call have been queued."""
+
+    def check(self) -> None:
+        """Raises CommunicationError if messages can travel no more: because of this rank or, if it knows, another."""
+
+    def end(self, reason: str) -> None:
+        """Ends what is under way, after a failure, and tells the other ranks where that is possible."""
 
     def window(self, is_captured: bool) -> Window | None:
         """The memory of this rank that the others write; None where they cannot. All ranks call it together.
@@ -82,6 +104,9 @@ class HostMemory:
 
     waits_for_host = True
     window_bytes = 0
+
+    def announce(self, head: np.ndarray, own: Any, landing: Any) -> None:
+        """Nothing: the ranks compare each call."""
 
     def watch(self) -> None:
         """Nothing: all messages have arrived."""
@@ -122,12 +147,63 @@ def split_own(rank: int, sends: Messages, recvs: Messages) -> tuple[list[tuple[A
     return copies, others[0], others[1]
 
 
-def all_texts(transport: Transport, text: str) -> list[str]:
-    """The texts of all ranks, by rank."""
+def head_of(number: int, kind: int) -> np.ndarray:
+    """The bytes of the first message of a call between two ranks.
+
+    Parameters
+    ----------
+    number : int
+        That of the call.
+    kind : int
+        The length of a text, or for a call in which the ranks compare none, what `without_text` returns.
+    """
+    return np.array([number % _MOST_NUMBERS, kind], np.int32).view(np.uint8)
+
+
+def without_text(description: int) -> int:
+    """The kind of a call that the ranks have agreed on before, from the number of its description."""
+    return -1 - description % _MOST_NUMBERS
+
+
+def check_heads(rank: int, own: np.ndarray, heads: Sequence[np.ndarray]) -> list[int]:
+    """The kinds of the calls that the ranks make, by rank.
+
+    Raises
+    ------
+    CommunicationError
+        A rank makes another call than this one, as far as that can be seen without texts.
+    """
+    number, kind = own.view(np.int32).tolist()
+    found = [head.view(np.int32).tolist() for head in heads]
+    for peer, (other, other_kind) in enumerate(found):
+        if other != number:
+            raise CommunicationError(
+                f"rank {rank} makes its call {number} on this communicator, and rank {peer} its call {other}: one of "
+                "them has made another number of calls, and these do not belong together"
+            )
+        if other_kind != kind and (min(kind, other_kind) < 0 or other_kind > _LONGEST_TEXT):
+            raise CommunicationError(
+                f"ranks {rank} and {peer} make different calls, and at least one of them is one that all ranks have "
+                "agreed on before"
+            )
+    return [one for _, one in found]
+
+
+def all_texts(transport: Transport, text: str, number: int = 0) -> list[str]:
+    """The texts of all ranks, by rank.
+
+    Raises
+    ------
+    CommunicationError
+        Those of a rank belong to a call with another number.
+    """
     data = np.frombuffer(text.encode(), np.uint8)
-    length = np.array([len(data)], np.int64).view(np.uint8)
-    lengths = [int(found.view(np.int64)[0]) for found in _all_bytes(transport, length, [8] * transport.size)]
-    return [bytes(found).decode() for found in _all_bytes(transport, data, lengths)]
+    head = head_of(number, len(data))
+    lengths = check_heads(transport.rank, head, _all_bytes(transport, head, [len(head)] * transport.size))
+    try:
+        return [bytes(found).decode() for found in _all_bytes(transport, data, lengths)]
+    except UnicodeDecodeError as error:
+        raise CommunicationError(f"rank {transport.rank} has received what is no text: {error}") from error
 
 
 def _all_bytes(transport: Transport, data: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

@@ -14,12 +14,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..system.locks import new_lock
-from .messages import CommunicationError, Messages, all_texts, split_own
+from .messages import CommunicationError, Messages, all_texts, check_heads, split_own
 from .windows import Window
 
 __all__ = ["NcclTransport", "connect", "wrap"]
@@ -91,6 +91,14 @@ class _OfNccl4py:
         self._communicator.abort()
 
 
+class _Watched(NamedTuple):
+    """A call that may not be done: its end, when its time is up, and its head with those of the other ranks."""
+
+    event: Any
+    end: float
+    heads: tuple[np.ndarray, Any] | None
+
+
 class NcclTransport:
     """Messages by NCCL: see `fa2cupy.distributed.messages.Transport`.
 
@@ -108,10 +116,12 @@ class NcclTransport:
         self.rank, self.size = rank, size
         self._binding = binding
         self._timeout = timeout
-        self._watched: list[tuple[Any, float]] = []
+        self._watched: list[_Watched] = []
+        self._heads: tuple[np.ndarray, Any] | None = None
         self._lock = new_lock()
         self._watcher: threading.Thread | None = None
         self._failure: str | None = None
+        self._reader: Any = None
         self._is_connected = False
         self._window: Any = None
 
@@ -119,6 +129,16 @@ class NcclTransport:
         """Raises CommunicationError if an earlier call failed."""
         if self._failure is not None:
             raise CommunicationError(self._failure)
+
+    def end(self, reason: str) -> None:
+        """Ends what is under way. Ranks that write this one's memory hear of it, for the others time runs out."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = reason
+        if self._window is not None:
+            self._window.release()  # first: NCCL frees memory, and CUDA waits for all streams then
+        self._binding.abort()
 
     def window(self, is_captured: bool) -> Window | None:
         """The memory that the other GPUs of the host write; None if one of them cannot."""
@@ -145,17 +165,34 @@ class NcclTransport:
         if not (sends or recvs):
             return
         stream = cupy.cuda.get_current_stream().ptr
-        with self._binding.group():
-            for array, peer in sends:
-                self._binding.send(array, peer, stream)
-            for array, peer in recvs:
-                self._binding.recv(array, peer, stream)
+        try:
+            with self._binding.group():
+                for array, peer in sends:
+                    self._binding.send(array, peer, stream)
+                for array, peer in recvs:
+                    self._binding.recv(array, peer, stream)
+        except Exception as error:
+            raise CommunicationError(f"rank {self.rank}: NCCL has failed: {type(error).__name__}: {error}") from error
+
+    def announce(self, head: np.ndarray, own: Any, landing: Any) -> None:
+        """Queues the heads of the ranks' calls. They are compared when the call is done, without a wait of the host.
+
+        A rank that compares texts meets them before any other message, and stops.
+        """
+        import cupy
+
+        if self._reader is None:  # it waits for no other stream
+            self._reader = cupy.cuda.Stream(non_blocking=True)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
+        self._heads = head, landing
 
     def watch(self) -> None:
         """Ends the call if what is queued on the current stream so far is not done in time."""
-        event = _event()
+        event, heads = _event(), self._heads
+        self._heads = None
         with self._lock:
-            self._watched.append((event, time.monotonic() + self._timeout))
+            self._watched.append(_Watched(event, time.monotonic() + self._timeout, heads))
             if self._watcher is None:
                 name, device = "fa2cupy.distributed", _current_device()
                 self._watcher = threading.Thread(target=self._look_after, args=(device,), name=name, daemon=True)
@@ -163,28 +200,45 @@ class NcclTransport:
 
     def _look_after(self, device: Any) -> None:
         device.use()  # a new thread would make a context on the first GPU
-        while True:
+        while self._failure is None:
             time.sleep(min(1.0, self._timeout / 4))
             with self._lock:
-                self._watched = [(event, end) for event, end in self._watched if not event.done]
-                is_late = any(time.monotonic() > end for _, end in self._watched)
-                if not self._watched and not is_late:
+                if not self._watched:
                     self._watcher = None
                     return
-            if is_late:
-                self._end()
-                return
+                done: list[_Watched] = []
+                left: list[_Watched] = []
+                for call in self._watched:
+                    (done if call.event.done else left).append(call)
+                self._watched = left
+            try:
+                self._check_calls(done)
+            except CommunicationError as error:
+                self._end(f"{error}; results of the last calls are not there")
 
-    def _end(self) -> None:
-        self._failure = (
+    def _check_calls(self, done: list[_Watched]) -> None:
+        """Raises CommunicationError if a call is late, or if others are done that do not belong together."""
+        if any(time.monotonic() > call.end for call in self._watched):
+            raise self._late()
+        if self._window is not None and (failed := self._window.failed()):
+            raise CommunicationError(f"rank {self.rank} cannot go on: ranks {failed} have failed")
+        for own, landing in (call.heads for call in done if call.heads is not None):
+            heads = landing.get(stream=self._reader)
+            self._reader.synchronize()
+            heads[self.rank] = own
+            check_heads(self.rank, own, heads)
+
+    def _late(self) -> CommunicationError:
+        return CommunicationError(
             f"rank {self.rank} has waited {self._timeout:g} s for messages of other ranks, one of which has ended, is "
-            "late or makes another call; results of the last calls are not there"
+            "late or makes another call"
         )
-        _log.error(self._failure)
-        print(f"fa2cupy.distributed: {self._failure}", file=sys.stderr, flush=True)
-        if self._window is not None:
-            self._window.release()  # first: NCCL frees memory, and CUDA waits for all streams then
-        self._binding.abort()
+
+    def _end(self, reason: str) -> None:
+        """Ends what is under way, where no call could raise an error."""
+        _log.error(reason)
+        print(f"fa2cupy.distributed: {reason}", file=sys.stderr, flush=True)
+        self.end(reason)
 
     def empty_bytes(self, nbytes: int) -> Any:
         """An array of bytes on the device."""
@@ -203,8 +257,9 @@ class NcclTransport:
         event, end = _event(), time.monotonic() + self._timeout
         while not event.done:
             if time.monotonic() > end:
-                self._end()
-                raise CommunicationError(self._failure)
+                late = self._late()
+                self.end(str(late))
+                raise late
             time.sleep(_POLL_S)
         return buffer.get()
 

@@ -5,9 +5,7 @@ The checks are those of one call on the whole sequence: they run on shadows, arr
 
 from __future__ import annotations
 
-import json
 import numbers
-import zlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +24,8 @@ from ..problem.feature_checks import extra_gradients
 from ..problem.features import feature_arrays
 from ..problem.function_checks import function_arrays, program_of
 from ..problem.options import CallOptions
-from .agreement import ERROR, agree
-from .communicator import Communicator
+from .agreement import agree
+from .communicator import Communicator, Stage
 from .messages import is_on_host
 from .orders import RowOrder, check_order, divisor
 from .schemes import check_scheme, groups_of, ranks_with_heads, scheme_of
@@ -119,7 +117,6 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
     TypeError, ValueError, UnsupportedProblemError
         The arguments do not fit each other, or those of other ranks.
     """
-    q = arguments.arrays["q"]
     signature = _signature(arguments)
     known = None if signature is None else comm.requests.get(signature)
     if known is not None:
@@ -127,26 +124,17 @@ def checked(comm: Communicator, arguments: CallArguments) -> Request:
             _check_overlap(
                 arguments, known.results, unpack_out(arguments.out, tuple(one.name for one in known.results))
             )
+        comm.stage = Stage.TOGETHER
         return replace(known, keywords=arguments.keywords)
-    try:
-        array_backend(arguments.given)
-        request = _request(comm, arguments)
-        description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
-    except Exception as error:
-        # The others learn of it before they wait for messages that never come.
-        agree(comm, q, {ERROR: f"{type(error).__name__}: {error}"})
-        raise
-    agree(comm, q, description)
-    request = replace(request, number=_number(description))
+    array_backend(arguments.given)
+    request = _request(comm, arguments)
+    description = _description(arguments) | {"ranks_per_host": str(comm.ranks_per_host)}
+    request = replace(request, number=agree(comm, arguments.arrays["q"], description))
     if signature is not None:
         if len(comm.requests) >= _MAX_REQUESTS:
             comm.requests.clear()
         comm.requests[signature] = replace(request, keywords={})
     return request
-
-
-def _number(description: Mapping[str, str]) -> int:
-    return max(1, zlib.crc32(json.dumps(description).encode()))
 
 
 def _signature(arguments: CallArguments) -> Hashable:
@@ -306,9 +294,8 @@ def _check_overlap(arguments: CallArguments, results: tuple[Result, ...], given:
     written = {output_name(one.name): array for one, array in zip(results, given, strict=True) if array is not None}
     array_backend(inputs, written)
     arrays = {**inputs, **written}
-    check = OverlapCheck(
-        [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
-    )
+    layouts = [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()]
+    check = OverlapCheck(layouts, range(len(inputs), len(arrays)))
     check([_address(array) for array in arrays.values()])
 
 

@@ -6,9 +6,11 @@ import numpy as np
 
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
+from .agreement import agree, collective
 from .communicator import Communicator
 from .messages import library_of
 from .orders import RowOrder, check_order, divisor
+from .run import messages_of
 
 __all__ = ["pad", "padded_length", "positions", "shard", "unshard"]
 
@@ -28,6 +30,7 @@ def padded_length(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> 
     int
         A multiple of the number of ranks, in zigzag order of twice that.
     """
+    comm.check()
     multiple = divisor(check_order(order), comm.size)
     return -(-seqlen // multiple) * multiple
 
@@ -92,6 +95,7 @@ def positions(comm: Communicator, seqlen: int, *, order: str = "zigzag") -> np.n
     >>> [positions(comm, 8).tolist() for comm in simulate(2, lambda comm: comm)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    comm.check()
     rows = _row_order("seqlen", comm, seqlen, order)
     return np.concatenate([np.arange(chunk.whole.start, chunk.whole.stop) for chunk in rows.chunks(comm.rank)])
 
@@ -119,12 +123,14 @@ def shard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag")
     ValueError
         The ranks cannot divide the length.
     """
+    comm.check()
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis], order)
     parts = [x[_along(axis, chunk.whole)] for chunk in rows.chunks(comm.rank)]
     return library_of(x).concatenate(parts, axis=axis)
 
 
+@collective
 def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag") -> Array:
     """The whole array of all ranks' rows, on each rank: the reverse of `shard`.
 
@@ -144,18 +150,22 @@ def unshard(comm: Communicator, x: Array, *, axis: int = 1, order: str = "zigzag
 
     Raises
     ------
-    ValueError
-        A rank has an odd number of rows in zigzag order.
+    TypeError, ValueError
+        `x` is no array of NumPy or CuPy; a rank has an odd number of rows in zigzag order; shapes, dtypes or options
+        differ between ranks: on all ranks.
     CommunicationError
-        Another rank failed or does not answer.
+        Another rank failed or does not answer in time. The communicator cannot be used any more.
     """
     axis = _checked_axis(x, axis)
     rows = _row_order(f"x (axis {axis})", comm, x.shape[axis] * comm.size, order)
+    kind = f"shape {x.shape}, dtype {x.dtype}"
+    number = agree(comm, x, {"call": "unshard", "x": kind, "axis": str(axis), "order": order})
     xp = library_of(x)
     own = xp.ascontiguousarray(x)
     landing = xp.empty((comm.size, *own.shape), own.dtype)
     peers = range(comm.size)
-    comm.transport_of(x).exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
+    with messages_of(comm, x, number) as transport:
+        transport.exchange([(own, peer) for peer in peers], [(landing[peer], peer) for peer in peers])
     whole = xp.empty((*x.shape[:axis], rows.seqlen, *x.shape[axis + 1 :]), x.dtype)
     for peer in peers:
         for chunk in rows.chunks(peer):

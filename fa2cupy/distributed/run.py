@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -15,11 +16,11 @@ from ..problem.array_types import Array
 from .communicator import Communicator
 from .copies import copy
 from .lanes import HostLane, Lane, StreamLane
-from .messages import Messages, is_on_host, library_of
+from .messages import Messages, Transport, head_of, is_on_host, library_of, without_text
 from .requests import Request
 from .windows import Window
 
-__all__ = ["Run", "is_captured"]
+__all__ = ["Run", "is_captured", "messages_of"]
 
 #: CUDA clamps a priority to the highest one of the device. What computes has a lower one than messages.
 _HIGHEST_PRIORITY, _PRIORITIES_OF_GROUPS = -5, (-4, -3, -2)
@@ -88,6 +89,16 @@ class Run:
         self.window = self._transport.window(self.is_captured)
         return self.window is not None
 
+    def announce(self, number: int) -> None:
+        """Sends the number and kind of a call ahead of its messages, where the ranks do not compare each call."""
+        if not (self._transport.waits_for_host or self.is_captured):
+            head = head_of(number, without_text(self.request.number))
+            own, landing = (self.empty(shape, head.dtype) for shape in (head.shape, (self.size, *head.shape)))
+            self.main(_write, own, head)
+            self._held.append(head)
+            self.begin()
+            self.comm(self._transport.announce, head, own, landing)
+
     def begin(self) -> None:
         """Lets messages wait for what the caller's lane has been given so far. The second lane waits for messages."""
         self.comm.wait(self.main.record())
@@ -128,6 +139,11 @@ class Run:
         self.main.wait(self.side.record())
         for lane in (self.comm, *self.of_groups, self.back, self.main):
             lane.join()
+
+    def abandon(self) -> None:
+        """Lets the caller's lane wait for the others after an error: they may still use the memory of the call."""
+        for lane in (self.comm, self.back, *self.of_groups):
+            self.main.wait(lane.record())
 
     def packed(self, lane: Lane, view: Array) -> Array:
         """A view as a contiguous array: itself, or a copy that the lane makes."""
@@ -184,6 +200,20 @@ def is_captured(array: Array) -> bool:
     from ..gpu import device_memory
 
     return device_memory.is_capturing()
+
+
+@contextlib.contextmanager
+def messages_of(comm: Communicator, array: Array, description: int) -> Iterator[Transport]:
+    """The messages of a call on the caller's stream alone, after `agree` has returned the number of its description."""
+    transport = comm.transport_of(array)
+    is_queued = not (transport.waits_for_host or is_captured(array))
+    if is_queued:
+        head = head_of(comm.number, without_text(description))
+        landing = transport.empty_bytes(comm.size * len(head)).reshape(comm.size, len(head))
+        transport.announce(head, transport.to_buffer(head), landing)
+    yield transport
+    if is_queued:
+        transport.watch()
 
 
 def _device_lanes(array: Any, is_captured: bool) -> tuple[list[Lane], Any]:

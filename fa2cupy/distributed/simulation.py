@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .communicator import Communicator, check_ranks_per_host, check_timeout
@@ -11,6 +13,10 @@ from .messages import CommunicationError
 from .threads import ThreadTransport, World
 
 __all__ = ["simulate"]
+
+#: Seconds that `simulate` waits for its ranks after an interrupt.
+_PATIENCE_S = 5.0
+_POLL_S = 0.1
 
 
 def simulate(
@@ -37,7 +43,8 @@ def simulate(
     Raises
     ------
     BaseException
-        The error of the first rank that failed. The others end, too.
+        The error of the first rank that failed. The others end, too: their next call or wait raises
+        `CommunicationError`, as it does where the caller is interrupted (``KeyboardInterrupt``).
 
     Notes
     -----
@@ -63,14 +70,26 @@ def simulate(
             results[rank] = work(Communicator(rank, size, ThreadTransport(world, rank), None, ranks_per_host))
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
-            world.fail(rank)
+            world.fail(rank, f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # Daemons do not delay the end of the process.
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, math.inf)
+    except BaseException as error:
+        world.fail(None, type(error).__name__)
+        _join(threads, time.monotonic() + _PATIENCE_S)
+        raise
     if errors:
         # Ranks that only waited for one that failed say less than that one.
         raise next((error for error in errors if not isinstance(error, CommunicationError)), errors[0])
     return results
+
+
+def _join(threads: Sequence[threading.Thread], end: float) -> None:
+    """Waits for threads in short steps: a wait without end cannot be interrupted everywhere."""
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_POLL_S)

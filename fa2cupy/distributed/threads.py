@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 
 import numpy as np
@@ -29,13 +28,18 @@ class World:
         self.size = size
         self.timeout = timeout
         self.queues: list[list[queue.Queue[np.ndarray]]] = [[queue.Queue() for _ in range(size)] for _ in range(size)]
-        self.failed: list[int] = []
-        self._lock = threading.Lock()
+        self._failures: list[tuple[int | None, str]] = []
 
-    def fail(self, rank: int) -> None:
-        """Ends the waits of all other ranks."""
-        with self._lock:
-            self.failed.append(rank)
+    def fail(self, rank: int | None, reason: str) -> None:
+        """Ends the waits of all ranks, and refuses their next calls. The rank is None for the caller of `simulate`."""
+        self._failures.append((rank, reason))
+
+    def check(self, rank: int) -> None:
+        """Raises CommunicationError on a rank if another one has failed."""
+        if self._failures:
+            failed, reason = self._failures[0]
+            who = "the caller of simulate" if failed is None else f"rank {failed}"
+            raise CommunicationError(f"rank {rank} cannot go on: {who} has failed with {reason}")
 
 
 class ThreadTransport(HostMemory):
@@ -44,6 +48,14 @@ class ThreadTransport(HostMemory):
     def __init__(self, world: World, rank: int):
         self.rank, self.size = rank, world.size
         self._world = world
+
+    def check(self) -> None:
+        """Raises CommunicationError if a rank has failed."""
+        self._world.check(self.rank)
+
+    def end(self, reason: str) -> None:
+        """Tells the other ranks. Messages are copies in queues that nobody reads any more."""
+        self._world.fail(self.rank, reason)
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
         """Sends copies, then waits for all messages that are to be received."""
@@ -68,10 +80,7 @@ class ThreadTransport(HostMemory):
             try:
                 return world.queues[peer][self.rank].get(timeout=_POLL_S)
             except queue.Empty:
-                if world.failed:
-                    raise CommunicationError(
-                        f"rank {self.rank} waits for a message of rank {peer}, but rank {world.failed[0]} has failed"
-                    ) from None
+                world.check(self.rank)
                 if time.monotonic() > end:
                     raise CommunicationError(
                         f"rank {self.rank} has waited {world.timeout:g} s for a message of rank {peer}, "

@@ -6,14 +6,17 @@ import numpy as np
 
 from ..problem.arguments import array_backend
 from ..problem.array_types import Array
+from .agreement import agree, collective
 from .communicator import Communicator
-from .messages import library_of
+from .messages import Transport, library_of
+from .run import messages_of
 
 __all__ = ["total"]
 
 _WIDE = {"float16": "float32", "bfloat16": "float32"}
 
 
+@collective
 def total(comm: Communicator, x: Array) -> Array:
     """The sum of an array over all ranks, on each of them.
 
@@ -31,10 +34,10 @@ def total(comm: Communicator, x: Array) -> Array:
 
     Raises
     ------
-    TypeError
-        `x` is no array of NumPy or CuPy.
+    TypeError, ValueError
+        `x` is no array of NumPy or CuPy, or of another shape or dtype than that of another rank: on all ranks.
     CommunicationError
-        Another rank failed or does not answer.
+        Another rank failed or does not answer in time. The communicator cannot be used any more.
 
     Examples
     --------
@@ -46,7 +49,13 @@ def total(comm: Communicator, x: Array) -> Array:
     if isinstance(x, np.generic):
         x = np.asarray(x)
     array_backend({"x": x})
-    xp, transport = library_of(x), comm.transport_of(x)
+    number = agree(comm, x, {"call": "total", "x": f"shape {x.shape}, dtype {x.dtype}"})
+    with messages_of(comm, x, number) as transport:
+        return _sum(comm, transport, x)
+
+
+def _sum(comm: Communicator, transport: Transport, x: Array) -> Array:
+    xp = library_of(x)
     own = xp.ascontiguousarray(x).reshape(-1)
     # Each rank sums one piece of the array, and sends the sum to all.
     step = -(-own.size // comm.size)

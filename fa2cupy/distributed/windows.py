@@ -24,7 +24,7 @@ import numpy as np
 from ..problem.array_types import Array
 from .lanes import Lane
 
-__all__ = ["IS_READY", "MOST_STEPS", "READY", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
+__all__ = ["FAILED", "IS_READY", "MOST_STEPS", "READY", "Copy", "Signal", "Window", "padded_bytes", "word_of"]
 
 #: Most steps of a call.
 MOST_STEPS = 1024
@@ -73,6 +73,8 @@ def word_of(kind: Signal, step: int) -> int:
 
 #: The word of `Signal.READY`, and the number that it is given.
 READY, IS_READY = word_of(Signal.READY, 0), 1
+#: The word that a rank writes when it has failed: its waits are ended then, and what it sends has no meaning.
+FAILED = len(Signal) * MOST_STEPS
 
 
 def padded_bytes(shapes: Sequence[tuple[tuple[int, ...], np.dtype]]) -> int:
@@ -184,6 +186,7 @@ class Window:
         """Notes that the call has queued all its work with the window, on these lanes, and tells the other ranks."""
         for other in others:
             lane.wait(other.record())
+        lane(self._stay)
         if not self._is_captured:
             self._last = lane.record()
         lane(self._write, READY, IS_READY)
@@ -223,6 +226,9 @@ class Window:
 
     def _ended(self) -> None:
         """Notes that a call has queued all its work."""
+
+    def _stay(self) -> None:
+        """Waits on the current lane, until this rank fails, if another rank has failed: results may be wrong then."""
 
     def _write(self, word: int, number: int) -> None:
         """Writes a number to a word of each other rank's, on the current lane."""

@@ -172,7 +172,7 @@ def _choices_of(
 
 
 def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOptions = _DEFAULTS) -> Choice:
-    """The family and the tile of a call of `fa2cupy.decode`.
+    """The family and the tile of a call of `fa2cupy.decode`; `family` and `num_splits` are read.
 
     Raises
     ------
@@ -180,7 +180,9 @@ def choose_decode(problem: AttentionProblem, device: DeviceInfo, options: CallOp
         No family has a kernel for the dtype on the device, or no tile fits it.
     """
     family = supporting_families("decode", problem.dtype, device, options.family, used_features(problem))[0]
-    return Choice(family, {"decode": decode_tile(family, problem, device)})
+    return Choice(
+        family, {"decode": decode_tile(family, problem, device, for_any_batch=options.num_splits is not None)}
+    )
 
 
 def _decoding_family(problem: AttentionProblem, device: DeviceInfo, used: tuple[str, ...]) -> Family | None:

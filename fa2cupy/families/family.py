@@ -52,6 +52,10 @@ class TileRow:
     features: tuple[str, ...] = ()
     least_jobs: float = 0
 
+    def jobs_on(self, device: DeviceInfo) -> float:
+        """The least jobs of a call of ``decode`` on a device."""
+        return self.least_jobs * device.multiprocessors
+
 
 class Family(ABC):
     """A set of kernels that share their main loops, and all properties that differ between families.

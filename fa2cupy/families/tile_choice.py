@@ -52,8 +52,16 @@ def choose_tile(
     return default_tile(family, operation, problem, device)
 
 
-def default_tile(family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+def default_tile(
+    family: Family, operation: str, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool = False
+) -> TileConfig:
     """The first row of `tiles` that applies.
+
+    Parameters
+    ----------
+    family, operation, problem, device
+    for_any_batch : bool, optional
+        True if the tile must be the same beside other sequences.
 
     Raises
     ------
@@ -72,7 +80,7 @@ def default_tile(family: Family, operation: str, problem: AttentionProblem, devi
         if family.padded_head_dim(problem.head_dim) <= row.head_dim
         and (row.dtypes is None or problem.dtype in row.dtypes)
         and (not row.features or not used.isdisjoint(row.features))
-        and (not row.least_jobs or _jobs(problem, row.tile) >= row.least_jobs * device.multiprocessors)
+        and (not row.least_jobs or (not for_any_batch and _jobs(problem, row.tile) >= row.jobs_on(device)))
         and family.why_illegal(*kernel, row.tile, device) is None
         and family.fits_blocks(*kernel, row.tile, device)
     ]
@@ -87,15 +95,19 @@ def default_tile(family: Family, operation: str, problem: AttentionProblem, devi
     )
 
 
-def decode_tile(family: Family, problem: AttentionProblem, device: DeviceInfo) -> TileConfig:
+def decode_tile(
+    family: Family, problem: AttentionProblem, device: DeviceInfo, *, for_any_batch: bool = False
+) -> TileConfig:
     """The tile of ``decode``: the default one, with as few rows as hold those of a K/V head.
+
+    Parameters are those of `default_tile`.
 
     Raises
     ------
     UnsupportedProblemError
         No row of `tiles` applies.
     """
-    tile = default_tile(family, "decode", problem, device)
+    tile = default_tile(family, "decode", problem, device, for_any_batch=for_any_batch)
     rows = problem.heads_per_group * problem.seqlen_q
     while (
         rows <= tile.b_r // 2

@@ -3,6 +3,7 @@
     symbols.py      what the caller's function computes with: NumPy's functions and Python's operators make nodes
     tracing.py      calls the function once, and gives a `Program`
     expressions.py  nodes, kinds and simplification
+    bounds.py       bounds of ints: which of them may exceed 32 bits
     operations.py   one row for each operation: its kinds, its NumPy function, its CUDA C++
     derivatives.py  derivatives by the score and by elements of arguments
     built_in.py     functions that kernels compute as a keyword of their own
@@ -14,4 +15,8 @@
 
 An expression has one of three kinds: bool, int (int32) and float (the dtype of lse: float32, or float64 for float64
 data). Kinds follow NumPy's rules: int and float give float, and ``/`` of two ints gives float.
+
+Values are those of the same operations of NumPy on int32 arrays and on floats of that dtype. Simplifications change no
+bit, in either dtype. Texts have the same bits where a comparison, a floor or an int follows from a float; elsewhere
+they may round otherwise (``text.py``).
 """

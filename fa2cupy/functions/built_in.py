@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .expressions import Node
+from .expressions import Node, reciprocal
 
 __all__ = ["is_shift", "soft_cap_of"]
 
@@ -33,13 +33,17 @@ def soft_cap_of(result: Node) -> float | None:
     cap, bounded = _factor_and_rest(result)
     if cap is None or bounded.op != "tanh" or not (math.isfinite(cap) and cap > 0):
         return None
-    # The graph divides by a constant by multiplying by its reciprocal.
     rate, score = _factor_and_rest(bounded.operands[0])
     return cap if rate == 1 / cap and (score.op, score.value) == ("input", "score") else None
 
 
 def _factor_and_rest(node: Node) -> tuple[float | None, Node]:
-    """The constant that a node multiplies by, and the other operand; None and the node for another node."""
+    """The constant that a node multiplies by, and the other operand; None and the node for another node.
+
+    A quotient by a constant is the product with its reciprocal.
+    """
+    if node.op == "divide":
+        return reciprocal(node.operands[1]), node.operands[0]
     if node.op == "multiply":
         for factor, rest in (node.operands, node.operands[::-1]):
             if factor.is_constant and isinstance(factor.value, float):

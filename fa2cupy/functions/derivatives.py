@@ -2,6 +2,9 @@
 
 np.where then selects between derivatives. Found backward, they would be multiplied by 0 in the branch that is not
 taken, which is NaN where the derivative of that branch is infinite.
+
+The chain rule still multiplies. In a product of derivatives 0 outweighs what is not finite: ``np.sqrt(x)`` of an x that
+does not change has the derivative 0 at x = 0, and so have ``x * np.sqrt(x)`` and the exponent of 0 ** y.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def scatters(graph: Graph, result: Node, arguments: Sequence[int]) -> list[Scatt
             inner = derivative(graph, term, element)
             if outer is not None and inner is not None:
                 assert isinstance(loop.value, tuple)
-                product = graph.apply("multiply", outer, inner)
+                product = _times(graph, outer, inner, is_steep=True)
+                assert product is not None
                 found.append(Scatter(element.value, element.operands, product, loop.value))
     return found
 
@@ -102,8 +106,25 @@ def _added(graph: Graph, x: Node | None, y: Node | None, op: str = "add") -> Nod
     return graph.apply(op, x, y)
 
 
-def _times(graph: Graph, factor: Node, part: Node | None) -> Node | None:
-    return None if part is None else graph.apply("multiply", factor, part)
+def _times(graph: Graph, factor: Node, part: Node | None, is_steep: bool = False) -> Node | None:
+    """The product of a factor and a derivative: 0 where the factor is 0 and the derivative is not finite.
+
+    With `is_steep`, also where it is the other way round: a function that may have a finite value where its slope, the
+    factor, is not finite. Elsewhere such a slope is that of a value that is not finite either, and nothing is to be
+    saved.
+    """
+    if part is None:
+        return None
+    product = graph.apply("multiply", factor, part)
+    for zero, other in ((factor, part), (part, factor))[: 1 + is_steep]:
+        if other.grows and not _is_never_zero(zero):
+            product = graph.apply("where", graph.number("equal", zero, 0.0), graph.constant(0.0), product)
+    return product
+
+
+def _is_never_zero(node: Node) -> bool:
+    """True for constants other than 0, and for signs."""
+    return all(x.is_constant and x.value != 0 for x in (node.operands[1:] if node.op == "where" else (node,)))
 
 
 def _selected(graph: Graph, condition: Node, x: Node | None, y: Node | None) -> Node:
@@ -124,9 +145,14 @@ def _quotient(graph: Graph, node: Node, parts: _Parts) -> Node | None:
 
 def _power(graph: Graph, node: Node, parts: _Parts) -> Node | None:
     (x, y), (dx, dy) = node.operands, parts
-    lower = graph.apply("power", x, graph.number("subtract", y, 1.0))
-    of_base = _times(graph, graph.apply("multiply", y, lower), dx)
-    of_exponent = _times(graph, graph.apply("multiply", node, graph.apply("log", x)), dy)
+    of_base = of_exponent = None
+    if dx is not None:
+        coefficient = _times(graph, y, graph.apply("power", x, graph.number("subtract", y, 1.0)))
+        assert coefficient is not None
+        of_base = _times(graph, coefficient, dx, is_steep=True)
+    if dy is not None:  # for x = 0, y = 0 as well, where the slope has no limit
+        log = _selected(graph, graph.number("equal", x, 0.0), None, graph.apply("log", x))
+        of_exponent = _times(graph, graph.apply("multiply", node, log), dy, is_steep=True)
     return _added(graph, of_base, of_exponent)
 
 
@@ -138,11 +164,11 @@ def _extremum(comparison: str) -> _Rule:
     return rule
 
 
-def _chain(slope: Callable[[Graph, Node, Node], Node]) -> _Rule:
+def _chain(slope: Callable[[Graph, Node, Node], Node], is_steep: bool = False) -> _Rule:
     """The rule of a function of one operand, from its derivative at (operand, result)."""
 
     def rule(graph: Graph, node: Node, parts: _Parts) -> Node | None:
-        return _times(graph, slope(graph, node.operands[0], node), parts[0])
+        return _times(graph, slope(graph, node.operands[0], node), parts[0], is_steep)
 
     return rule
 
@@ -167,7 +193,7 @@ _RULES: Mapping[str, _Rule] = {
     "log": _chain(lambda g, x, y: g.apply("divide", g.constant(1.0), x)),
     "log1p": _chain(lambda g, x, y: g.apply("divide", g.constant(1.0), g.number("add", x, 1.0))),
     "tanh": _chain(lambda g, x, y: g.apply("subtract", g.constant(1.0), g.apply("multiply", y, y))),
-    "sqrt": _chain(lambda g, x, y: g.apply("divide", g.constant(0.5), y)),
+    "sqrt": _chain(lambda g, x, y: g.apply("divide", g.constant(0.5), y), is_steep=True),
     "sin": _chain(lambda g, x, y: g.apply("cos", x)),
     "cos": _chain(lambda g, x, y: g.apply("negative", g.apply("sin", x))),
     "where": lambda g, node, parts: _selected(g, node.operands[0], parts[1], parts[2]),

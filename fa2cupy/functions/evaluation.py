@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .expressions import BOOL, FLOAT, INT, Node, reachable
-from .operations import OPERATIONS
+from .operations import OPERATIONS, truncated
 from .tracing import Program
 
 __all__ = ["Evaluation", "GradientPart", "add_elements", "reduced"]
@@ -133,6 +133,8 @@ class Evaluation:
             array = self._arguments[node.value]
             place = self._program.graph.places[node]
             return array[self._within(array, node.value, operands, place)].astype(dtype, copy=False)
+        if node.op == "as_int" and node.operands[0].kind == FLOAT:
+            return truncated(operands[0], self._xp)
         if node.op in ("as_bool", "as_int", "as_float"):
             return operands[0].astype(dtype)
         return getattr(self._xp, OPERATIONS[node.op].function)(*operands)

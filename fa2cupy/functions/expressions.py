@@ -5,22 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from .bounds import ANY_INT, LARGEST_INT, Bounds, bounds_of
 from .linear import DISTANCE, Linear, linear_of
-from .operations import OPERATIONS
+from .operations import OPERATIONS, truncated
 
-__all__ = ["BOOL", "FLOAT", "INT", "Graph", "Node", "RefusalError", "reachable"]
+__all__ = [
+    "BOOL",
+    "FLOAT",
+    "INT",
+    "Graph",
+    "Node",
+    "RefusalError",
+    "integral_exponent",
+    "is_power_of_two",
+    "reachable",
+    "reciprocal",
+]
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 _OF_DISTANCE = frozenset((DISTANCE,))
 
-_LARGEST_INT = 2**31 - 1
-#: The reciprocal of a constant replaces a division by it between these magnitudes, in which float32 is normal.
+#: The reciprocal of a constant may replace a division by it between these magnitudes, in which float32 is normal.
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-120, 2.0**120
-#: The largest exponent of a power that is written as multiplications.
+#: The largest exponent of a power of ints.
 _LARGEST_EXPONENT = 8
+#: Operations that may have no finite result for finite operands.
+_MAY_GROW = ("divide", "power", "log", "log1p", "sqrt", "exp", "exp2")
 #: bool operands have the logical function of a bitwise one.
 _OF_BOOLS = {
     "bitwise_and": "logical_and",
@@ -56,6 +70,10 @@ class Node:
         True if it depends on the index of a loop.
     axes : tuple of int
         The arguments over whose last axes it runs as a vector.
+    bounds : Bounds
+        Those of an int.
+    grows : bool
+        True if it may be infinite or NaN where the score and the elements of arguments are finite.
     linear : Linear or None
         See `linear_of`.
     inputs : frozenset of str
@@ -71,6 +89,8 @@ class Node:
     number: int
     varies: bool
     axes: tuple[int, ...]
+    bounds: Bounds
+    grows: bool
     linear: Linear | None
     inputs: frozenset[str] = field(init=False)
     depends: frozenset[str] = field(init=False)
@@ -112,11 +132,14 @@ class Graph:
     ----------
     places : dict of str by Node
         Line of the caller's function, for elements of arguments.
+    is_differentiated : bool
+        True when the caller's function is complete: constants of derivatives are folded in float64.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[object, ...], Node] = {}
         self.places: dict[Node, str] = {}
+        self.is_differentiated = False
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -130,7 +153,7 @@ class Graph:
         if isinstance(value, bool):
             return self._node("constant", BOOL, (), value)
         if isinstance(value, int):
-            if not -_LARGEST_INT - 1 <= value <= _LARGEST_INT:
+            if not -LARGEST_INT - 1 <= value <= LARGEST_INT:
                 raise RefusalError(f"ints have 32 bits, and {value} has more; write a float")
             return self._node("constant", INT, (), value)
         return self._node("constant", FLOAT, (), float(value))
@@ -161,9 +184,11 @@ class Graph:
         if node.is_constant:
             number = node.value
             assert isinstance(number, bool | int | float)
-            if kind == INT and not math.isfinite(number):
-                raise RefusalError(f"{number} is no int")
-            return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](number))
+            if kind == FLOAT:
+                return self.constant(float(number))
+            same = _in_every_dtype(bool if kind == BOOL else lambda x: truncated(x, np), (node,))
+            if same is not None:
+                return self.constant({BOOL: bool, INT: int}[kind](same))
         return self._node(f"as_{kind}", kind, (node,))
 
     def apply(self, op: str, *operands: Node) -> Node:
@@ -192,29 +217,32 @@ class Graph:
         number = exponent.value if exponent.is_constant else None
         if isinstance(number, int | float) and number == 0.5:
             return self.apply("sqrt", base)
-        if isinstance(number, int | float) and number in range(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1):
-            kind = FLOAT if FLOAT in (base.kind, exponent.kind) else INT
-            if number < 0 and kind == INT:
+        kind = FLOAT if FLOAT in (base.kind, exponent.kind) else INT
+        whole = integral_exponent(exponent)
+        if whole is not None and (kind == INT or whole in (-1, 0, 1, 2)):  # np.power computes these of floats like this
+            if whole < 0 and kind == INT:
                 raise RefusalError("an int has no negative power; write 1.0 / x ** n")
             x = self.cast(base, kind)
             result = self.cast(self.constant(1), kind)
-            for _ in range(abs(int(number))):
+            for _ in range(abs(whole)):
                 result = self.apply("multiply", result, x)
-            return self.apply("divide", self.constant(1.0), result) if number < 0 else result
-        if FLOAT not in (base.kind, exponent.kind):
+            return self.apply("divide", self.constant(1.0), result) if whole < 0 else result
+        if kind == INT:
             raise RefusalError(
                 f"a power of ints needs a constant exponent up to {_LARGEST_EXPONENT}; write (1.0 * x) ** y"
             )
         return self._simplified("power", (self.cast(base, FLOAT), self.cast(exponent, FLOAT)), FLOAT)
 
     def _simplified(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
+        """An operation, or a simpler expression of the same bits in every dtype."""
         if all(x.is_constant for x in operands):
-            return self._folded(op, operands, kind)
-        if op == "divide" and operands[1].is_constant:
-            divisor = operands[1].value
-            assert isinstance(divisor, float)
-            if _SMALLEST_FACTOR <= abs(divisor) <= _LARGEST_FACTOR:
-                return self.number("multiply", operands[0], 1 / divisor)
+            dtypes = (np.float64,) if self.is_differentiated else _DTYPES
+            same = _in_every_dtype(getattr(np, OPERATIONS[op].function), operands, dtypes)
+            if same is not None:
+                return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](same))
+        if op == "divide" and is_power_of_two(factor := reciprocal(operands[1])):
+            assert factor is not None
+            return self.number("multiply", operands[0], factor)
         if OPERATIONS[op].commutes:
             operands = tuple(sorted(operands, key=lambda x: x.number))
         simpler = _SIMPLER[op](*operands) if op in _SIMPLER else None
@@ -223,21 +251,17 @@ class Graph:
         return self._node(op, kind, operands) if simpler is None else simpler
 
     def _range(self, op: str, x: Node, y: Node) -> Node | None:
-        """``-y <= x <= y`` for ``abs(x) <= y`` of an int and a constant: compilers make one comparison of the two."""
-        if x.op != "absolute" or x.kind != INT or not y.is_constant:
+        """``-y <= x <= y`` for ``abs(x) <= y`` of an int and a constant: compilers make one comparison of the two.
+
+        The smallest int is its own magnitude.
+        """
+        if x.op != "absolute" or x.kind != INT or x.bounds.wraps or not y.is_constant:
             return None
         (number,) = x.operands
         assert isinstance(y.value, int)
         if y.value < 0:
             return self.constant(False)
         return self.apply("logical_and", self.apply(op, number, y), self.apply(op, self.constant(-y.value), number))
-
-    def _folded(self, op: str, operands: tuple[Node, ...], kind: str) -> Node:
-        dtypes = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}
-        with np.errstate(all="ignore"):
-            values = [dtypes[x.kind](x.value) for x in operands]
-            result = getattr(np, OPERATIONS[op].function)(*values)
-        return self.constant({BOOL: bool, INT: int, FLOAT: float}[kind](result))
 
     def _node(self, op: str, kind: str, operands: tuple[Node, ...], value: object = None) -> Node:
         # repr separates -0.0 from 0.0, and makes NaN equal to itself.
@@ -250,13 +274,66 @@ class Graph:
                 axes.add(value)
             if op == "sum":
                 axes, varies = set(), False
-            linear = linear_of(op, kind, [x.linear for x in operands], value)
-            self._nodes[key] = Node(op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)), linear)
+            bounds = bounds_of(op, value, [x.bounds for x in operands]) if kind == INT else _BOUNDS[kind]
+            grows = kind == FLOAT and _grows(op, operands, value)
+            linear = None if bounds.wraps else linear_of(op, kind, [x.linear for x in operands], value)
+            self._nodes[key] = Node(
+                op, kind, operands, value, len(self._nodes), varies, tuple(sorted(axes)), bounds, grows, linear
+            )
         return self._nodes[key]
 
 
+_BOUNDS = {BOOL: Bounds(0, 1), FLOAT: ANY_INT}
+
+
+def _grows(op: str, operands: tuple[Node, ...], value: object) -> bool:
+    if op == "constant":
+        return not math.isfinite(value)  # type: ignore[arg-type]
+    if op == "power" and (integral_exponent(operands[1]) or 0) > 0:
+        return operands[0].grows
+    if op in _MAY_GROW and not (op == "divide" and reciprocal(operands[1]) is not None):
+        return True
+    return any(x.grows for x in operands)
+
+
+#: The dtypes of floats.
+_DTYPES = (np.float32, np.float64)
+
+
+def _in_every_dtype(
+    function: Callable[..., Any], operands: tuple[Node, ...], floats: tuple[type, ...] = _DTYPES
+) -> bool | int | float | None:
+    """A function of constants, if it has the same value for all dtypes of floats."""
+    found = []
+    for dtype in floats:
+        dtypes = {BOOL: np.bool_, INT: np.int32, FLOAT: dtype}
+        with np.errstate(all="ignore"):
+            found.append(np.asarray(function(*(dtypes[x.kind](x.value) for x in operands))).item())
+    return found[-1] if repr(found[0]) == repr(found[-1]) else None
+
+
+def integral_exponent(node: Node) -> int | None:
+    """The value of a constant that is a whole number of at most 8 in magnitude."""
+    if not node.is_constant or node.value not in range(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1):
+        return None
+    return int(node.value)  # type: ignore[call-overload]
+
+
+def reciprocal(node: Node) -> float | None:
+    """The reciprocal of a float constant that kernels may multiply by; None where it would be inaccurate."""
+    if not node.is_constant or not isinstance(node.value, float):
+        return None
+    return 1 / node.value if _SMALLEST_FACTOR <= abs(node.value) <= _LARGEST_FACTOR else None
+
+
+def is_power_of_two(number: float | None) -> bool:
+    """True if a multiplication by a number rounds as the division by its reciprocal."""
+    return number is not None and abs(math.frexp(number)[0]) == 0.5
+
+
 def _is(node: Node, number: float) -> bool:
-    return node.is_constant and node.value == number
+    # 0.0 + -0.0 is 0.0: of the two zeros of floats one is neutral in additions, the other one in subtractions.
+    return node.is_constant and (node.value == number if node.kind == INT else repr(node.value) == repr(float(number)))
 
 
 def _without(number: float, x: Node, y: Node) -> Node | None:
@@ -283,9 +360,9 @@ def _where(condition: Node, x: Node, y: Node) -> Node | None:
     return _same(x, y)
 
 
-#: Simpler expressions of the same value, by operation. 0 * x is none: it is NaN where x is not finite.
+#: Simpler expressions of the same bits, by operation. 0 * x is none: it is NaN where x is not finite.
 _SIMPLER: Mapping[str, Callable[..., Node | None]] = {
-    "add": lambda x, y: _without(0, x, y),
+    "add": lambda x, y: _without(-0.0, x, y),
     "subtract": lambda x, y: x if _is(y, 0) else None,
     "multiply": lambda x, y: _without(1, x, y),
     "floor_divide": lambda x, y: x if _is(y, 1) else None,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
-__all__ = ["OPERATIONS", "Operation"]
+import numpy as np
+
+__all__ = ["OPERATIONS", "Operation", "truncated"]
 
 
 class Operation(NamedTuple):
@@ -23,12 +26,15 @@ class Operation(NamedTuple):
         CUDA C++ of the result, of the texts of the operands. Its functions are in ``kernels/common/traced.cuh``.
     commutes : bool
         True if the order of the operands changes no bit of the result.
+    wrapping : str
+        CUDA C++ of the result of ints that may exceed 32 bits, where it differs.
     """
 
     rule: str
     function: str
     text: str
     commutes: bool = False
+    wrapping: str = ""
 
 
 def _real(name: str) -> Operation:
@@ -37,10 +43,10 @@ def _real(name: str) -> Operation:
 
 #: All operations but constants, inputs, elements of arguments and sums, which have no operands of their own kind.
 OPERATIONS = {
-    "add": Operation("number", "add", "{0} + {1}", commutes=True),
-    "subtract": Operation("number", "subtract", "{0} - {1}"),
-    "multiply": Operation("number", "multiply", "{0} * {1}", commutes=True),
-    "negative": Operation("number", "negative", "-{0}"),
+    "add": Operation("number", "add", "{0} + {1}", commutes=True, wrapping="wrapped_sum({0}, {1})"),
+    "subtract": Operation("number", "subtract", "{0} - {1}", wrapping="wrapped_difference({0}, {1})"),
+    "multiply": Operation("number", "multiply", "{0} * {1}", commutes=True, wrapping="wrapped_product({0}, {1})"),
+    "negative": Operation("number", "negative", "-{0}", wrapping="wrapped_difference(0, {0})"),
     "absolute": Operation("number", "absolute", "absolute({0})"),
     "minimum": Operation("number", "minimum", "least({0}, {1})"),
     "maximum": Operation("number", "maximum", "greatest({0}, {1})"),
@@ -64,3 +70,12 @@ OPERATIONS = {
     "invert": Operation("bits", "invert", "~{0}"),
     "where": Operation("where", "where", "{0} ? {1} : {2}"),
 }
+
+
+def truncated(x: Any, xp: ModuleType) -> Any:
+    """Floats as int32: cut off towards 0, the nearest int32 for one out of range, and 0 for NaN.
+
+    NumPy leaves the last two to the processor; kernels compute the same (``truncated`` of ``traced.cuh``).
+    """
+    limits = np.iinfo("int32")
+    return xp.clip(xp.nan_to_num(x.astype("float64")), limits.min, limits.max).astype("int32")

@@ -86,7 +86,7 @@ class Symbol(_Operators):
         return Symbol(self._graph, self._graph.total(self.node, self.node.axes))
 
     def astype(self, dtype: object) -> Symbol:
-        """The number as int (cut off towards 0), float or bool."""
+        """The number as int (cut off towards 0, the nearest int32 if out of range, 0 for NaN), float or bool."""
         kind = _TYPES.get(dtype) if isinstance(dtype, type | str) else None
         if kind is None:
             raise RefusalError("astype takes int, float or bool")

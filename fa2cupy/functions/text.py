@@ -32,6 +32,9 @@ that loops run over, and ``kFast``, true for data of 16 bits.
 All functions that texts call are in ``kernels/common/traced.cuh``. Names are numbered in the order of the expression,
 so that the text is a pure function of it: the kernel of a function is found on disk by other processes. What depends on
 q - k alone is written in terms of it, also in terms of ``real_distance``, a ``RealDistance`` (``distances.py``).
+
+Where a comparison, a floor or an int follows from floats, a last bit decides: sums, products and quotients are then
+rounded one by one, as on NumPy. Elsewhere the compiler makes FMAs, and a reciprocal replaces a constant divisor.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from types import MappingProxyType
 
 from .derivatives import Scatter
 from .distances import REAL_DISTANCE, in_distance, in_real_distance, of_distance_alone
-from .expressions import BOOL, FLOAT, INT, Node, reachable
+from .expressions import BOOL, FLOAT, INT, Node, integral_exponent, reachable, reciprocal
 from .linear import DISTANCE
 from .operations import OPERATIONS
 from .terms import Terms
@@ -53,21 +56,23 @@ __all__ = ["mask_text", "score_text"]
 _TYPES = {BOOL: "bool", INT: "int32", FLOAT: "Real"}
 _POSITIONS = "int32 b, int32 h, int32 q, int32 k"
 _INDENT = " " * 4
+_DECIDING = {name for name, row in OPERATIONS.items() if row.rule == "compare"} | {"floor", "as_int", "as_bool"}
 
 
 def mask_text(result: Node, terms: Terms) -> str:
     """The device functions of a mask function."""
     names = {node: f"of_q.term{i}" for i, node in enumerate(terms.of_q)}
     names |= {node: f"of_k.term{i}" for i, node in enumerate(terms.of_k)}
-    of_pair, whole = _Body(given=names), _Body()
+    rounded = _rounded_nodes([result])
+    of_pair, whole = _Body(rounded, given=names), _Body(rounded)
     of_pair.returns(result)
     inputs = f"const Arguments& args, {_POSITIONS}"
     rows, columns = (f"{name}_terms<Real>(args, b, h, {position})" for name, position in (("query", "q"), ("key", "k")))
     whole.lines.append(f"{_INDENT}return is_visible<Real>(args, b, h, q, k, {rows}, {columns});")
     return "\n".join(
         (
-            *_terms_text("Query", "q", terms.of_q, "quad"),
-            *_terms_text("Key", "k", terms.of_k, "quad"),
+            *_terms_text("Query", "q", terms.of_q, "quad", rounded),
+            *_terms_text("Key", "k", terms.of_k, "quad", rounded),
             _function(
                 "bool", "is_visible", f"{inputs}, const QueryTerms<Real>& of_q, const KeyTerms<Real>& of_k", of_pair
             ),
@@ -76,23 +81,32 @@ def mask_text(result: Node, terms: Terms) -> str:
     )
 
 
-def _terms_text(name: str, position: str, terms: Sequence[Node], source: str) -> tuple[str, str]:
+def _rounded_nodes(roots: Sequence[Node]) -> frozenset[Node]:
+    """The floats from which a comparison, a floor or an int follows."""
+    deciding = [node for node in reachable(roots) if node.op in _DECIDING]
+    nodes = reachable([x for node in deciding for x in node.operands if x.kind == FLOAT])
+    return frozenset(node for node in nodes if node.kind == FLOAT)
+
+
+def _terms_text(
+    name: str, position: str, terms: Sequence[Node], source: str, rounded: frozenset[Node]
+) -> tuple[str, str]:
     """The structure of a position's terms, which a lane can receive from a quad or lane, and what evaluates them."""
     received = ", ".join(f"from_{source}(term{i}, {source})" for i in range(len(terms)))
     receives = (
         f"{_INDENT}__device__ __forceinline__ {name}Terms of_{source}(int {source}) const {{\n"
         f"{2 * _INDENT}return {{{received}}};\n{_INDENT}}}\n"
     )
-    body = _Body(has_distance=position == DISTANCE)
+    body = _Body(rounded, has_distance=position == DISTANCE)
     body.returns_all(terms)
     inputs = f"const Arguments& args, int32 b, int32 h, int32 {position}"
     function = _function(f"{name}Terms<Real>", f"{name.lower()}_terms", inputs, body)
     return _structure(f"{name}Terms", terms, receives), function
 
 
-def _head_terms_text(terms: Sequence[Node]) -> tuple[str, str]:
+def _head_terms_text(terms: Sequence[Node], rounded: frozenset[Node]) -> tuple[str, str]:
     """The structure of a head's terms, and what evaluates them."""
-    body = _Body()
+    body = _Body(rounded)
     body.returns_all(terms)
     function = _function("ScoreHeadTerms<Real>", "score_head_terms", "const Arguments& args, int32 b, int32 h", body)
     return _structure("ScoreHeadTerms", terms), function
@@ -112,8 +126,10 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
         f"const RealDistance<Real>& {REAL_DISTANCE}, const ScoreHeadTerms<Real>& of_head, "
         "const DistanceTerms<Real>& of_distance"
     )
-    value, both = (_Body(has_real_distance=True, given=names) for _ in range(2))
-    beginning, gradients, ending = (_Body() for _ in range(3))
+    # Comparisons of derivatives alone choose between those of two sides: they decide nothing about values.
+    rounded = _rounded_nodes([result])
+    value, both = (_Body(rounded, has_real_distance=True, given=names) for _ in range(2))
+    beginning, gradients, ending = (_Body(rounded) for _ in range(3))
     value.returns(result)
     both.assigns("slope", slope)
     both.returns(result)
@@ -133,8 +149,8 @@ def score_text(result: Node, slope: Node | None, scatters: Sequence[Scatter], te
             ending.ends_run(f"sums.run{number}")
     return "\n".join(
         (
-            *_head_terms_text(terms.of_head),
-            *_terms_text("Distance", DISTANCE, terms.of_distance, "lane"),
+            *_head_terms_text(terms.of_head, rounded),
+            *_terms_text("Distance", DISTANCE, terms.of_distance, "lane", rounded),
             _function("Real", "score_value", f"{inputs}, {given}", value),
             _function("Real", "score_value_and_slope", f"{inputs}, {given}, Real& slope", both),
             f"template <class Real>\nstruct GradientSums {{\n{''.join(members)}}};\n",
@@ -171,17 +187,19 @@ def _function(result: str, name: str, parameters: str, body: _Body) -> str:
 class _Body:
     """The statements of a function, each of which names one node. Those of `given` have names already.
 
-    `has_real_distance` and `has_distance` tell what is a parameter of the function.
+    Operations of `rounded` are rounded one by one. `has_real_distance` and `has_distance` tell what is a parameter of
+    the function.
     """
 
     def __init__(
         self,
+        rounded: frozenset[Node],
         has_real_distance: bool = False,
         has_distance: bool = False,
         given: Mapping[Node, str] = MappingProxyType({}),
     ) -> None:
         self.lines: list[str] = []
-        self._names = dict(given)
+        self._names, self._rounded = dict(given), rounded
         self._count = 0
         self._has_distance, self._has_real_distance = has_distance, has_real_distance
 
@@ -290,8 +308,9 @@ class _Body:
         self.lines.append(f"{_INDENT}{_TYPES[node.kind]} {total} = 0;")
         assert isinstance(node.value, tuple)
         names = self._begin_loop(node.value, [term])
-        self.lines.append(f"{2 * _INDENT}{total} += {self._name(term, names)};")
-        self.lines.append(f"{_INDENT}}}")
+        added = self._name(term, names)
+        total_text = f"{total} = wrapped_sum({total}, {added})" if node.kind == INT else f"{total} += {added}"
+        self.lines += [f"{2 * _INDENT}{total_text};", f"{_INDENT}}}"]
         self._names[node] = total
 
     def _begin_loop(self, axes: tuple[int, ...], roots: Sequence[Node]) -> dict[Node, str]:
@@ -320,13 +339,28 @@ class _Body:
             return f"element<{_TYPES[node.kind]}>({', '.join((f'args.array{node.value}', *operands))})"
         if node.op == "as_bool":
             return f"{operands[0]} != 0"
+        if node.op == "as_int" and node.operands[0].kind == FLOAT:
+            return f"truncated({operands[0]})"
         if node.op in ("as_int", "as_float"):
             return f"static_cast<{_TYPES[node.kind]}>({operands[0]})"
-        return OPERATIONS[node.op].text.format(*operands)
+        return self._operation_text(node).format(*operands)
+
+    def _operation_text(self, node: Node) -> str:
+        """The text of an operation, with places for its operands."""
+        operation, is_rounded = OPERATIONS[node.op], node in self._rounded
+        if node.op == "multiply" and is_rounded:
+            return "rounded_product({0}, {1})"
+        if node.op == "divide" and not is_rounded:
+            factor = reciprocal(node.operands[1])
+            return operation.text if factor is None else f"{{0}} * {_real(factor)}"
+        if node.op == "power" and (exponent := integral_exponent(node.operands[1])) is not None:
+            return f"power_of<{exponent}, {'true' if is_rounded else 'false'}>({{0}})"
+        return operation.wrapping if node.bounds.wraps and operation.wrapping else operation.text
 
     def _in_distance(self, node: Node) -> str | None:
         """The text of a node in terms of q - k, if it depends on nothing else."""
-        in_real = in_real_distance(node) if self._has_real_distance else None
+        # Beyond 2^24, a distance in floating point is not rounded as an int that is converted.
+        in_real = in_real_distance(node) if self._has_real_distance and node not in self._rounded else None
         return in_distance(node) if in_real is None else in_real
 
     def _written_operands(self, node: Node) -> tuple[Node, ...]:
@@ -353,6 +387,10 @@ def _literal(node: Node) -> str:
     assert isinstance(value, int | float)
     if node.kind == INT:
         return f"int32({value})" if value < 0 else f"{value}"
+    return _real(value)
+
+
+def _real(value: float) -> str:
     if math.isnan(value):
         return "not_a_number<Real>()"
     if math.isinf(value):

@@ -79,6 +79,7 @@ class Program(Unchanging):
         self.place = place
         self.role, self.arguments, self.graph, self.result = role, arguments, graph, result
         self.arguments_name = role.replace("mod", "args")
+        graph.is_differentiated = True
         # Before `scatters`: the order of nodes is that of operands and statements in the text.
         self.slope = derivative(graph, result, graph.input("score", FLOAT)) if role == "score_mod" else None
 

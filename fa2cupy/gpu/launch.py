@@ -93,12 +93,13 @@ class BoundStage:
         layout = stage.spec.params
         self._stage = stage
         self._function = load_kernel(stage.spec)  # keeps the module loaded
-        names = [name for name in layout.pointers if name not in COUNTERS]
+        absent = [name for name, own in stage.renamed.items() if own is None]
+        names = [name for name in layout.pointers if name not in COUNTERS or name in absent]
         indices = [positions[stage.renamed.get(name, name) or ABSENT] for name in names]
         # Of a single index, itemgetter would not give a sequence.
         self._pick = itemgetter(*indices) if indices[1:] else itemgetter(slice(indices[0], indices[0] + 1))
         self._maps = [tensor_maps(tensor) for tensor in stage.maps]
-        needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers]
+        needed = [ints for name, ints in COUNTERS.items() if name in layout.pointers and name not in absent]
         self._counters = counters(runtime.getDevice(), *needed) if needed else None
         if self._counters:
             self._counters.reserve()

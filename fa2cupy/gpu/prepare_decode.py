@@ -55,11 +55,12 @@ def prepare_decode(
             strides[name] = problem.kernel_strides(problem.q_shape if array is None else array.shape)
         else:
             strides[name] = problem.kernel_strides(array.shape, array.strides)
-    plan = plan_decode(problem, cache, device, strides, choice)
-    check_overlap = overlap_check(arguments, arrays)
+    plan = plan_decode(problem, cache, device, strides, choice, cuts_jobs=options.num_splits is None)
+    written = _CACHES if cache.num_new else ()
+    check_overlap = overlap_check(arguments, arrays, written)
     if not copied:
         passed = [name for name in arguments.results if named[name] is not None]
-        return KernelCall(plan, ordinal, arguments, results, passed, check_overlap if passed else None)
+        return KernelCall(plan, ordinal, arguments, results, passed, check_overlap if passed or written else None)
     inner = KernelCall(plan, ordinal, arguments, results)
     return CopyingCall(inner, arguments, results, copied, problem.head_dim, check_overlap)
 

@@ -22,13 +22,19 @@ _ALIGNMENT = 512  # bytes, like that of CuPy's allocations
 _known_threads = threading.local()
 
 
-def overlap_check(arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...]) -> Callable[[list[int]], None]:
-    """A function that raises ValueError if arrays of these layouts, at given addresses, overlap a result."""
+def overlap_check(
+    arguments: Arguments, arrays: tuple[cupy.ndarray | None, ...], written: Collection[str] = ()
+) -> Callable[[list[int]], None]:
+    """A function that raises ValueError if arrays of these layouts, at given addresses, overlap one that is written.
+
+    These are the results, and the inputs in `written`.
+    """
     layouts = [
         None if array is None else (arguments.label(name), array.shape, array.strides, array.itemsize)
         for name, array in arguments.named(arrays).items()
     ]
-    return OverlapCheck(layouts, len(arguments.inputs))
+    outputs = {*arguments.results, *written}
+    return OverlapCheck(layouts, [position for position, name in enumerate(arguments.names) if name in outputs])
 
 
 class KernelCall:

@@ -283,7 +283,8 @@ class Formulas:
         return self.xp.concatenate([s, column], axis=1)
 
     def _sink_share(self, row_lse: Array, part: _Head) -> Array:
-        return self.xp.exp(self.arrays["sink"][part.head].astype(self.work) - self._without_empty(row_lse))
+        sink = self.arrays["sink"][part.head].astype(self.work)
+        return self.xp.exp(self.xp.minimum(sink - self._without_empty(row_lse), 0))
 
     def _dropped(self, matrix: Array, part: _Head, at_most: bool = False) -> Array:
         """Dropout of a matrix of the shape of P. `at_most` keeps all elements, for a bound of the result."""
@@ -300,7 +301,7 @@ class Formulas:
         return self.xp.where(keep, matrix * self.xp.asarray(scale, self.work), 0)
 
     def _probabilities(self, s: Array, row_lse: Array) -> Array:
-        return self._round(self.xp.exp(s - self._without_empty(row_lse)[:, None]))
+        return self._round(self.xp.exp(self.xp.minimum(s - self._without_empty(row_lse)[:, None], 0)))
 
     def _without_empty(self, row_lse: Array) -> Array:
         # In a row without visible keys P is 0; exp(-inf - -inf) would be NaN.

@@ -30,6 +30,8 @@ def plan_decode(
     device: DeviceInfo,
     strides: Mapping[str, AnyStrides],
     choice: Choice,
+    *,
+    cuts_jobs: bool = True,
 ) -> Plan:
     """The plan of `fa2cupy.decode`.
 
@@ -41,6 +43,8 @@ def plan_decode(
     strides : mapping
         Strides of q, k_cache, v_cache, k, v, o and the features' arrays.
     choice
+    cuts_jobs : bool, optional
+        False if one block has all keys of a sequence and K/V head. Its sums then do not depend on other sequences.
 
     Notes
     -----
@@ -66,6 +70,8 @@ def plan_decode(
         pages_per_sequence=cache.pages_per_sequence,
         num_pages=cache.num_pages,
     )
+    if not cuts_jobs:
+        stage = replace(stage, renamed={ARRIVALS: None})
     part = tile.b_r * (choice.family.padded_head_dim(problem.head_dim) + 1) * itemsize(problem.accumulator_dtype)
     return Plan((stage,) if blocks else (), (Workspace(PARTIALS, _PARTS_OF_BLOCK * blocks * part),))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
@@ -26,11 +27,11 @@ from .calls import plan_backward, plan_forward, plan_merge
 from .decode import plan_decode
 from .tile_states import plan_tile_states
 
-__all__ = ["decode_specs", "default_specs", "merge_spec"]
+__all__ = ["OF_BACKWARD", "decode_specs", "default_specs", "merge_spec"]
 
 _ROWS = 128
 #: Features of the backward only, and their names in `plan_backward`.
-_EXTRAS = {
+OF_BACKWARD = {
     "dlse": "dlse", "return_dbias": "dbias", "return_dsink": "dsink", "return_dscore_args": "dscore_args"
 }  # fmt: skip
 _NO_FUNCTIONS: FeatureKeywords = {}
@@ -69,7 +70,7 @@ def default_specs(
     step = choose_family(call, dtype, device, family).head_dim_step
     padded = -(-head_dim // step) * step
     options = CallOptions(config=config, family=family, method=method, num_splits=num_splits)
-    extras = tuple(name for feature, name in _EXTRAS.items() if feature in features and method is not None)
+    extras = tuple(name for feature, name in OF_BACKWARD.items() if feature in features and method is not None)
     specs: dict[KernelSpec, None] = {}
     for keywords in _examples(features, dtype, functions):
         q = _array((_ROWS, 1, padded) if "cu_seqlens_q" in keywords else (1, _ROWS, 1, padded), dtype)
@@ -101,10 +102,12 @@ def decode_specs(
     """The kernels of `fa2cupy.decode`, for all numbers of rows that query heads of a group and queries can make.
 
     They differ also between few sequences and many. `features` are of ``"window"``, ``"softcap"``, ``"alibi_slopes"``
-    and ``"sink"``, all combined.
+    and ``"sink"``, all combined. Forwards with few queries have the same kernels.
     """
     specs: dict[KernelSpec, None] = {}
-    for batch, rows in itertools.product((1, 2 * device.multiprocessors), (1, 8, 16, 32)):
+    family = choose_family("decode", dtype, device)
+    jobs = {1, *(math.ceil(row.jobs_on(device)) for row in family.tiles["decode"] if row.least_jobs)}
+    for batch, rows in itertools.product(sorted(jobs), (1, 2, 4, 8, 16, 32)):
         (keywords,) = _examples(features, dtype, {})
         q, cache = _array((batch, rows, 1, head_dim), dtype), _array((batch, _ROWS, 1, head_dim), dtype)
         arrays = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": np.zeros(batch, "int32")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_bool",
     "check_outputs",
     "check_overlap",
+    "check_writable",
     "output_name",
     "unpack_out",
 ]
@@ -108,12 +109,17 @@ def check_outputs(outputs: Sequence[tuple[str, tuple[int, ...], np.dtype]], arra
             continue
         name = output_name(name)
         check_array(name, array, shape, dtype, "the result")
-        if getattr(array.flags, "writeable", True) is False:
-            raise ValueError(f"{name}: the array is read-only")
-        if _overlaps_itself((array.shape, array.strides, array.itemsize)):
-            raise ValueError(
-                f"{name}: elements share memory (strides {array.strides}), so that they cannot hold a result each"
-            )
+        check_writable(name, array, "a result")
+
+
+def check_writable(name: str, array: Array, what: str) -> None:
+    """Checks that an array, which is to hold `what`, is not read-only, and that its elements do not share memory."""
+    if getattr(array.flags, "writeable", True) is False:
+        raise ValueError(f"{name}: the array is read-only, and cannot hold {what}")
+    if _overlaps_itself((array.shape, array.strides, array.itemsize)):
+        raise ValueError(
+            f"{name}: elements share memory (strides {array.strides}), so that they cannot hold {what} each"
+        )
 
 
 def _overlaps_itself(layout: Layout) -> bool:
@@ -132,9 +138,8 @@ def _overlaps_itself(layout: Layout) -> bool:
 def check_overlap(outputs: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
     """Checks that no output shares memory with an input or another output."""
     arrays = {**inputs, **outputs}
-    check = OverlapCheck(
-        [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()], len(inputs)
-    )
+    layouts = [(name, array.shape, array.strides, array.itemsize) for name, array in arrays.items()]
+    check = OverlapCheck(layouts, range(len(inputs), len(arrays)))
     check([array.ctypes.data for array in arrays.values()])
 
 
@@ -146,11 +151,14 @@ class OverlapCheck:
     Parameters
     ----------
     arrays : sequence of (name, shape, strides, itemsize), or None
-        Inputs, then outputs; None where the call has no array.
-    num_inputs : int
+        Inputs and outputs; None where the call has no array.
+    written : collection of int
+        Positions of the outputs.
     """
 
-    def __init__(self, arrays: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int] | None], num_inputs: int):
+    def __init__(
+        self, arrays: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int] | None], written: Collection[int]
+    ):
         present: list[tuple[int, str, Layout]] = [
             (position, array[0], array[1:])
             for position, array in enumerate(arrays)
@@ -160,7 +168,7 @@ class OverlapCheck:
         for position, name, layout in present:
             low, high = _extent(layout)
             for other, other_name, other_layout in present:
-                if position >= num_inputs and other < position:
+                if position in written and (other < position or other not in written):
                     other_low, other_high = _extent(other_layout)
                     names, layouts = (name, other_name), (layout, other_layout)
                     self._pairs.append((position, other, low - other_high, high - other_low, names, layouts))

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UnsupportedProblemError
-from .arguments import array_backend, check_array, check_bool
+from .arguments import array_backend, check_array, check_bool, check_writable
 from .array_types import Array
 from .attention import MAX_SEQLEN, AttentionProblem, array_shape
 from .checks import Result, check_heads, sizes_of, with_features
 from .feature_checks import finite_number
-from .options import CallOptions
+from .options import CallOptions, check_num_splits
 
 __all__ = ["PAGE_STEP", "CacheShape", "DecodeRequest", "cache_lengths", "check_decode", "check_pages"]
 
@@ -58,14 +58,14 @@ class DecodeRequest(NamedTuple):
 
 
 def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapping[str, Any]) -> DecodeRequest:
-    """Checks a call of `fa2cupy.decode`, except for lengths and block table, which may be on a GPU.
+    """Checks a call of `fa2cupy.decode`, except for lengths, block table and addresses, which may be on a GPU.
 
     Parameters
     ----------
     arrays : mapping
         q, k_cache, v_cache and cache_seqlens by name, and k, v and block_table, which may be None.
     options : CallOptions
-        `causal`, `softmax_scale` and `layout` are read.
+        `causal`, `softmax_scale`, `layout` and `num_splits` are read.
     keywords : mapping
         Keywords of features.
     """
@@ -73,6 +73,7 @@ def check_decode(arrays: Mapping[str, Any], options: CallOptions, keywords: Mapp
     optional = {name: arrays[name] for name in ("k", "v", "block_table")}
     array_backend(required, optional)
     check_bool("causal", options.causal)
+    check_num_splits(options.num_splits, 1)
     q, layout = arrays["q"], options.layout
     batch, seqlen_q, num_heads, head_dim = sizes_of("q", q, layout)
     if q.ndim != 4:
@@ -123,6 +124,9 @@ def _check_cache(arrays: Mapping[str, Any], batch: int, head_dim: int, layout: s
     cache = CacheShape(num_pages, page_size, pages_per_sequence, num_new)
     if num_new > cache.capacity:
         raise ValueError(f"k: {num_new} rows are more than the {cache.capacity} that a sequence has in the cache")
+    if num_new:
+        for name in ("k_cache", "v_cache"):
+            check_writable(name, arrays[name], "new rows")
     return cache, num_heads_kv
 
 
@@ -164,20 +168,33 @@ def cache_lengths(seqlens: np.ndarray, cache: CacheShape) -> np.ndarray:
 
 
 def check_pages(table: np.ndarray, lengths: np.ndarray, cache: CacheShape) -> None:
-    """Checks the entries of a block table that rows below `lengths` need; others may be anything.
+    """Checks the entries of a block table that sequences need, of `lengths` rows and the new ones.
 
     Raises
     ------
     ValueError
-        One is not the number of a page.
+        One is not the number of a page, or another sequence has a page to which new rows are written.
     """
-    used = np.arange(cache.pages_per_sequence) * cache.page_size < lengths[:, None]
+    first = np.arange(cache.pages_per_sequence) * cache.page_size
+    used = first < lengths[:, None] + cache.num_new
     outside = np.argwhere(used & ((table < 0) | (table >= cache.num_pages)))
     if len(outside):
         sequence, column = outside[0].tolist()
         raise ValueError(
             f"block_table: expected numbers of the {cache.num_pages} pages of k_cache, from 0 on, "
             f"got {table[sequence, column]} at [{sequence}, {column}]"
+        )
+    if not cache.num_new:
+        return
+    pages = np.unique([table[used], np.nonzero(used)[0]], axis=1)[0]  # once for each sequence that has it, sorted
+    shared = pages[1:][pages[1:] == pages[:-1]]
+    is_written = used & (first + cache.page_size > lengths[:, None])
+    wrong = np.argwhere(is_written & np.isin(table, shared))
+    if len(wrong):
+        sequence, column = wrong[0].tolist()
+        raise ValueError(
+            f"block_table: expected pages of one sequence where new rows are written, got {table[sequence, column]} "
+            f"at [{sequence}, {column}], which another sequence has, too"
         )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UnsupportedProblemError
+from ..functions.bounds import MAX_POSITION
 from ..functions.expressions import FLOAT
 from ..functions.tracing import BoundFunction, Program, argument_kind, trace
 from .arguments import array_backend
@@ -17,6 +19,7 @@ __all__ = [
     "ARGUMENTS",
     "bound_function",
     "check_mask_mod",
+    "check_positions",
     "check_score_mod",
     "floating_arguments",
     "function_arrays",
@@ -30,25 +33,32 @@ __all__ = [
 ARGUMENTS = {"score_mod": "score_args", "mask_mod": "mask_args"}
 
 
-def check_score_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
+def check_score_mod(keywords: Mapping[str, Any], problem: Any) -> dict[str, Any]:
     """``score_mod=`` and ``score_args=``. A function that is a soft cap is the setting of that keyword."""
-    found = _checked("score_mod", keywords)
+    found = _checked("score_mod", keywords, problem)
     cap = found["score_mod"].program.soft_cap if found else None
     return found if cap is None or keywords.get("softcap") is not None else {"softcap": cap}
 
 
-def check_mask_mod(keywords: Mapping[str, Any], problem: object) -> dict[str, Any]:
+def check_mask_mod(keywords: Mapping[str, Any], problem: Any) -> dict[str, Any]:
     """``mask_mod=`` and ``mask_args=``."""
-    return _checked("mask_mod", keywords)
+    return _checked("mask_mod", keywords, problem)
 
 
-def _checked(role: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def check_positions(role: str, shape: Sequence[int]) -> None:
+    """Checks that sums of two positions of a function do not exceed its ints."""
+    if max(shape) > MAX_POSITION:
+        raise UnsupportedProblemError(f"{role}: there may be up to {MAX_POSITION} positions, got shape {tuple(shape)}")
+
+
+def _checked(role: str, keywords: Mapping[str, Any], problem: Any) -> dict[str, Any]:
     function, name = keywords.get(role), ARGUMENTS[role]
     arrays = sequence_of(name, keywords.get(name, ()))
     if function is None:
         if arrays:
             raise ValueError(f"{name}: there is no {role}")
         return {}
+    check_positions(role, problem.score_shape)
     return {role: bound_function(role, function, arrays)}
 
 

@@ -27,14 +27,15 @@ def hashable_config(config: object) -> object:
     return _Tiles(config) if isinstance(config, Mapping) else config
 
 
-def check_num_splits(num_splits: object) -> None:
-    """Raises TypeError or ValueError unless `num_splits` is None or an int from 1 to `MAX_SPLITS`."""
+def check_num_splits(num_splits: object, most: int = MAX_SPLITS) -> None:
+    """Raises TypeError or ValueError unless `num_splits` is None or an int from 1 to `most`."""
     if num_splits is None:
         return
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits: expected None or an int, got {type(num_splits).__name__}")
-    if not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
+    if not 1 <= num_splits <= most:
+        numbers = f"1 to {most}" if most > 1 else "1"
+        raise ValueError(f"num_splits: expected None or {numbers}, got {num_splits}")
 
 
 def check_precision(precision: object, dtype: str) -> None:

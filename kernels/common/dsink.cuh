@@ -23,7 +23,7 @@ struct Dsink {
             for (int32 row = threadIdx.x; row < params.seqlen_q; row += blockDim.x) {
                 const Accum lse = params.lse[first + row];
                 if (lse == -infinity<Accum>()) continue;  // no visible key, and the sink is -inf
-                sum -= exp2_accurate((sink - lse) * Accum(kLog2e)) * params.delta[first + row];
+                sum -= exp2_accurate(at_most_zero(sink - lse) * Accum(kLog2e)) * params.delta[first + row];
             }
         }
         sum = row_sum<32>(sum);

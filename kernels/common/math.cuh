@@ -70,6 +70,19 @@ __device__ __forceinline__ float exp_accurate(float x) {
 }
 __device__ __forceinline__ double exp_accurate(double x) { return exp(x); }
 
+// x where it is at most zero, otherwise zero; NaN stays NaN. As the exponent of P it bounds P by 1, which P = exp(S - lse)
+// is not where lse has lost its last bits.
+__device__ __forceinline__ float at_most_zero(float x) {
+#if __CUDA_ARCH__ >= 800
+    float y;
+    asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return x > 0.0f ? 0.0f : x;
+#endif
+}
+__device__ __forceinline__ double at_most_zero(double x) { return x > 0.0 ? 0.0 : x; }
+
 // a * b, rounded before anything is added to it: the compiler may not make an FMA of it.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }

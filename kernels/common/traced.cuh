@@ -144,7 +144,33 @@ __device__ __forceinline__ T greatest(T a, T b) {
     return a > b || a != a ? a : b;
 }
 
-__device__ __forceinline__ int32 absolute(int32 x) { return x < 0 ? -x : x; }
+// Ints wrap around, as in NumPy: in C++, signed ones must not exceed 32 bits.
+__device__ __forceinline__ int32 wrapped_sum(int32 a, int32 b) {
+    return static_cast<int32>(static_cast<uint32>(a) + static_cast<uint32>(b));
+}
+__device__ __forceinline__ int32 wrapped_difference(int32 a, int32 b) {
+    return static_cast<int32>(static_cast<uint32>(a) - static_cast<uint32>(b));
+}
+__device__ __forceinline__ int32 wrapped_product(int32 a, int32 b) {
+    return static_cast<int32>(static_cast<uint32>(a) * static_cast<uint32>(b));
+}
+
+// Cut off towards 0; the nearest int for a number out of range, and 0 for NaN, of which the instruction for double makes
+// the smallest int.
+__device__ __forceinline__ int32 truncated(float x) { return __float2int_rz(x); }
+__device__ __forceinline__ int32 truncated(double x) { return x == x ? __double2int_rz(x) : 0; }
+
+// x to a power, by multiplications. kRounded: the compiler may not make an FMA of the last one.
+template <int kExponent, bool kRounded, class Real>
+__device__ __forceinline__ Real power_of(Real x) {
+    constexpr int kFactors = kExponent < 0 ? -kExponent : kExponent;
+    Real product = x;
+#pragma unroll
+    for (int i = 1; i < kFactors; ++i) product = kRounded ? rounded_product(product, x) : product * x;
+    return kExponent < 0 ? Real(1) / product : product;
+}
+
+__device__ __forceinline__ int32 absolute(int32 x) { return x < 0 ? wrapped_difference(0, x) : x; }
 __device__ __forceinline__ float absolute(float x) { return magnitude(x); }
 __device__ __forceinline__ double absolute(double x) { return magnitude(x); }
 
@@ -153,12 +179,13 @@ __device__ __forceinline__ double absolute(double x) { return magnitude(x); }
 __device__ __forceinline__ int32 floor_divide(int32 a, int32 b) {
     if (b > 0 && (b & (b - 1)) == 0) return a >> (31 - __clz(b));
     if (b == 0) return 0;
+    if (b == -1) return wrapped_difference(0, a);
     const int32 quotient = a / b;
     return quotient - (quotient * b != a && (a < 0) != (b < 0));
 }
 __device__ __forceinline__ int32 floor_modulo(int32 a, int32 b) {
     if (b > 0 && (b & (b - 1)) == 0) return a & (b - 1);
-    return b == 0 ? 0 : a - floor_divide(a, b) * b;
+    return b == 0 || b == -1 ? 0 : wrapped_difference(a, wrapped_product(floor_divide(a, b), b));
 }
 
 // A lane receives x of another lane, of whose number the five lowest bits count.

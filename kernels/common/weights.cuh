@@ -9,9 +9,9 @@ namespace fa2::common {
 template <class Spec>
 __device__ __forceinline__ float exponential(float score, float scale, float lse) {
     if constexpr (kNaturalScores<Spec>)
-        return exp_approx(score - lse);
+        return exp_approx(at_most_zero(score - lse));
     else
-        return exp2_approx(fma(score, scale, -lse));
+        return exp2_approx(at_most_zero(fma(score, scale, -lse)));
 }
 
 // True if weights are multiplied by the derivative of the caller's function: not of one that only adds to the score.
@@ -141,7 +141,7 @@ __device__ __forceinline__ void take_weights(Fragment& x, P& p, bool masked, con
             const Real score = mod.template score<true>(capped, position, 0, 0, mod.at(query, key));
             bool hidden = masked && mask.hides(query, key);
             if constexpr (kMasksByFunction<Spec>) hidden = hidden || (masked && mod.hides(query, key));
-            const Real probability = hidden ? Real(0) : exp_accurate(score - lse(i, j));
+            const Real probability = hidden ? Real(0) : exp_accurate(at_most_zero(score - lse(i, j)));
             bool keep = true;
             if constexpr (Spec::kDropout) keep = mod.dropout().keeps_element(query, key);
             Real weight = kDerivesLater<Spec> ? probability : probability * mod.derivative(capped);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void differentiate_softmax(Fragment& p, Fragment& ds,
         for (int i = 0; i < Fragment::kRows; ++i)
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; ++j)
-                p(i, j) = exp_accurate(rounded_product(p(i, j), params.softmax_scale) - lse(i, j));
+                p(i, j) = exp_accurate(at_most_zero(rounded_product(p(i, j), params.softmax_scale) - lse(i, j)));
         if (outside.behind | outside.before) hide_scores<kTransposed, Spec>(p, mask, params, tile, Real(0));
 #pragma unroll
         for (int i = 0; i < Fragment::kRows; ++i)

@@ -48,7 +48,8 @@ __device__ __forceinline__ void take_probabilities(QuadFragment<kN8>& x, P&& p, 
         common::take_weights<kTransposed, Spec>(x, p, masked, params, tile,
                                                 [&](int i, int j) { return of_query[kTransposed ? j : i]; });
     } else {
-        for_queries<kTransposed>(x, lse, [](float& score, float own) { score = common::exp_approx(score - own); });
+        for_queries<kTransposed>(
+            x, lse, [](float& score, float own) { score = common::exp_approx(common::at_most_zero(score - own)); });
         if (masked) {
             const auto mask = common::mask_of<Spec>(params);
             if constexpr (kTransposed)

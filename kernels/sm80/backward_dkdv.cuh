@@ -205,7 +205,7 @@ struct BackwardDkdv {
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
                             x[m].value[n][e] =
-                                common::exp2_approx(fma(x[m].value[n][e], params.scale_log2, -lse[e % 2]));
+                                common::exponential<Spec>(x[m].value[n][e], params.scale_log2, lse[e % 2]);
                 }
                 if (step.tile < tiles.full_begin || (tiles.kLeftLimit && step.tile >= tiles.full_end)) {
                     const auto mask = common::mask_of<Spec>(params);

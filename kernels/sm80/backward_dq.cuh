@@ -145,7 +145,7 @@ struct BackwardDq {
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
                             p[m].value[n][e] =
-                                common::exp2_approx(fma(p[m].value[n][e], params.scale_log2, -lse[m][e / 2]));
+                                common::exponential<Spec>(p[m].value[n][e], params.scale_log2, lse[m][e / 2]);
                     if (position >= tiles.full_end || (tiles.kLeftLimit && position < tiles.full_begin))
                         common::hide_scores<false, Spec>(p[m], mask, params, score_tile, 0.0f);
                 }

@@ -63,6 +63,11 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     // first one, which waits for it, has not released.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
     static constexpr int kStartBarrier = Base::kOwnBarrier;
+    // Bounding P by 1 takes an instruction for each score, up to 5 % of the time. P only needs it where lse is so large
+    // that it has lost the bits that count: below this bound, in base 2, P exceeds 1 by less than 2^-10. With 64 columns
+    // or fewer a branch costs more than it saves.
+    static constexpr bool kChoosesBound = kD > 64;
+    static constexpr float kLargestExactLse = 1024.0f;
 
     using Scores = QuadFragment<kBc / 8>;
     using Gradient = QuadFragment<kD / 8>;
@@ -164,12 +169,20 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             return;
         }
         if (masked) mask(scores_, tile, block);
+        if (!kChoosesBound || lse_is_large_)
+            take_exponentials<true>();
+        else
+            take_exponentials<false>();
+    }
+    template <bool kBounded>
+    __device__ __forceinline__ void take_exponentials() {
 #pragma unroll
         for (int n = 0; n < kBc / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                scores_.value[n][e] =
-                    common::exp2_approx(fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]));
+            for (int e = 0; e < 4; ++e) {
+                const float x = fma(scores_.value[n][e], params_.scale_log2, minus_lse_[e / 2]);
+                scores_.value[n][e] = common::exp2_approx(kBounded ? common::at_most_zero(x) : x);
+            }
     }
 
     template <class Held>
@@ -285,6 +298,9 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
                 natural == -common::infinity<float>() ? natural : natural * static_cast<float>(-common::kLog2e);
             minus_delta_[i] = valid ? -delta[at] : 0.0f;
         }
+        if constexpr (kChoosesBound)
+            lse_is_large_ =
+                __any_sync(common::kFullWarp, max_of(fabsf(minus_lse_[0]), fabsf(minus_lse_[1])) > kLargestExactLse);
     }
 
     // Stores dQ of this warp's 16 rows. Each warp stores its own boxes by TMA, asynchronously and independently of the
@@ -314,6 +330,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         queries_.advance();
     }
 
+    bool lse_is_large_;                    // in one of the warp's rows, which makes it bound P
     float minus_lse_[2], minus_delta_[2];  // of this lane's two rows; lse in base 2
     Scores scores_, dp_;
     Operand ds_;

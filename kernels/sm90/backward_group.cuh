@@ -134,6 +134,7 @@ class BackwardGroup {
     }
 
     // Replaces S^T - lse / scale by P^T. Masked elements and queries without a visible key have -inf, and thus P = 0.
+    // Of large scores, rounding may leave a difference above zero. P is 1 then.
     template <bool kMasked, class MaskAhead>
     __device__ __forceinline__ void exponentiate(Scores& x, const QueryStep& step, int32 first_key,
                                                  const MaskAhead& ahead) const {
@@ -145,7 +146,8 @@ class BackwardGroup {
 #pragma unroll
         for (int n = 0; n < kBr / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x.value[n][e] = common::exp2_approx(x.value[n][e] * params_.scale_log2);
+            for (int e = 0; e < 4; ++e)
+                x.value[n][e] = common::exp2_approx(common::at_most_zero(x.value[n][e] * params_.scale_log2));
     }
 
     __device__ __forceinline__ common::HeadTerms<Spec> head_terms(const QueryStep& step) const {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import json
@@ -116,7 +117,7 @@ class Training:
         self.settings, self.corpus, self.arrays = settings, corpus, arrays
         config = ModelConfig(settings.layers, settings.heads, settings.width, settings.context)
         self.parameters = Parameters(config, arrays, settings.seed)
-        self.model = Transformer(config, arrays, self.parameters, self._choose_attention())
+        self.model = Transformer(config, arrays, self.parameters, self._choose_attention(self.ranks))
         self.model.positions = self._rows
         self.optimizer = Adam(arrays, self.parameters)
         self.step = 0
@@ -200,6 +201,12 @@ class Training:
         self.curve.held_out.append((self.step, self.seconds, bits))
         return bits
 
+    def whole_model(self) -> Transformer:
+        """Returns the model, with the same weights, for whole contexts: one rank can call it without the others."""
+        model = copy.copy(self.model)
+        model.attention, model.positions = self._choose_attention(OneRank()), slice(0, self.settings.context)
+        return model
+
     def save(self, path: Path) -> None:
         """Writes a checkpoint. An interrupted write leaves the previous one in place."""
         state = {name: self.arrays.to_host(array) for name, array in self._state().items()}
@@ -266,7 +273,7 @@ class Training:
     def _state(self) -> dict[str, object]:
         return {"weights": self.parameters.flat, "mean": self.optimizer.mean, "square": self.optimizer.square}
 
-    def _choose_attention(self) -> Callable:
+    def _choose_attention(self, ranks: OneRank) -> Callable:
         if self.settings.attention == "unfused":
             return unfused_attention(self.arrays)
-        return self.ranks.attention(deterministic=self.settings.deterministic)
+        return ranks.attention(deterministic=self.settings.deterministic)

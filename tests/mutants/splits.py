@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
+from support.simulated_problems import dominant
+
 from fa2cupy import TileConfig
 
 from .mutant import Mutant
 from .problems import ONE_GROUP, Problem
 
 SHARES = Problem(lengths=(37, 230), num_splits=3)
+DOMINANT_SHARES = Problem(lengths=(37, 288), num_splits=3, batch=3, causal=False, scores=dominant)
 HOPPER_SHARES = Problem(lengths=(37, 330), num_splits=3, hopper_tile=ONE_GROUP)
 HOPPER_SHARES_AHEAD = Problem(lengths=(109, 139), rows_ahead=70, num_splits=3, hopper_tile=ONE_GROUP)
 HOPPER_MANY_SHARES = Problem(lengths=(170, 200), num_splits=8, hopper_tile=ONE_GROUP)
 HOPPER_SHARES_OF_GROUPS = Problem(lengths=(300, 330), num_splits=6, hopper_tile=TileConfig(192, 64, 16, 3))
 SPLIT = Problem(heads=(6, 2), num_splits=2)  # the second share begins in the middle of a head
 HOPPER_SPLIT = Problem(heads=(3, 1), lengths=(390, 260), hopper_tile=TileConfig(128, 128, 12, 2), num_splits=2)
+LARGEST = "shift[i] = maximum(shift[i], share_lse[s * between_shares + 8 * i]);"
 
 MUTANTS = (
     # shares of key tiles
@@ -131,6 +135,22 @@ MUTANTS = (
         "shift[i]",
         "numbers",
         SHARES,
+    ),
+    Mutant(
+        "weights beside those of the first share",
+        "merge_forward",
+        LARGEST,
+        "shift[i] = maximum(shift[i], share_lse[8 * i]);",
+        "numbers",
+        DOMINANT_SHARES,
+    ),
+    Mutant(
+        "weights beside those of all shares but the last",
+        "merge_forward",
+        LARGEST,
+        "if (s + 1 < params.num_splits) " + LARGEST,
+        "numbers",
+        DOMINANT_SHARES,
     ),
     Mutant(
         "a row that no share sees a key of",

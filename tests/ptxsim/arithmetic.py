@@ -15,7 +15,7 @@ from .syntax import Inst
 if TYPE_CHECKING:
     from .machine import Machine
 
-__all__ = ["binary", "directed_rounding", "unary"]
+__all__ = ["binary", "directed_rounding", "product_of", "unary"]
 
 Binary = Callable[[np.ndarray, np.ndarray], np.ndarray]
 _ROUNDING = "rn rz rm rp ftz"
@@ -122,7 +122,7 @@ def _high_of_64(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
     return np.array(high, np.uint64).view(dtype)
 
 
-def _product(inst: Inst) -> tuple[Binary, str]:
+def product_of(inst: Inst) -> tuple[Binary, str]:
     """Returns the product of mul and mad with .lo, .hi or .wide, and the type of its result."""
     ty = inst.type
     if "lo" in inst.parts:
@@ -141,7 +141,7 @@ def _multiply(machine: Machine, inst: Inst) -> Plain:
     ty = inst.type
     if is_float(ty):
         return _sum_or_product(machine, inst, np.multiply)
-    compute, result = _product(inst)
+    compute, result = product_of(inst)
     target = machine.destination(inst.args[0], result)
     a, b = (machine.source(arg, ty) for arg in inst.args[1:3])
 
@@ -156,7 +156,7 @@ def _multiply_add(machine: Machine, inst: Inst) -> Plain:
     ty = inst.type
     if is_float(ty):
         raise PtxError("mad of floating-point numbers is not implemented")
-    compute, result = _product(inst)
+    compute, result = product_of(inst)
     target = machine.destination(inst.args[0], result)
     a, b = (machine.source(arg, ty) for arg in inst.args[1:3])
     c = machine.source(inst.args[3], result)

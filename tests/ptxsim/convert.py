@@ -10,7 +10,7 @@ import numpy as np
 from .decode import Plain, plain
 from .errors import PtxError
 from .registers import Bf16Row
-from .scalars import NUMPY, f32_to_bf16, is_float, round_to
+from .scalars import NUMPY, WIDTH, f32_to_bf16, is_float, round_to
 from .syntax import Inst
 
 if TYPE_CHECKING:
@@ -114,18 +114,23 @@ def _integer_to_integer(machine: Machine, inst: Inst) -> Plain:
 
 
 def _float_to_integer(machine: Machine, inst: Inst, mode: str) -> Plain:
-    """Converts floats to integers; a number out of range becomes the nearest limit, NaN becomes 0."""
+    """Converts floats to integers; a number out of range becomes the nearest limit.
+
+    NaN becomes 0, but if one of both types has 64 bits only the highest bit is set.
+    """
     target, source = _rows(machine, inst)
     if mode not in _TO_INTEGER:
         raise PtxError("a conversion to an integer needs .rni, .rzi, .rmi or .rpi")
     dtype, to_integer = NUMPY[inst.types[0]], _TO_INTEGER[mode]
     limits = np.iinfo(dtype)
+    of_nan = (limits.min or limits.max // 2 + 1) if 64 in map(WIDTH.get, inst.types) else 0
 
     def run(ix: Any) -> None:
         x = to_integer(source[ix].astype(np.float64))
         over, under = x >= float(limits.max), x <= float(limits.min)
-        value = np.where(over | under | np.isnan(x), 0, x).astype(dtype)
-        value[over], value[under] = limits.max, limits.min
+        is_nan = np.isnan(x)
+        value = np.where(over | under | is_nan, 0, x).astype(dtype)
+        value[over], value[under], value[is_nan] = limits.max, limits.min, of_nan
         target[ix] = value
 
     return run

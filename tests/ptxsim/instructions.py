@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     barriers,
     bits,
     bulk_copy,
+    carries,
     compare,
     control_flow,
     convert,

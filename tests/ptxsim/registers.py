@@ -54,6 +54,7 @@ class RegisterFile:
         self.rows = {0: np.zeros((counts[0], self.threads), bool)}
         for width in (16, 32, 64):
             self.rows[width] = np.zeros((counts[width], self.threads), unsigned(width // 8))
+        self.carry = np.zeros(self.threads, bool)
         self._constants: dict[tuple[Any, str], np.ndarray] = {}
         self._sources: dict[tuple[Operand, str], Any] = {}
 

@@ -37,7 +37,10 @@ class Case:
     page_size : int or None
         None is a cache without a block table.
     capacity : int or None
-        Rows that a sequence has in the cache; None means as many as the longest needs, in whole pages.
+        Rows that a sequence has in the cache; None means as many as the longest needs, in whole pages. Entries of the
+        block table behind its last row are numbers of no page.
+    dominant : int
+        If not 0, sequence i has weights of e**100 and more for the i-th of its groups of so many keys, beside others.
     """
 
     dtype: str
@@ -50,6 +53,7 @@ class Case:
     capacity: int | None = None
     layout: str = "bshd"
     seed: int = 0
+    dominant: int = 0
 
     @property
     def room(self) -> int:
@@ -68,6 +72,12 @@ class Case:
 
         q, k, v = draw(self.seqlen_q, num_heads), draw(self.room, num_heads_kv), draw(self.room, num_heads_kv)
         new = draw(self.num_new, num_heads_kv), draw(self.num_new, num_heads_kv)
+        if self.dominant:
+            q[...] = np.copysign(np.float32(4), rng.standard_normal(self.head_dim)).astype(dtype)
+            k *= np.asarray(0.1, dtype)
+            for number in range(batch):
+                own = slice(number * self.dominant, (number + 1) * self.dominant)
+                k[number, own] += q[0, 0, 0] * np.asarray(100 / (16 * self.head_dim**0.5), dtype)
         for rows in (k, v):
             for number, length in enumerate(self.lengths):
                 rows[number, length:] = np.nan
@@ -83,6 +93,9 @@ class Case:
             (k, options["block_table"]), (v, _) = (
                 paged(rows, self.page_size, np.random.default_rng(self.seed + 1)) for rows in (k, v)
             )
+            ends = np.array(self.lengths) + self.num_new
+            behind = np.arange(options["block_table"].shape[1]) * self.page_size >= ends[:, None]
+            options["block_table"][behind] = 10**6
         caches = self._laid_out(k), self._laid_out(v)
         return self._laid_out(q), *caches, np.array(self.lengths, "int32"), options
 
@@ -99,6 +112,22 @@ class Case:
         if "sink" in options:
             options["sink"] = rng.standard_normal(heads).astype(wide)
         return options
+
+
+#: Lengths, with several queries, and windows whose ends pass borders of 16, 32 and 128 keys one by one.
+BORDERS = Case("float16", tuple(range(124, 142)), seqlen_q=3, heads=(2, 1), head_dim=16)
+WINDOWS = (
+    {},
+    {"causal": False},
+    {"window": (2, 0)},
+    {"window": (30, None), "causal": False},
+    {"window": (20, 1), "causal": False},
+)
+#: Sequences that end with their last page, before new rows or with them, and have unused entries behind it.
+WHOLE_PAGES = Case("float16", (16, 32, 48, 64, 15, 31), page_size=16, capacity=96)
+#: Sequences each with another dominant part, on a device of 23 blocks: of a tile's 8 warps, of a sequence's 4 blocks.
+DOMINANT_WARP = Case("float16", (256,) * 8, heads=(2, 1), dominant=32)
+DOMINANT_BLOCK = Case("float16", (4 * 128,) * 4, heads=(2, 1), dominant=128)
 
 
 def check(decode: Callable, case: Case, **options) -> tuple[np.ndarray, np.ndarray]:

@@ -56,6 +56,10 @@ class FakeArray(np.ndarray):
         assert order == "C"
         return place(self)
 
+    def get(self, stream=None) -> np.ndarray:
+        """Copies to the host."""
+        return np.array(self)
+
     @property
     def data(self) -> FakeMemory:
         return FakeMemory(self.ctypes.data, self, self.device_id)

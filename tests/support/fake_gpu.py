@@ -65,10 +65,11 @@ def decode(
     layout="bshd",
     out=None,
     family=None,
+    num_splits=None,
     **features,
 ):
     """Calls `fa2cupy.gpu.calls.decode` by keyword."""
-    options = call_options(causal, scale, layout, family=family)
+    options = call_options(causal, scale, layout, family=family, num_splits=num_splits)
     return calls.decode(q, k_cache, v_cache, cache_seqlens, k, v, block_table, out, options, features)
 
 

@@ -202,6 +202,9 @@ class FakeSharing:
         for row in range(height):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
+    def memcpyAsync(self, target, source, nbytes, kind, stream):
+        ctypes.memmove(target, source, nbytes)
+
     def copy_matrices(self, matrices):
         for one in matrices:
             self.log.append(("copy by kernel", self.current().ptr))
@@ -263,6 +266,7 @@ class FakeNccl:
         self.queues = [[queue.Queue() for _ in range(size)] for _ in range(size)]
         self.local, self.log, self.size = threading.local(), [], size
         self.aborted: list[int] = []
+        self.timeout = 20.0
 
     def get_unique_id(self):
         return bytes(range(128))
@@ -302,7 +306,7 @@ class FakeCommunicator:
         self._note("recv", peer, count, dtype, stream)
 
         def arrive():
-            data = self._nccl.queues[peer][self._rank].get(timeout=20)
+            data = self._nccl.queues[peer][self._rank].get(timeout=self._nccl.timeout)
             assert len(data) == count
             ctypes.memmove(pointer, data, count)
 
@@ -323,7 +327,13 @@ def fake_streams(monkeypatch):
     for module in MODULES:
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(FakeArray, "get", lambda self: cupy.host_waits.append("get") or np.array(self), raising=False)
+
+    def get(array, stream=None):
+        if stream is None:  # else a thread that looks after calls reads it
+            cupy.host_waits.append("get")
+        return np.array(array)
+
+    monkeypatch.setattr(FakeArray, "get", get)
     for module in (communicator, messages, requests, run_module):
         monkeypatch.setattr(module, "is_on_host", lambda array: not isinstance(array, FakeArray))
     monkeypatch.setattr(run_module, "backend_of", lambda name, array: calls)

@@ -144,12 +144,21 @@ class Launch:
         pages, size = cache.shape[:2]
         written = np.zeros((pages, size), bool)
         for number in range(self.batch):
-            room = self.values["seqlen_k"] - self.values["seqlen_new"]
-            length = room if lengths is None else min(max(int(lengths[number]), 0), room)
             own = [number] if table is None else np.clip(table[number], 0, pages - 1)
             for index, page in enumerate(own):
-                written[page, : max(0, length - index * size)] = True
+                written[page, : max(0, self._rows_of(number, lengths) - index * size)] = True
         return written
+
+    def used_entries(self, table: np.ndarray) -> np.ndarray:
+        """Returns True for each entry of a block table with a row of its sequence, the appended ones included."""
+        lengths = self.array("cache_seqlens")
+        ends = np.array([self._rows_of(number, lengths) for number in range(self.batch)]) + self.values["seqlen_new"]
+        return np.arange(table.shape[1]) * self.values["page_size"] < ends[:, None]
+
+    def _rows_of(self, number: int, lengths: np.ndarray | None) -> int:
+        """Returns the rows of a sequence in the cache."""
+        room = self.values["seqlen_k"] - self.values["seqlen_new"]
+        return room if lengths is None else min(max(int(lengths[number]), 0), room)
 
     def _map_shape(self) -> tuple[int, ...]:
         """Returns the shape of the states of a sparse map's tiles."""

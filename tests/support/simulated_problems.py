@@ -65,6 +65,17 @@ def growing(inputs: tuple, rows: slice) -> tuple:
     return q, k, v, do
 
 
+def dominant(inputs: tuple) -> tuple:
+    """Gives all weight in sequence i to the i-th of as many parts of the keys, and returns the inputs."""
+    q, k, v, do = inputs
+    direction = np.sign(np.asarray(q[0, 0, 0], np.float32))
+    q[...] = (4 * direction).astype(q.dtype)
+    for number, own in enumerate(np.array_split(np.arange(k.shape[1]), len(k))):
+        k[number] *= np.asarray(0.1, k.dtype)
+        k[number, own] += (40 / len(direction) ** 0.5 * direction).astype(k.dtype)  # scores of 160
+    return q, k, v, do
+
+
 def at_level(inputs: tuple, score: float) -> tuple:
     """Adds `score` to every score by means of the first column, and returns the inputs."""
     q, k, v, do = inputs

@@ -129,10 +129,13 @@ def _execute(
             is_output = kinds[name].startswith("output")
             if name in CACHES:
                 is_output, written = True, _bytes_of_rows(launch.written_rows(array), array)
+            if name == "block_table":
+                written = np.broadcast_to(launch.used_entries(array)[..., None], (*array.shape, array.itemsize))
             buffers[name] = _Buffer(memory, name, array, is_output, name in launch.cleared, written)
     # An empty array keeps its host address, which the interpreter does not know: nothing may be read there.
     addresses = {name: buffers[name].address if name in buffers else at for name, at in launch.pointers.items()}
     needed = {name: ints for name, ints in COUNTERS.items() if name in kinds}
+    needed = {name: ints for name, ints in needed.items() if launch.stage.renamed.get(name, name) == name}
     counters = {name: memory.alloc(np.zeros(ints, np.int32), name) for name, ints in needed.items()}
     module.launch(
         spec.symbol,

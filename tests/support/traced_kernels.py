@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import ptxsim
 from support import CHECKOUT
@@ -9,6 +12,8 @@ from support.ptxsim_kernels import cuda_module
 
 from fa2cupy.functions.tracing import Program
 
+#: The folder of the headers that texts include.
+HEADERS = CHECKOUT / "kernels"
 _ITEMS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", "bool": "bool"}
 _ITEMS |= {"int8": "signed char", "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char"}
 
@@ -17,7 +22,7 @@ _KERNEL = """
 namespace fa2::common {{
 {text}
 struct Arguments {{
-    static constexpr bool kFast = false;
+    static constexpr bool kFast = {fast};
 {members}
 }};
 }}  // namespace fa2::common
@@ -61,8 +66,11 @@ _SUMS = {
 }
 
 
-def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
-    """Returns a kernel that runs all functions of a program's text on scores (batch, heads, queries, keys)."""
+def source_of(program: Program, arrays: tuple, shape: tuple, real: str, is_fast: bool = False) -> str:
+    """Returns a kernel that runs all functions of a program's text on scores (batch, heads, queries, keys).
+
+    `is_fast`: with the special functions of 16-bit data.
+    """
     members, fields, pointers, layouts = [], [], [], []
 
     def pass_array(name: str, array: np.ndarray) -> None:
@@ -87,15 +95,15 @@ def source_of(program: Program, arrays: tuple, shape: tuple, real: str) -> str:
     return _KERNEL.format(
         text=program.text, members="\n".join(members), real=real, pointers="".join(f", {p}" for p in pointers),
         heads=shape[1], queries=shape[2], keys=shape[3], fields=", ".join(fields), layouts="\n".join(layouts),
-        call=_CALLS[program.role], **_SUMS[program.role],
+        fast=str(is_fast).lower(), call=_CALLS[program.role], **_SUMS[program.role],
     )  # fmt: skip
 
 
-def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.ndarray, ...]:
+def run_text(program: Program, arrays: tuple, scores: np.ndarray, is_fast: bool = False) -> tuple[np.ndarray, ...]:
     """Returns values, slopes, visibility, and gradients of arguments: sums of slopes times ``1 + k % 3``."""
     real = {"float32": "float", "float64": "double"}[scores.dtype.name]
-    source = source_of(program, arrays, scores.shape, real)
-    module = cuda_module(source, "compute_80", (f"-I{CHECKOUT / 'kernels'}",))
+    source = source_of(program, arrays, scores.shape, real, is_fast)
+    module = cuda_module(source, "compute_80", (f"-I{HEADERS}",))
     memory = ptxsim.Memory()
     pointers = [memory.alloc(scores, "scores")]
     pointers += [memory.alloc(np.full_like(scores, np.nan), name) for name in ("values", "slopes")]
@@ -109,3 +117,13 @@ def run_text(program: Program, arrays: tuple, scores: np.ndarray) -> tuple[np.nd
     values, slopes, visible = (memory.read(pointer).reshape(scores.shape) for pointer in pointers[1:])
     gradients = [memory.read(one).reshape(arrays[i].shape) for one, i in zip(sums, floats, strict=True)]
     return values, slopes, visible, *gradients
+
+
+def broken_headers(folder: Path, name: str, old: str, new: str) -> Path:
+    """Returns a folder of headers in one of which a text is replaced that must occur in it once."""
+    shutil.copytree(CHECKOUT / "kernels" / "common", folder / "common")
+    text = (folder / "common" / name).read_text()
+    if text.count(old) != 1:  # an AssertionError could count as a caught mutant
+        raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}")
+    (folder / "common" / name).write_text(text.replace(old, new))
+    return folder

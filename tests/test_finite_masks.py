@@ -1,0 +1,135 @@
+"""Biases that hide keys without being -inf, and lse that has lost digits, on NumPy and in the kernels of every family.
+
+The kernels are executed without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support.feature_cases import accumulator, extras, gradient_names
+
+import fa2cupy
+from fa2cupy import TileConfig
+from fa2cupy.testing import make_inputs
+
+
+class Backend(NamedTuple):
+    """What computes: NumPy if `family` is None, else the kernels of a family on a GPU that is simulated."""
+
+    dtype: str
+    method: str = "two_pass"
+    family: str | None = None
+    config: dict[str, TileConfig] | TileConfig | None = None
+    precision: str | None = None
+
+
+BY_ROWS, BY_KEYS = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
+OF_SM80 = {"forward": BY_ROWS, "backward": BY_KEYS, "backward_dq": BY_ROWS, "backward_dkdv": BY_KEYS}
+BACKENDS = {
+    "numpy": Backend("float32", config=TileConfig(8, 8, 1)),
+    "numpy half": Backend("float16", "single_pass", config=TileConfig(8, 8, 1)),
+    "numpy double": Backend("float64", config=TileConfig(8, 8, 1)),
+    "simt": Backend("float32", "single_pass", "simt", TileConfig(8, 8, 2), "ieee"),
+    "simt, two_pass": Backend("float32", "two_pass", "simt", TileConfig(8, 8, 2), "ieee"),
+    "simt double": Backend("float64", "two_pass", "simt", TileConfig(8, 8, 2)),
+    "sm80": Backend("float16", "single_pass", "sm80", OF_SM80),
+    "sm80, two_pass": Backend("bfloat16", "two_pass", "sm80", OF_SM80),
+    "sm80 float32": Backend("float32", "two_pass", "sm80", None, "split"),
+}
+ROWS, KEYS, HEAD_DIM = 20, 27, 24
+
+
+def on(*names: str):
+    """Marks a test with the backends that it runs on."""
+    marks = {name: () if name.startswith("numpy") else pytest.mark.simulated for name in names}
+    return pytest.mark.parametrize("backend", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """Yields one of `BACKENDS`."""
+    chosen = BACKENDS[request.param]
+    with contextlib.ExitStack() as stack:
+        if chosen.family is not None:
+            pytest.importorskip("cupy")
+            from support.simulator import simulated_gpu
+
+            from fa2cupy import api
+            from fa2cupy.gpu import calls as gpu
+
+            stack.enter_context(simulated_gpu(monkeypatch, "sm_80"))
+            monkeypatch.setattr(api, "backend_of", lambda name, array: gpu)
+        yield chosen
+
+
+def on_device(backend: Backend, array):
+    if backend.family is None or not isinstance(array, np.ndarray):
+        return array
+    from support.fake_cupy import place
+
+    return place(array)
+
+
+def draw(backend: Backend, rows: int = ROWS, keys: int = KEYS, **sizes) -> list[np.ndarray]:
+    sizes = {"num_heads": 2, "num_heads_kv": 1, "head_dim": HEAD_DIM, **sizes}
+    return list(make_inputs(backend.dtype, seqlen_q=rows, seqlen_k=keys, **sizes))
+
+
+def forward(backend: Backend, q, k, v, **options) -> dict[str, np.ndarray]:
+    q, k, v = (on_device(backend, x) for x in (q, k, v))
+    options = {name: on_device(backend, x) for name, x in options.items()}
+    own = {"family": backend.family, "config": backend.config, "precision": backend.precision}
+    return dict(zip(("o", "lse"), fa2cupy.forward(q, k, v, **own, **options), strict=True))
+
+
+def backward(backend: Backend, q, k, v, o, lse, do, **options) -> dict[str, np.ndarray]:
+    """Returns all gradients by name. In one pass of kernels, those of a bias are left out."""
+    arrays = (on_device(backend, x) for x in (q, k, v, o, lse, do))
+    switches = extras(options)
+    if backend.method == "single_pass" and backend.family not in (None, "simt"):
+        switches = {name: value for name, value in switches.items() if name == "return_dsink"}
+    own = {"family": backend.family, "config": backend.config, "precision": backend.precision}
+    features = {name: on_device(backend, x) for name, x in options.items()}
+    gradients = fa2cupy.backward(*arrays, method=backend.method, **switches, **own, **features)
+    names = gradient_names({name: x for name, x in options.items() if name not in ("delta", "dlse")}, switches)
+    return dict(zip(names, gradients, strict=True))
+
+
+@pytest.mark.parametrize("feature", ("plain", "softcap", "sink"))
+@on(*BACKENDS)
+def test_probabilities_are_at_most_one(backend, feature):
+    """Checks rows whose scores are far above lse. If do is 0 there, they contribute nothing, or NaN from 0 * inf."""
+    wide = accumulator(backend.dtype)
+    options = {"plain": {}, "softcap": {"softcap": 3.0}, "sink": {"sink": np.array([0.5, -1], wide)}}[feature]
+    q, k, v, do = draw(backend)
+    do[:, 5:9] = 0
+    o, lse = forward(backend, q, k, v, **options).values()
+    lower = np.array(lse)
+    lower[:, :, 5:9] -= 1000
+    wanted = backward(backend, q, k, v, o, lse, do, **options)
+    for name, gradient in backward(backend, q, k, v, o, lower, do, **options).items():
+        np.testing.assert_array_equal(gradient, wanted[name], err_msg=name)
+
+
+@on("numpy", "numpy half", "simt", "sm80", "sm80, two_pass")
+def test_a_row_with_the_same_large_bias_for_all_keys_leaves_the_others_alone(backend):
+    """Checks that nothing of the row is seen where its do is 0. Its lse has lost as much as its scores differ by."""
+    q, k, v, do = draw(backend)
+    q *= 8
+    bias = np.zeros((ROWS, KEYS), accumulator(backend.dtype))
+    bias[5:9] = -1e9
+    do[:, 5:9] = 0
+    o, lse = forward(backend, q, k, v, bias=bias).values()
+    gradients = backward(backend, q, k, v, o, lse, do, bias=bias)
+    assert not gradients["dq"][:, 5:9].any()
+    others = np.r_[:5, 9:ROWS]
+    wanted = forward(backend, q[:, others], k, v)
+    wanted = backward(backend, q[:, others], k, v, *wanted.values(), do[:, others])
+    for name in ("dk", "dv"):
+        np.testing.assert_allclose(
+            np.asarray(gradients[name], float), np.asarray(wanted[name], float), atol=2e-2, err_msg=name
+        )

@@ -1,0 +1,141 @@
+"""On a GPU: the README's table of what has the same bits, from run to run and beside other sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+import fa2cupy
+from fa2cupy.testing import make_inputs
+
+cp = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+RUNS = 20
+#: Few tiles for a GPU: by default they are shared.
+SIZES = {"seqlen_q": 600, "seqlen_k": 900, "num_heads": 4, "num_heads_kv": 2}
+ALONE, DETERMINISTIC = {"num_splits": 1}, {"deterministic": True}
+#: dtype, precision, and the results of single_pass that are not added up by atomics if no tile is shared.
+ARITHMETIC = (
+    ("float16", None, ("dk", "dv")),
+    ("bfloat16", None, ("dk", "dv")),
+    ("float32", None, ("dk", "dv")),
+    ("float32", "ieee", ("dq",)),
+    ("float64", None, ("dq",)),
+)
+ALL = ("dq", "dk", "dv")
+
+
+def draw(dtype: str, batch: int, head_dim: int = 64) -> tuple:
+    return make_inputs(dtype, batch=batch, head_dim=head_dim, xp=cp, **SIZES)
+
+
+def bits(results) -> list[bytes]:
+    return [result.tobytes() for result in results]
+
+
+def results_of(inputs: tuple, precision: str | None, *, own: dict, names: tuple = ALL, **options) -> list[bytes]:
+    """Returns o, lse, delta and the named gradients of the first sequence."""
+    q, k, v, do = inputs
+    how = {"causal": True, "precision": precision, **own}
+    o, lse = fa2cupy.forward(q, k, v, **how)
+    gradients = dict(zip(ALL, fa2cupy.backward(q, k, v, o, lse, do, **how, **options), strict=True))
+    results = (o, lse, fa2cupy.delta(o, do), *(gradients[name] for name in names))
+    return bits(result[0] for result in results)
+
+
+@pytest.mark.parametrize(("dtype", "precision", "of_single_pass"), ARITHMETIC)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_from_run_to_run(head_dim, dtype, precision, of_single_pass):
+    inputs = draw(dtype, 2, head_dim)
+    single = {"method": "single_pass", "names": of_single_pass}
+    for own, options in (({}, DETERMINISTIC), (ALONE, DETERMINISTIC), (ALONE, single)):
+        first = results_of(inputs, precision, own=own, **options)
+        for _ in range(RUNS):
+            assert results_of(inputs, precision, own=own, **options) == first
+
+
+@pytest.mark.parametrize(("dtype", "precision", "of_single_pass"), ARITHMETIC)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_one_split_beside_others(head_dim, dtype, precision, of_single_pass):
+    inputs = draw(dtype, 30, head_dim)
+    for options in (DETERMINISTIC, {"method": "single_pass", "names": of_single_pass}):
+        alone = results_of(tuple(x[:1] for x in inputs), precision, own=ALONE, **options)
+        for batch in (2, 7, 30):
+            assert results_of(tuple(x[:batch] for x in inputs), precision, own=ALONE, **options) == alone
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float64"))
+def test_one_split_beside_others_that_are_packed(dtype):
+    q, k, v, do = (x.reshape(-1, *x.shape[2:]) for x in draw(dtype, 9))
+
+    def found(batch: int) -> list[bytes]:
+        """Returns the results of the first sequence of so many."""
+        rows, keys = SIZES["seqlen_q"], SIZES["seqlen_k"]
+        ends = cp.arange(batch + 1, dtype="int32")
+        own = {"cu_seqlens_q": ends * rows, "cu_seqlens_k": ends * keys, "causal": True, **ALONE}
+        arrays = q[: batch * rows], k[: batch * keys], v[: batch * keys]
+        o, lse = fa2cupy.forward(*arrays, **own)
+        dq, dk, dv = fa2cupy.backward(*arrays, o, lse, do[: batch * rows], **own, **DETERMINISTIC)
+        return bits((o[:rows], lse[:, :rows], dq[:rows], dk[:keys], dv[:keys]))
+
+    assert found(1) == found(3) == found(9)
+
+
+def test_by_default_other_sequences_change_the_bits():
+    """Otherwise the test above would pass without num_splits."""
+    inputs = draw("bfloat16", 30)
+    alone, among = (fa2cupy.forward(*(x[:batch] for x in inputs[:3])) for batch in (1, 30))
+    assert bits(x[0] for x in alone) != bits(x[0] for x in among)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("lengths", ((700, 700, 700), (1500, 5, 900)))
+def test_decode(dtype, lengths):
+    batch = 60
+    caches = [cp.asarray(x) for x in make_inputs(dtype, batch=batch, seqlen_q=1500, num_heads=2)[1:3]]
+    q = make_inputs(dtype, batch=batch, seqlen_q=1, num_heads=8, seed=1, xp=cp)[0]
+    given = cp.asarray([*lengths] * (batch // 3), "int32")
+
+    def decoded(number: int, **options) -> list[bytes]:
+        results = fa2cupy.decode(q[:number], *(x[:number] for x in caches), given[:number], **options)
+        return bits(result[0] for result in results)
+
+    for options in ({}, ALONE):
+        first = decoded(3, **options)
+        assert all(decoded(3, **options) == first for _ in range(RUNS))
+    assert decoded(1, **ALONE) == decoded(3, **ALONE) == decoded(batch, **ALONE)
+
+
+def test_merge():
+    o_parts, lse_parts = (
+        cp.random.default_rng(0).standard_normal(n, "float32") for n in ((9, 7, 5, 4, 64), (9, 7, 4, 5))
+    )
+    first = fa2cupy.merge(o_parts, lse_parts)
+    for _ in range(RUNS):
+        assert bits(fa2cupy.merge(o_parts, lse_parts)) == bits(first)
+    assert bits(fa2cupy.merge(o_parts[:, 2:3], lse_parts[:, 2:3])) == bits(x[2:3] for x in first)
+
+
+def test_gradients_of_a_sink_and_of_a_full_bias():
+    q, k, v, do = draw("float16", 2)
+    rng = cp.random.default_rng(0)
+    bias = rng.standard_normal((2, 4, 600, 900), "float32").astype("float16")
+    own = {"bias": bias, "sink": rng.standard_normal(4, "float32")}
+    o, lse = fa2cupy.forward(q, k, v, **own)
+    how = {"return_dbias": True, "return_dsink": True, **DETERMINISTIC, **own}
+    first = bits(fa2cupy.backward(q, k, v, o, lse, do, **how))
+    for _ in range(RUNS):
+        assert bits(fa2cupy.backward(q, k, v, o, lse, do, **how)) == first
+
+
+@pytest.mark.parametrize("keyword", ("bias", "score_args"))
+def test_deterministic_refuses_what_atomics_add_up(keyword):
+    q, k, v, do = draw("float16", 2)
+    table = cp.zeros((4, 1, 900), "float16")
+    own = {"bias": table} if keyword == "bias" else {
+        "score_mod": lambda s, b, h, i, j, x: s + x[h, 0, j], "score_args": (table,)
+    }  # fmt: skip
+    o, lse = fa2cupy.forward(q, k, v, **own)
+    switch = {"return_dbias": True} if keyword == "bias" else {"return_dscore_args": True}
+    with pytest.raises(fa2cupy.UnsupportedProblemError, match="not with deterministic"):
+        fa2cupy.backward(q, k, v, o, lse, do, **switch, **DETERMINISTIC, **own)
