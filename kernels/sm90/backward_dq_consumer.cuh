@@ -128,6 +128,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     __device__ __forceinline__ void first_step(const TileInSlot& tile, const GroupKeys& keys, int32 block,
                                                bool masked) {
         mbarrier_wait(memory_.full_query(queries_.slot()), queries_.parity());
+        if (hides_rows(tile)) clear_hidden_rows();
         issue_scores_of(keys_);
         wgmma_wait<0>();
         pin(scores_);
@@ -281,7 +282,32 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
         if (lane_ == 0) mbarrier_arrive(memory_.empty_query(queries_.slot()));
     }
 
-    // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero.
+    // True if rows may see no key. A sequence without keys has one key tile here.
+    __device__ __forceinline__ bool hides_rows(const TileInSlot& tile) const {
+        const auto& own = record_of<Spec>(params_, tile);
+        return common::may_hide_rows<Spec>(own) || (Spec::kVarlen && own.seqlen_k == 0);
+    }
+
+    // Stores zeros to this warp's rows of Q and dO that see no key: they may hold NaN, which P = 0 would not keep out of
+    // dQ and of sums over queries.
+    __device__ __forceinline__ void clear_hidden_rows() const {
+        mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (minus_lse_[i] == -common::infinity<float>()) {
+                const uint32 row = (group_ * kGroupRows + warp_ * 16 + Scores::row(i, lane_)) * kPanelRowBytes;
+#pragma unroll 1
+                for (uint32 chunk = lane_ % 4; chunk < 8 * Shape::kPanels; chunk += 4) {
+                    const uint32 at = chunk / 8 * Shape::kQueryPanelBytes + row + chunk % 8 * 16;
+                    store_shared(memory_.query(queries_.slot()) + at, 0, 0, 0, 0);
+                    store_shared(memory_.dout(queries_.slot()) + at, 0, 0, 0, 0);
+                }
+            }
+        async_proxy_fence();
+        barrier_sync(Base::kOutputBarrier + group_, kGroupThreads);
+    }
+
+    // A row beyond the sequence or without a visible key gets lse = +inf, so that its P is zero. It has no delta.
     __device__ __forceinline__ void load_rows(const TileInSlot& tile) {
         const int32 row = first_row(tile);
         const auto& own = record_of<Spec>(params_, tile);
@@ -296,7 +322,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const float natural = valid ? lse[at] : -common::infinity<float>();
             minus_lse_[i] =
                 natural == -common::infinity<float>() ? natural : natural * static_cast<float>(-common::kLog2e);
-            minus_delta_[i] = valid ? -delta[at] : 0.0f;
+            minus_delta_[i] = natural == -common::infinity<float>() ? 0.0f : -delta[at];
         }
         if constexpr (kChoosesBound)
             lse_is_large_ =

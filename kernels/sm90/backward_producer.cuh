@@ -31,14 +31,23 @@ class BackwardProducer {
         : params_(params), maps_(maps), memory_(memory), own_(key_tile<Spec>(params)) {}
 
     __device__ void run() {
-        const int32 warp = threadIdx.x / 32;
-        if (warp == 0 && threadIdx.x == 0) load_tiles();
-        if (warp == 1) prepare<true>();
-        if (warp == 2) prepare<false>();
-        if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
+        if (common::may_hide_rows<Spec>(params_))
+            run_with<true>();
+        else
+            run_with<false>();
     }
 
   private:
+    // kHides: there may be rows that see no key. One copy of the loops that tested this would spill registers.
+    template <bool kHides>
+    __device__ void run_with() {
+        const int32 warp = threadIdx.x / 32;
+        if (warp == 0 && threadIdx.x == 0) load_tiles<kHides>();
+        if (warp == 1) prepare<true, kHides>();
+        if (warp == 2) prepare<false, kHides>();
+        if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
+    }
+
     __device__ bool is_valid(const QueryStep& step) const { return own_.has(step, params_); }
     __device__ void advance(QueryStep& step) const {
         if (++step.tile < own_.tiles.end) return;
@@ -46,22 +55,23 @@ class BackwardProducer {
         ++step.head;
     }
 
+    template <bool kHides>
     __device__ void load_tiles() const {
         QueryStep step = own_.first_step(), own = own_.at(step);
         RingPosition<Shape::kStages> ring;
         load_keys(maps_.k, memory_.key(), memory_.full_key());
-        load_queries(maps_.q, memory_.query(0), memory_.full_query(0), own);
+        load_queries<true, kHides>(0, own);
         load_keys(maps_.v, memory_.value(), memory_.full_value());
-        load_queries(maps_.dout, memory_.dout(0), memory_.full_dout(0), own);
+        load_queries<false, kHides>(0, own);
 #pragma unroll 1
         for (advance(step); is_valid(step); advance(step)) {
             ring.advance();
             const uint32 stage = ring.slot();
             own = own_.at(step);  // reads a list's entry ahead of the wait
             mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);
-            load_queries(maps_.q, memory_.query(stage), memory_.full_query(stage), own);
+            load_queries<true, kHides>(stage, own);
             mbarrier_wait(memory_.empty_dout(stage), ring.parity() ^ 1);
-            load_queries(maps_.dout, memory_.dout(stage), memory_.full_dout(stage), own);
+            load_queries<false, kHides>(stage, own);
         }
     }
 
@@ -73,12 +83,29 @@ class BackwardProducer {
                            own_.head, own_.batch);
     }
 
-    __device__ void load_queries(const TensorMap& map, uint32 smem, uint32 full, const QueryStep& own) const {
-        mbarrier_arrive_expect(full, Shape::kQueryBytes);
+    // Loads a tile of Q or of dO. If it may have hidden rows, the warps that clear them hand it on.
+    template <bool kQ, bool kHides>
+    __device__ void load_queries(uint32 stage, const QueryStep& own) const {
+        const TensorMap& map = kQ ? maps_.q : maps_.dout;
+        const uint32 full = full_of<kQ>(stage), barrier = kHides ? landed_of<kQ>(stage) : full;
+        mbarrier_arrive_expect(barrier, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
-            own_.queries.load(smem + panel * Shape::kQueryPanelBytes, map, full, panel * kPanelColumns, own.tile * kBr,
-                              own.head, own_.batch);
+            own_.queries.load(rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes, map, barrier, panel * kPanelColumns,
+                              own.tile * kBr, own.head, own_.batch);
+        if constexpr (kHides) mbarrier_arrive(full);
+    }
+    template <bool kQ>
+    __device__ uint32 rows_of(uint32 stage) const {
+        return kQ ? memory_.query(stage) : memory_.dout(stage);
+    }
+    template <bool kQ>
+    __device__ uint32 full_of(uint32 stage) const {
+        return kQ ? memory_.full_query(stage) : memory_.full_dout(stage);
+    }
+    template <bool kQ>
+    __device__ uint32 landed_of(uint32 stage) const {
+        return kQ ? memory_.landed_query(stage) : memory_.landed_dout(stage);
     }
 
     // A fence waits for all outstanding memory operations of its thread. Consumer threads have atomic additions to dQ
@@ -94,8 +121,10 @@ class BackwardProducer {
         }
     }
 
-    // The loads of the next tile's statistics are in flight while the warp waits for the stage to be released.
-    template <bool kLse>
+    // The loads of the next tile's statistics are in flight while the warp waits for the stage to be released. The warp
+    // also clears the rows of Q (kLse) or dO that see no key: what they hold may be NaN, which P = 0 would not keep out
+    // of the sums over queries.
+    template <bool kLse, bool kHides>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
         constexpr float kMinusLog2e = -common::kLog2e;
@@ -121,7 +150,13 @@ class BackwardProducer {
             } else {
                 if (lane < kBr / 4) store_shared(statistic + lane * 16, x);
             }
-            mbarrier_arrive(kLse ? memory_.full_query(stage) : memory_.full_dout(stage));
+            if constexpr (kHides) {
+                mbarrier_wait(landed_of<kLse>(stage), ring.parity());
+                if constexpr (!kLse) mbarrier_wait(memory_.full_query(stage), ring.parity());  // its lse is there
+                __syncwarp();                                                                  // and these statistics
+                clear_hidden<kLse>(stage, lane);
+            }
+            mbarrier_arrive(full_of<kLse>(stage));
             advance(step);
             if (!is_valid(step)) break;
             load_rows<kLse>(step, lane, x);
@@ -142,10 +177,44 @@ class BackwardProducer {
         }
     }
 
+    // Stores zeros to the rows of Q (kLse) or dO that see no key, and in the place of their delta: they may hold NaN,
+    // which P = 0 would not keep out of sums over queries. Rows beyond the sequence are zero already.
+    template <bool kLse>
+    __device__ void clear_hidden(uint32 stage, int32 lane) const {
+#pragma unroll 1
+        for (int32 query = lane; query < round_up(kBr, 32); query += 32) {
+            const bool is_hidden = query < kBr && has_no_key(memory_.lse(stage), query);
+            if (!kLse && is_hidden) {
+                if constexpr (kAsStep<false>)
+                    store_statistic(memory_.delta(stage), query, 0.0f);
+                else
+                    store_shared(memory_.delta(stage) + place_of(query), 0);
+            }
+            const uint32 first = rows_of<kLse>(stage) + lane / 8 * Shape::kQueryPanelBytes + lane % 8 * 16 +
+                                 (query - lane) * kPanelRowBytes;
+#pragma unroll 1
+            for (uint32 left = __ballot_sync(common::kFullWarp, is_hidden); left != 0; left &= left - 1)
+                if (lane < 8 * Shape::kPanels) store_shared(first + (__ffs(left) - 1) * kPanelRowBytes, 0, 0, 0, 0);
+        }
+        async_proxy_fence();
+    }
+    // True if a query's first statistic is -infinity.
+    __device__ static bool has_no_key(uint32 lse, int32 query) {
+        constexpr uint16 kMinusInfinity = 0xff80;  // a bfloat16
+        if constexpr (kAsStep<true>)
+            return load_shared<uint16>(lse + query * kStatisticRowBytes) == kMinusInfinity;
+        else
+            return load_shared<float>(lse + place_of(query)) == -common::infinity<float>();
+    }
+
     // The i-th of the four queries whose statistics a lane prepares.
     template <bool kLse>
     __device__ static int32 query_of(int32 lane, int i) {
         return kAsStep<kLse> ? 32 * i + lane : lane / 4 * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
+    }
+    // The offset of a query's statistic in groups of 16.
+    __device__ static int32 place_of(int32 query) {
+        return 4 * (query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2);
     }
 
     const Params &params_, &maps_;  // the sequence's record; the kernel's parameter, where TMA reads its maps

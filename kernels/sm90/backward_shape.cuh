@@ -36,7 +36,7 @@ struct BackwardShape {
     // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
-    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 10);
+    static constexpr int kBarrierBytes = 8 * (2 + 6 * kStages + 10);
     static constexpr int kWithoutArray = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
                                          2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) +
                                          kBarrierBytes;
@@ -154,8 +154,9 @@ struct BackwardMemory {
         return ones() + (Shape::kStatisticsAsStep ? kOnesBytes : 0) + 8 * index;
     }
     __device__ uint32 held() const { return barrier(0) + Shape::kBarrierBytes; }
-    // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Written:
-    // the consumers have written dS, but it has not been fenced yet.
+    // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Landed:
+    // TMA has written Q or dO, whose hidden rows have not been cleared yet. Written: the consumers have written dS, but
+    // it has not been fenced yet.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
     __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
@@ -167,6 +168,8 @@ struct BackwardMemory {
     __device__ uint32 full_p(uint32 buffer) const { return barrier(6 + 4 * Shape::kStages + buffer); }
     __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
     __device__ uint32 written_ds(uint32 buffer) const { return barrier(10 + 4 * Shape::kStages + buffer); }
+    __device__ uint32 landed_query(uint32 stage) const { return barrier(12 + 4 * Shape::kStages + stage); }
+    __device__ uint32 landed_dout(uint32 stage) const { return barrier(12 + 5 * Shape::kStages + stage); }
 
     __device__ void init_barriers() const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
@@ -175,6 +178,8 @@ struct BackwardMemory {
         for (uint32 i = 0; i < Shape::kStages; ++i) {
             mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that issues TMA, and the lanes of the statistic
             mbarrier_init(full_dout(i), 1 + kWarpSize);
+            mbarrier_init(landed_query(i), 1);
+            mbarrier_init(landed_dout(i), 1);
             mbarrier_init(empty_query(i), kConsumerWarps);
             mbarrier_init(empty_dout(i), kConsumerWarps);
         }
