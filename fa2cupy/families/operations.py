@@ -110,16 +110,16 @@ OPERATIONS = {
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),
             ),
         ),
-        # The same with dO, for a backward.
+        # The same with dO, for a backward; rows of q and dO that see no key, by lse, are zeros.
         Operation(
             "split_gradients",
             ("cu_seqlens",),
             num_warps=8,
             is_common=True,
             record=Record(
-                "q:input k:input v:input dout:input q_parts:output_parts k_parts:output_parts v_parts:output_parts "
-                "dout_parts:output_parts q_units:output_accum k_units:output_accum v_units:output_accum "
-                "dout_units:output_accum exceptions:output_int",
+                "q:input k:input v:input dout:input lse:input_accum q_parts:output_parts k_parts:output_parts "
+                "v_parts:output_parts dout_parts:output_parts q_units:output_accum k_units:output_accum "
+                "v_units:output_accum dout_units:output_accum exceptions:output_int",
                 ("q", "k", "v", "dout"),
                 ("softmax_scale",),
                 ("num_heads", "heads_per_group", "seqlen_q", "seqlen_k", "batch", *PARTS),

@@ -131,8 +131,8 @@ template <class Record>
 __device__ __forceinline__ RowStatistics row_statistics(const Record& params, int64 first, int32 row) {
     const bool valid = row < params.seqlen_q;
     const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
-    return {lse == -common::infinity<float>() ? common::infinity<float>() : lse,
-            valid ? params.delta[first + row] : 0.0f};
+    if (lse == -common::infinity<float>()) return {-lse, 0.0f};
+    return {lse, params.delta[first + row]};
 }
 
 }  // namespace fa2::float32_parts

@@ -14,6 +14,7 @@
 // term makes has no others.
 #pragma once
 #include "common/ptx.cuh"
+#include "common/statistics.cuh"
 #include "float32_parts/parts.cuh"
 
 namespace fa2::float32_parts {
@@ -78,7 +79,12 @@ struct SplitInputs {
         const int32 row = threadIdx.x / kThreadsPerRow, lane = threadIdx.x % kThreadsPerRow;
 
         float value[kChunks][8];
-        const bool valid = row < rows.length;
+        bool valid = row < rows.length;
+        if constexpr (kWithDout && !kOfKeys) {
+            // A row that sees no key is zero in the parts: it may hold NaN, which P = 0 would not keep out of sums.
+            const float* lse = params.lse + common::first_statistic<Spec>(params, batch, head);
+            valid = valid && lse[rows.first + row] != -common::infinity<float>();
+        }
         load(value, matrix.x + matrix.strides.offset(batch, valid ? rows.first + row : 0, head), valid, lane);
         const int32 head_kv = head_index / matrix.heads_per_group;
         const uint32 largest = largest_of_block<kOfScores>(value, params, head_kv, kOfKeys);

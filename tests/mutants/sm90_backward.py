@@ -119,6 +119,31 @@ MUTANTS = (
         "race",
         HOPPER_DIVIDED,
     ),
+    # In HOPPER_COLUMNS, a tile has queries without a key.
+    Mutant(
+        "rows without a key cleared before they are there",
+        "backward",
+        "mbarrier_wait(landed_of<kLse>(stage), ring.parity());",
+        "",
+        "race",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "no proxy fence behind the rows without a key",
+        "backward_dkdv",
+        "        async_proxy_fence();\n    }\n    // True if a query's first statistic",
+        "    }\n    // True if a query's first statistic",
+        "proxy",
+        HOPPER_COLUMNS,
+    ),
+    Mutant(
+        "rows of dO cleared by the lse of another tile",
+        "backward",
+        "if constexpr (!kLse) mbarrier_wait(memory_.full_query(stage), ring.parity());",
+        "",
+        "race",
+        HOPPER_COLUMNS,
+    ),
     # sm90: the backward's numbers
     Mutant(
         "lse in plain order",

@@ -24,10 +24,10 @@ MUTANTS = (
     Mutant(
         "dQ: no wait for dO",
         "backward_dq",
-        "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());",
-        "",
+        "mbarrier_wait(memory_.full_dout(queries_.slot()), queries_.parity());\n        issue_dp();",
+        "issue_dp();",
         "race",
-        HOPPER_TILES,
+        Problem(lengths=(150, 200), hopper_tile=ONE_GROUP),  # with more queries, rows without a key wait for dO, too
     ),
     Mutant(
         "dQ: no wait for V",
@@ -36,6 +36,22 @@ MUTANTS = (
         "multiply_rows",
         "race",
         HOPPER_TILES,
+    ),
+    Mutant(
+        "dQ: rows without a key cleared while others' products read them",
+        "backward_dq",
+        "async_proxy_fence();\n        barrier_sync(Base::kOutputBarrier + group_, kGroupThreads);",
+        "async_proxy_fence();",
+        "race",
+        HOPPER_MASKED_ROWS,
+    ),
+    Mutant(
+        "dQ: no proxy fence behind the rows without a key",
+        "backward_dq",
+        "async_proxy_fence();\n        barrier_sync(Base::kOutputBarrier",
+        "barrier_sync(Base::kOutputBarrier",
+        "proxy",
+        HOPPER_MASKED_ROWS,
     ),
     Mutant(
         "dQ: Q over one that is in use",

@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "parts: rows that are not there",
         "split_inputs",
-        "const bool valid = row < rows.length;",
-        "const bool valid = true;",
+        "bool valid = row < rows.length;",
+        "bool valid = true;",
         "bounds",
         PARTS,
     ),
