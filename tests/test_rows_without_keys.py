@@ -1,7 +1,7 @@
 """Rows that see no key contribute nothing to a gradient, whatever they hold, in the kernels of Hopper.
 
-Results with NaN and infinities in such rows of q, do, dlse and delta are compared with those of zeros there.
-test_finite_masks.py does the same for the other kernels and NumPy.
+Results with NaN and infinities in such rows of q, do, dlse and delta are compared with those of zeros there. A row
+whose keys all have the lowest float sees them. test_finite_masks.py does the same for other kernels and NumPy.
 """
 
 from __future__ import annotations
@@ -150,3 +150,21 @@ def test_nothing_of_such_a_row_or_of_another_sequence_is_seen(launched, kernels,
         backward(q, k, v, o, lse, do, method=method, **own), wanted, (40, 70, 70), strict=True
     ):
         np.testing.assert_array_equal(gradient[:end], expected[:end])
+
+
+@pytest.mark.sample(kernels=("64",), method=("two_pass",))
+@pytest.mark.parametrize("method", ("single_pass", "two_pass"))
+@pytest.mark.parametrize("kernels", [name for name in KERNELS if not name.startswith("float32")])
+def test_a_row_with_the_lowest_bias_for_all_keys_contributes_nothing_if_do_is_zero(launched, kernels, method):
+    """Checks an lse for which there is no float in base 2."""
+    dtype, head_dim, config = KERNELS[kernels]
+    sizes = {"seqlen_q": ROWS, "seqlen_k": KEYS, "num_heads": 2, "num_heads_kv": 1, "head_dim": head_dim}
+    q, k, v, do = map(place, make_inputs(dtype, **sizes))
+    do[:, 5] = 0
+    own = {"family": "sm90", "config": config}
+    bias = place(np.zeros((ROWS, KEYS), "float32"))
+    o, lse = forward(q, k, v, bias=bias, **own)
+    wanted = backward(q, k, v, o, lse, do, bias=bias, method=method, **own)
+    bias[5] = lse[..., 5] = np.finfo("float32").min
+    for gradient, expected in zip(backward(q, k, v, o, lse, do, bias=bias, method=method, **own), wanted, strict=True):
+        np.testing.assert_array_equal(gradient, expected)

@@ -44,6 +44,18 @@ __device__ __forceinline__ uint64 multiply_wide(uint32 a, uint32 b) {
     return y;
 }
 
+// Natural numbers of 1 / log2(e) of the largest float and more have no float in base 2. `in_base2` brings finite ones to
+// kLargestBase2, because only -inf hides a key, and `natural_of` brings that back to the largest float.
+inline constexpr float kLargestBase2 = 3.4e38f, kLargestFloat = 0x1.fffffep127f;
+__device__ __forceinline__ float in_base2(float x, float scale = static_cast<float>(kLog2e)) {
+    const float y = x * scale;
+    return fabsf(y) > kLargestBase2 && fabsf(x) <= kLargestFloat ? copysignf(kLargestBase2, x) : y;
+}
+__device__ __forceinline__ float natural_of(float base2) {
+    const float x = base2 * static_cast<float>(kLn2);
+    return fabsf(base2) >= kLargestBase2 && fabsf(base2) <= kLargestFloat ? copysignf(kLargestFloat, base2) : x;
+}
+
 // 2^x by the special function unit (2 ulp). This is accurate enough for 16-bit types, whose P is then rounded to 8 or
 // 11 significant bits.
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -320,8 +320,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
             const int32 at = row + Scores::row(i, lane_);
             const bool valid = at < own.seqlen_q;
             const float natural = valid ? lse[at] : -common::infinity<float>();
-            minus_lse_[i] =
-                natural == -common::infinity<float>() ? natural : natural * static_cast<float>(-common::kLog2e);
+            minus_lse_[i] = natural == -common::infinity<float>() ? natural : -common::in_base2(natural);
             minus_delta_[i] = natural == -common::infinity<float>() ? 0.0f : -delta[at];
         }
         if constexpr (kChoosesBound)

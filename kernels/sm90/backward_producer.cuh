@@ -127,10 +127,8 @@ class BackwardProducer {
     template <bool kLse, bool kHides>
     __device__ void prepare() const {
         const int32 lane = threadIdx.x % 32;
-        constexpr float kMinusLog2e = -common::kLog2e;
-        const float factor = !kLse                            ? -1.0f
-                             : common::kProductsFromLse<Spec> ? -1.0f / params_.softmax_scale
-                                                              : kMinusLog2e;
+        constexpr bool kInBase2 = kLse && !common::kProductsFromLse<Spec>;
+        const float factor = kLse && !kInBase2 ? -1.0f / params_.softmax_scale : -1.0f;
         QueryStep step = own_.first_step();
         RingPosition<Shape::kStages> ring;
         float x[4];
@@ -140,7 +138,10 @@ class BackwardProducer {
             const uint32 stage = ring.slot();
             mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (kInBase2) x[i] = common::in_base2(x[i]);
+                x[i] = kLse && x[i] == -common::infinity<float>() ? x[i] : x[i] * factor;
+            }
             const uint32 statistic = kLse ? memory_.lse(stage) : memory_.delta(stage);
             if constexpr (kAsStep<kLse>) {
 #pragma unroll
