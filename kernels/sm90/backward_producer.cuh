@@ -183,19 +183,17 @@ class BackwardProducer {
     template <bool kLse>
     __device__ void clear_hidden(uint32 stage, int32 lane) const {
 #pragma unroll 1
-        for (int32 query = lane; query < round_up(kBr, 32); query += 32) {
-            const bool is_hidden = query < kBr && has_no_key(memory_.lse(stage), query);
-            if (!kLse && is_hidden) {
-                if constexpr (kAsStep<false>)
-                    store_statistic(memory_.delta(stage), query, 0.0f);
-                else
-                    store_shared(memory_.delta(stage) + place_of(query), 0);
-            }
-            const uint32 first = rows_of<kLse>(stage) + lane / 8 * Shape::kQueryPanelBytes + lane % 8 * 16 +
-                                 (query - lane) * kPanelRowBytes;
+        for (int32 query = lane; query < kBr; query += 32) {
+            if (!has_no_key(memory_.lse(stage), query)) continue;
+            if constexpr (!kLse && kAsStep<false>)
+                store_statistic(memory_.delta(stage), query, 0.0f);
+            else if constexpr (!kLse)
+                store_shared(memory_.delta(stage) + place_of(query), 0);
+            // Lanes begin with different chunks, so that they do not all wait for the same banks.
+            const uint32 row = rows_of<kLse>(stage) + query * kPanelRowBytes;
 #pragma unroll 1
-            for (uint32 left = __ballot_sync(common::kFullWarp, is_hidden); left != 0; left &= left - 1)
-                if (lane < 8 * Shape::kPanels) store_shared(first + (__ffs(left) - 1) * kPanelRowBytes, 0, 0, 0, 0);
+            for (uint32 i = 0; i < 8 * Shape::kPanels; ++i)
+                store_shared(row + i / 8 * Shape::kQueryPanelBytes + (i + query) % 8 * 16, 0, 0, 0, 0);
         }
         async_proxy_fence();
     }
