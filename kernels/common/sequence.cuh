@@ -101,6 +101,12 @@ __device__ __forceinline__ bool has_tile(int32 tile, int32 rows_of_tile, int32 l
     return tile >= 0 && tile < ceil_div(length, rows_of_tile);
 }
 
+// True if a packed sequence has no keys. Other calls without keys launch no kernel that multiplies.
+template <class Spec, class Record>
+__device__ __forceinline__ bool lacks_keys(const Record& params) {
+    return Spec::kVarlen && params.seqlen_k == 0;
+}
+
 // The workspace of query tiles is laid out [head][tile]: the number of tiles of a head, and the first tile of a
 // sequence (or batch) and head.
 template <class Spec, class Record>

@@ -21,7 +21,8 @@
 // Barriers: a pair of mbarriers for each stage of Q and dO and each buffer of dS and P. `full` completes when TMA has
 // written all bytes and the producer the statistic (Q, dO), or when the warps that write the buffer have arrived (P);
 // `empty` when every warp that reads it has arrived. dS has a third barrier, `written`, of the warps that write it: the
-// producer waits for it, fences, and then arrives at `full`. K and V, which stay, have only `full`.
+// producer waits for it, fences, and then arrives at `full`. So have Q and dO where rows may see no key: TMA completes
+// `landed`, and the producer clears such rows before it arrives at `full`. K and V, which stay, have only `full`.
 //
 // dK and dV are stored by TMA from the memory of K and V, 16 rows per warp. TMA loads columns beyond head_dim and rows
 // beyond the sequence as zeros, and does not store them.

@@ -285,7 +285,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     // True if rows may see no key. A sequence without keys has one key tile here.
     __device__ __forceinline__ bool hides_rows(const TileInSlot& tile) const {
         const auto& own = record_of<Spec>(params_, tile);
-        return common::may_hide_rows<Spec>(own) || (Spec::kVarlen && own.seqlen_k == 0);
+        return common::may_hide_rows<Spec>(own) || common::lacks_keys<Spec>(own);
     }
 
     // Stores zeros to this warp's rows of Q and dO that see no key: they may hold NaN, which P = 0 would not keep out of
