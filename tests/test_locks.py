@@ -136,6 +136,54 @@ def test_the_parents_end_frees_its_lock_file_though_a_child_lives_on(tmp_path):
 
 
 @forks
+@pytest.mark.parametrize("remove", (False, True))
+def test_a_child_that_leaves_the_body_of_a_lock_leaves_the_parents_lock_and_all_files_alone(tmp_path, remove):
+    path = tmp_path / "lock"
+    lock = file_lock(path, 1, remove=remove)
+    lock.__enter__()
+    (descriptor,) = locks._open_lock_files
+
+    def leave() -> None:
+        assert not locks._open_lock_files
+        # Another file gets the number of the lock file, which the child has closed.
+        os.dup2(os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT), descriptor)
+        lock.__exit__(None, None, None)
+        assert os.write(descriptor, b"text") == 4
+        assert path.exists()
+        with pytest.raises(TimeoutError), file_lock(path, 0):
+            pytest.fail("the parent has the lock")
+
+    child = fork(leave)
+    assert succeeds(child)
+    lock.__exit__(None, None, None)
+    assert path.exists() == (not remove)
+    with file_lock(path, 0):
+        pass
+
+
+@forks
+def test_a_child_that_is_forked_from_inside_a_gate_can_leave_it_and_fork(monkeypatch):
+    monkeypatch.setattr(locks, "_LONGEST_FORK_S", 0.1)  # a fork from inside waits for itself
+    gate = ForkGate()
+    thread = threading.Thread(target=gate.__enter__)  # stays inside; the child does not have this thread
+    thread.start()
+    thread.join(TIMEOUT)
+    gate.__enter__()
+
+    def leave_and_fork() -> None:
+        monkeypatch.setattr(locks, "_LONGEST_FORK_S", TIMEOUT)
+        gate.__exit__(None, None, None)
+        start = time.monotonic()
+        assert succeeds(fork(lambda: None)) and time.monotonic() - start < TIMEOUT / 2
+
+    child = fork(leave_and_fork)
+    assert succeeds(child)
+    for left in (1, 0):  # forks of other tests wait for this gate, too
+        gate.__exit__(None, None, None)
+        assert gate._inside == left
+
+
+@forks
 def test_a_fork_waits_until_no_thread_is_in_nvrtc():
     gate = ForkGate()
     entered, leave = threading.Event(), threading.Event()

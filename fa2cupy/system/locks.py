@@ -52,7 +52,7 @@ class ForkGate:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._inside -= 1
+            self._inside = max(0, self._inside - 1)  # 0 before in a child that was forked from inside the section
             self._changed.notify_all()
 
     def _reset(self) -> None:
@@ -103,7 +103,7 @@ def file_lock(path: Path, timeout_s: float, *, remove: bool = False) -> Iterator
         try:
             yield
         finally:
-            if remove:
+            if remove and descriptor in _open_lock_files:  # the lock of a forked child's parent stays
                 with contextlib.suppress(OSError):
                     os.unlink(path)
     finally:
