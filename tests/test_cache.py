@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.recorded_warnings import warnings_of
 
@@ -431,12 +432,42 @@ def test_a_folder_that_is_just_full_keeps_all(monkeypatch, tmp_path):
         assert sum(file.exists() for file in files) == (number if number < 4 else 2)  # then down to fifteen sixteenths
 
 
+def test_a_nearly_full_folder_never_exceeds_its_limit(monkeypatch, tmp_path):
+    """Writes to a folder that other processes have filled; sizes are from a byte to twice the bytes between listings."""
+    limit, rng = 1600, np.random.default_rng(1)
+    monkeypatch.setattr(entries, "cache_limit", lambda: limit)
+
+    def write(nbytes: int) -> None:
+        (tmp_path / f"{rng.bytes(32).hex()}{entries.SUFFIX}").write_bytes(bytes(nbytes))
+
+    def total() -> int:
+        return sum(file.stat().st_size for file in tmp_path.iterdir())
+
+    write(limit - 50)
+    for _ in range(100):
+        nbytes = int(rng.integers(1, 200))
+        write(nbytes)
+        entries.limit_folder(tmp_path, nbytes)
+        assert total() <= limit
+
+
+def test_what_other_processes_write_is_noticed_after_a_sixteenth_of_the_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(entries, "cache_limit", lambda: 1600)
+    entries.limit_folder(tmp_path, 0)
+    (tmp_path / f"{'a' * 64}{entries.SUFFIX}").write_bytes(bytes(2000))
+    for number in range(10):
+        (tmp_path / f"{number:064x}{entries.SUFFIX}").write_bytes(bytes(10))
+        entries.limit_folder(tmp_path, 10)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 100
+
+
 def test_older_versions_and_what_stopped_processes_left_go_first(megabytes, isolated_cache):
     isolated_cache.mkdir()
     older = isolated_cache / f"{'a' * 64}.cubin"
     older.write_bytes(bytes(1024**2))
-    stale, fresh, mine = (isolated_cache / name for name in (".new-stale", ".new-fresh", "mine.bin"))
-    for path in (stale, fresh, mine):
+    names = (".new-stale", ".new-fresh", ".lock-held", "mine.bin")
+    stale, fresh, held, mine = (isolated_cache / name for name in names)
+    for path in (stale, fresh, held, mine):
         path.write_bytes(b"something")
     for path in (stale, mine):
         used_at(path, 7200)
@@ -444,7 +475,7 @@ def test_older_versions_and_what_stopped_processes_left_go_first(megabytes, isol
         cached_kernel(spec_number(number))
         used_at(entry_path(spec_number(number)), 1000 - number)
     assert not older.exists() and not stale.exists()
-    assert fresh.exists() and mine.exists()
+    assert fresh.exists() and held.exists() and mine.exists()
     assert all(entry_path(spec_number(number)).exists() for number in (2, 3, 4))
 
 

@@ -6,10 +6,10 @@ import numpy as np
 from support.fake_cupy import FakeArray, place
 
 
-def shifted(x: np.ndarray) -> FakeArray:
-    """Returns a copy that is two or four bytes off the alignment."""
-    wide = place(np.empty(x.size + 1, x.dtype))
-    view = wide[1:].reshape(x.shape)
+def shifted(x: np.ndarray, elements: int = 1) -> FakeArray:
+    """Returns a copy that is some elements off the alignment."""
+    wide = place(np.empty(x.size + elements, x.dtype))
+    view = wide[elements:].reshape(x.shape)
     view[...] = x
     return view
 
