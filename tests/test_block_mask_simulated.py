@@ -294,6 +294,14 @@ def test_given_maps(launched, family, heads):
     )
 
 
+def test_lists_of_hopper(launched):
+    """Checks full, mixed and empty tiles of small calls, and rows and columns of tiles without any."""
+    inputs = make_inputs("bfloat16", seqlen_q=200, seqlen_k=270, num_heads=2, num_heads_kv=1, head_dim=8)
+    tiles = np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 0], [1, 1, 0]]], bool)
+    sparse = BlockMask(tiles, 200, 270, (128, 128))
+    check(launched, "sm90", inputs=inputs, block_mask=sparse, window=(200, 70), methods=("two_pass",))
+
+
 @before_hopper
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_blocks_that_share_tiles(launched, family):
@@ -339,6 +347,21 @@ def test_packed_sequences(launched, family):
         launched, family, inputs=inputs, **offsets, mask_mod=mods.document, mask_args=(ids,), block_mask=sparse,
         causal=True,
     )  # fmt: skip
+
+
+def test_a_map_of_one_sequence_is_that_of_all_packed_ones(launched):
+    """Lists are those of each sequence all the same: their lengths differ."""
+    offsets = {
+        "cu_seqlens_q": np.array([0, 12, 12, 29, 38], "int32"), "cu_seqlens_k": np.array([0, 20, 27, 30, 50], "int32"),
+        "max_seqlen_q": 17, "max_seqlen_k": 20,
+    }  # fmt: skip
+    inputs = tuple(
+        x[0] for x in make_inputs("float32", seqlen_q=38, seqlen_k=50, num_heads=4, num_heads_kv=2, head_dim=8)
+    )
+    tiles = np.array([[1, 0, 1], [0, 1, 1], [1, 1, 0]], bool)
+    check(launched, "simt", inputs=inputs, **offsets, block_mask=BlockMask(tiles, 17, 20, (8, 8)), causal=True)
+    sparse = fa2cupy.block_mask(mods.causal(3), (), 1, 1, 17, 20, tile=(4, 12))
+    check(launched, "simt", inputs=inputs, **offsets, block_mask=sparse, mask_mod=mods.causal(3))
 
 
 @pytest.mark.sample(family=("sm80",))

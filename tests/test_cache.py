@@ -433,7 +433,7 @@ def test_a_folder_that_is_just_full_keeps_all(monkeypatch, tmp_path):
 
 
 def test_a_nearly_full_folder_never_exceeds_its_limit(monkeypatch, tmp_path):
-    """Writes to a folder that other processes have filled; sizes are from a byte to twice the bytes between listings."""
+    """Other processes have filled the folder. Writes are of up to twice what is written between two listings."""
     limit, rng = 1600, np.random.default_rng(1)
     monkeypatch.setattr(entries, "cache_limit", lambda: limit)
 

@@ -280,6 +280,30 @@ def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
     return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
 
 
+@of_both
+def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_arithmetic(monkeypatch, kernels):
+    """One row of one sequence decides for all. The last sequence has one row, in a block of parts of its own."""
+    sequences = ((5, 9), (70, 62), (0, 3), (4, 0), (1, 1))
+    offsets = [np.cumsum([2, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
+    inputs = tuple(place(x[0]) for x in draw("float32", (82, 77), 8, (2, 2)))
+    inputs[1][20, 1] *= np.float32(1e-5)  # too small beside its neighbours
+    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+    left = []
+
+    def look(launch: Launch) -> None:
+        """Finds the heads whose results are not there when the kernels that multiply parts have run."""
+        own = launch.spec.family == kernels.family and not launch.spec.is_fallback
+        if own and launch.spec.operation in TILED:
+            results = [launch.array(name) for name in ("o", "dq", "dk", "dv") if name in launch.pointers]
+            left.extend(np.isnan(x[0, 2:76]).any(axis=(0, 2)).tolist() for x in results)
+
+    expected = Expectation(*inputs, causal=True, **given)
+    o, *gradients = (place(np.full_like(x, np.nan)) for x in (inputs[0], *inputs[:3]))
+    with simulated_gpu(monkeypatch, kernels.device, after=look):
+        expected.check(**run(inputs, kernels, out=((o, None), tuple(gradients)), causal=True, **given))
+    assert left == [[False, True]] * (3 if kernels.method == "single_pass" else 4)  # dq of one pass is a sum
+
+
 @pytest.mark.sample(head_dim=(40,))
 @pytest.mark.parametrize("head_dim", (40, 128, 250))
 def test_parts_are_scaled_and_lie_as_they_should(monkeypatch, head_dim):
@@ -478,6 +502,17 @@ def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
                 np.testing.assert_array_equal(last, same, err_msg=name)
             else:
                 assert np.array_equal(np.isnan(last), np.isnan(same)), name
+
+
+@of_both
+def test_a_delta_far_beyond_all_products_of_tiny_values_and_gradients(launched, kernels):
+    """Sums of dP start from delta in units of V and dO, unless float32 does not hold it there."""
+    inputs = draw("float32", (70, 66), 40, (1, 1))
+    for x in inputs[2:]:
+        x *= np.float32(2.0**-47)
+    dlse = place(numbers((1, 1, 70), "float32") * np.float32(2.0**15))
+    results = check(inputs, launched, kernels, dlse=dlse, causal=True)
+    assert abs(results["dq"]).max() > 1
 
 
 @of_hopper

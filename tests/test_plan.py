@@ -199,6 +199,85 @@ def test_without_packed_rows_nothing_is_launched():
     assert {s.spec.family for s in forward_plan(**packed(max_seqlen_k=0)).stages} == {"common", "sm90"}
 
 
+# ----------------------------------------------------------------------------------------------- the size of workspaces
+
+
+def parts_plan(method: str | None, **changes) -> Plan:
+    """Plans a call of float32 on Hopper's tensor cores; the method None is the forward."""
+    one = problem(**{"dtype": "float32", "head_dim": 72, **changes})
+    if method is None:
+        return plans.forward_plan(one, H100, STRIDES, family="sm90")
+    return plans.backward_plan(one, H100, STRIDES, method, family="sm90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "q_blocks", "k_blocks"),
+    [
+        ({}, 3 * 8 * 6, 3 * 2 * 8),  # 300 queries fill three tiles of 128 rows, and 500 keys four
+        ({"seqlen_q": 384, "seqlen_k": 513}, 3 * 8 * 6, 3 * 2 * 10),
+        ({"seqlen_k": 0}, 3 * 8 * 6, 3 * 2 * 2),  # a query tile reads a key tile all the same
+        (packed(num_sequences=5), 8 * (4 + 5 + 1), 2 * (7 + 5 + 1)),
+        (packed(num_sequences=1), 8 * (4 + 1 + 1), 2 * (7 + 1 + 1)),
+    ],
+)
+@pytest.mark.parametrize("method", (None, "single_pass", "two_pass"))
+def test_parts_have_blocks_of_64_rows_that_fill_whole_tiles(method, changes, q_blocks, k_blocks):
+    plan = parts_plan(method, **changes)
+    sizes, of_block = workspace_sizes(plan), 2 * 64 * 128 * 2  # two parts of 64 rows of two panels of float16 numbers
+    blocks = {"q": q_blocks, "k": k_blocks, "v": k_blocks, **({"dout": q_blocks} if method else {})}
+    for name, number in blocks.items():
+        assert (sizes[f"{name}_parts"], sizes[f"{name}_units"]) == (number * of_block, number * 4)
+    batch = changes.get("batch", BASE.batch)
+    assert sizes["exceptions"] == batch * 2 * (1 + 2 * 128 + 1) * 4
+    split = next(stage for stage in plan.stages if stage.spec.operation.startswith("split_"))
+    assert split.blocks == sum(blocks.values())
+    own = {
+        name: record(stage)[name] for stage in plan.stages for name in ("q_blocks", "k_blocks") if name in record(stage)
+    }
+    assert own == {"q_blocks": q_blocks // (8 * batch), "k_blocks": k_blocks // (2 * batch)}
+
+
+def test_there_are_blocks_of_parts_for_sequences_of_any_lengths():
+    """A sequence begins a block of 64 rows, by `first_part_row` of kernels/float32_parts/parts.cuh, and fills tiles."""
+    most = 0
+    for total in (*range(1, 67), 128, 129, 300):
+        plan = parts_plan(None, **packed(num_sequences=3), seqlen_q=total, seqlen_k=total)
+        blocks = next(record(stage)["q_blocks"] for stage in plan.stages if stage.spec.operation == "split_inputs")
+        for first, second in itertools.combinations_with_replacement(sorted({0, 1, 63, 64, 65, total - 1, total}), 2):
+            ends = [0, min(first, total), min(second, total), total]
+            for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+                used = begin // 64 + number + 2 * -(-(end - begin) // 128)
+                assert used <= blocks, ends
+                most += used == blocks
+    assert most
+
+
+@pytest.mark.parametrize(("method", "copies"), (("single_pass", 1), ("two_pass", 3)))
+@pytest.mark.parametrize(("family", "head_dim"), (("sm80", 72), ("sm90", 72), ("sm80", 64), ("sm90", 256)))
+def test_the_shares_of_a_split_backward_have_a_copy_for_each_or_one_for_all(family, head_dim, method, copies):
+    one, columns = problem(head_dim=head_dim), -(-head_dim // 16) * 16
+    plan = plans.backward_plan(one, H100, STRIDES, method, family=family, num_splits=3)
+    (split,) = (stage for stage in plan.stages if stage.spec.is_split)
+    keys = split.spec.tile.b_c
+    tiles = -(-500 // keys) * 2 * 3
+    assert workspace_sizes(plan)["shares"] == copies * tiles * 2 * keys * columns * 4
+    summed, rows = plan.stages[-1], split.spec.tile.b_r
+    assert record(summed)["num_copies"] == copies
+    of_dq = -(-300 // rows) * 8 * 3 if method == "single_pass" else 0
+    assert summed.blocks == of_dq + tiles * -(-keys // 32) * 2
+    if of_dq:
+        columns = {"sm80": {72: 80, 64: 64}, "sm90": {72: 80, 256: 256}}[family][head_dim]
+        assert workspace_sizes(plan)["dq_accum"] == of_dq * rows * columns * 4
+
+
+def test_sums_over_key_tiles_that_are_no_multiple_of_32_have_a_block_for_the_rest():
+    for method, operation in (("single_pass", "backward"), ("two_pass", "backward_dkdv")):
+        config = {operation: TileConfig(32, 48, 6, 2)}
+        plan = plans.backward_plan(problem(), H100, STRIDES, method, config, "sm80", num_splits=2)
+        of_dq = -(-300 // 32) * 8 * 3 if method == "single_pass" else 0
+        assert plan.stages[-1].blocks == of_dq + -(-500 // 48) * 2 * 3 * 2 * 2
+
+
 # --------------------------------------------------------------------------------------- what features do to the stages
 
 

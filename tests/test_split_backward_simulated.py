@@ -34,7 +34,16 @@ def tiles_of(family: str, head_dim: int) -> dict[str, TileConfig] | None:
 
 
 def check(
-    kernels: tuple, method: str, num_splits: int, *, heads=(2, 1), batch=1, dtype="float16", out=None, **problem
+    kernels: tuple,
+    method: str,
+    num_splits: int,
+    *,
+    heads=(2, 1),
+    batch=1,
+    dtype="float16",
+    out=None,
+    tiles: dict[str, TileConfig] | None = None,
+    **problem,
 ) -> list[np.ndarray]:
     """Computes gradients from the reference's o and lse, checks them against float64 and returns them."""
     family, head_dim, lengths = kernels
@@ -44,7 +53,12 @@ def check(
     expected = Expectation(q, k, v, do, **problem)
     o, lse = reference.forward(q, k, v, **problem)
     o, lse = place(o.astype(q.dtype)), place(lse.astype(np.float32))
-    options = {"config": tiles_of(family, head_dim), "family": family, "num_splits": num_splits, "method": method}
+    options = {
+        "config": tiles or tiles_of(family, head_dim),
+        "family": family,
+        "num_splits": num_splits,
+        "method": method,
+    }
     if out is not None:
         out = tuple(out(np.full_like(x, np.nan)) for x in (q, k, v))
     gradients = backward(q, k, v, o, lse, do, out=out, **options, **problem)
@@ -81,6 +95,15 @@ def test_blocks_share_key_tiles(launched, kernels, method, num_splits, causal):
     assert summed.spec.operation == ("convert_gradients" if method == "single_pass" else "sum_dkdv")
     assert stage_values(tiled)["num_splits"] == num_splits
     assert stage_values(summed)["num_copies"] == (1 if method == "single_pass" else num_splits)
+
+
+@pytest.mark.sample(tile=(TileConfig(32, 48, 6, 2),))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tile", (TileConfig(32, 48, 6, 2), TileConfig(32, 16, 2, 2)), ids=str)
+def test_key_tiles_that_are_no_multiple_of_32(launched, tile, method):
+    """Checks sums whose blocks of 32 rows are cut by the end of a tile, and by the end of the keys."""
+    config = dict.fromkeys(("backward", "backward_dkdv"), tile)
+    check(("sm80", 16, (40, 2 * tile.b_c + 34)), method, 3, tiles=config, causal=True)
 
 
 @pytest.mark.sample(kernels=(SM80,), method=("single_pass",))

@@ -164,6 +164,39 @@ def test_an_illegal_tile_of_parts_is_refused(operation, tile, reason):
     assert family.why_not_shape(operation, "float32", 144, tile) == "head_dim=144 is above 128"
 
 
+#: The numbers of stages that each kernel can have, from the least to the most.
+STAGES = {
+    ("sm90", "float16"): {"forward": (2, 4), "backward": (2, 4), "backward_dq": (2, 4), "backward_dkdv": (2, 4)},
+    ("sm80", "float16"): {
+        "forward": (1, 4), "backward": (1, 2), "backward_dq": (1, 4), "backward_dkdv": (1, 2), "decode": (2, 8),
+    },
+    ("sm90", "float32"): {"forward": (1, 4), "backward": (1, 4), "backward_dq": (1, 4), "backward_dkdv": (1, 4)},
+    ("sm80", "float32"): {"forward": (1, 1), "backward_dq": (1, 2), "backward_dkdv": (1, 2)},
+    ("simt", "float32"): {
+        "forward": (1, 1), "backward": (1, 1), "backward_dq": (1, 1), "backward_dkdv": (1, 1), "decode": (2, 8),
+    },
+}  # fmt: skip
+
+
+def test_every_kernel_has_the_stages_that_its_main_loop_knows():
+    """Checks all head dimensions that have main loops of their own; shared memory may hold fewer."""
+    assert {(family.name, family.dtypes[0]): set(family.operations) for family in FAMILIES} == {
+        kernel: set(of_kernel) for kernel, of_kernel in STAGES.items()
+    }
+    for family, head_dim in itertools.product(FAMILIES, (32, 64, 96, 128, 160, 256)):
+        dtype, padded = family.dtypes[0], family.padded_head_dim(head_dim)
+        for operation, (least, most) in STAGES[family.name, dtype].items():
+            rows = (row.tile for row in family.tiles[operation] if row.head_dim >= padded)
+            tile = next((tile for tile in rows if not family.why_not_shape(operation, dtype, padded, tile)), None)
+            if tile is None:
+                assert family.multiplies_parts and head_dim > 128
+                continue
+            for number in range(1, 10):
+                reason = family.why_not_shape(operation, dtype, padded, dataclasses.replace(tile, num_stages=number))
+                assert (reason is None) == (least <= number <= most), (family.name, operation, head_dim, number)
+                assert reason is None or f"num_stages={number}" in reason
+
+
 @pytest.mark.parametrize(("operation", "family"), KERNELS)
 def test_a_block_has_at_most_1024_threads_and_the_devices_shared_memory(operation, family):
     dtype = "float32" if family == "simt" else "float16"
@@ -431,6 +464,45 @@ def test_the_callers_tile_comes_before_the_users_and_that_before_the_tables(tuni
     assert choose_tile("forward", "sm80", problem(), H100, {"forward": ASKED}) == ASKED
     # A mapping without this operation does not change the choice.
     assert choose_tile("forward", "sm80", problem(), H100, {"backward": ASKED}) == TUNED
+
+
+@pytest.mark.parametrize(
+    ("tuned", "sizes", "function", "is_taken"),
+    [
+        ((64, 48, 4), (128, 128), None, False),  # its keys would be of two tiles of the map
+        ((64, 32, 4), (128, 128), None, True),
+        ((128, 32, 8), (64, 128), None, False),  # its queries would, and nothing tells what the map hides
+        ((128, 32, 8), (64, 128), mods.causal(), True),
+        ((64, 48, 4), (128, 128), mods.causal(), False),
+        ((64, 48, 4), (128, 96), mods.causal(), True),
+    ],
+)
+def test_the_users_tile_must_suit_a_map(tuning_folder, tuned, sizes, function, is_taken):
+    tuned = TileConfig(*tuned)
+    shape = tuple(-(-256 // size) for size in sizes)
+    settings = {"block_mask": MapLayout((1, 1, *shape), 256, 256, sizes, None)}
+    if function is not None:
+        settings["mask_mod"] = bound_function("mask_mod", function, ())
+        settings["block_mask"] = settings["block_mask"]._replace(program=settings["mask_mod"].program)
+    call = problem().with_settings(FeatureSettings(**settings))
+    default = choose_tile("forward", "sm80", call, H100)
+    assert default != tuned
+    save(tuned)
+    assert choose_tile("forward", "sm80", call, H100) == (tuned if is_taken else default)
+    assert choose_tile("forward", "sm80", problem(), H100) == tuned
+
+
+@pytest.mark.parametrize("family", ("sm80", "sm90"))
+def test_the_users_tile_must_suit_a_map_by_the_rows_that_its_blocks_own(tuning_folder, family):
+    """Blocks that own keys may have more of them than the map's tiles, and steps of queries within those."""
+    tuned = TileConfig(64, 128, 8, 2) if family == "sm80" else TileConfig(64, 128, 12, 2)
+    program = bound_function("mask_mod", mods.causal(), ())
+    for sizes, is_taken in (((64, 64), True), ((48, 128), False)):
+        layout = MapLayout((1, 1, *(-(-256 // size) for size in sizes)), 256, 256, sizes, program.program)
+        call = problem().with_settings(FeatureSettings(block_mask=layout, mask_mod=program))
+        tuning._tuned_tiles.cache_clear()
+        save(tuned, "backward_dkdv", family)
+        assert (choose_tile("backward_dkdv", family, call, H100) == tuned) == is_taken
 
 
 def test_the_users_tile_is_for_one_kernel_on_one_gpu(tuning_folder):

@@ -512,9 +512,7 @@ def test_an_array_of_decode_that_lies_elsewise_does_not_take_the_plan_of_the_oth
     before = array_of(arrays, options, name)
     both = [(arrays, options), with_one_changed(arrays, options, name, change)]
     after = array_of(*both[1], name)
-    moved = after.strides != before.strides or (
-        change in (shifted, half_aligned) and name in ("q", "k", "v", "out 0")
-    )
+    moved = after.strides != before.strides or (change in (shifted, half_aligned) and name in ("q", "k", "v", "out 0"))
     check_each_is_itself(calls, "decode", both, differ=moved)
 
 
