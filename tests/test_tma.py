@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import gc
 import itertools
 import struct
 import sys
 import threading
 import types
 import warnings
+import weakref
 
 import pytest
 from support import plans
@@ -170,16 +173,26 @@ def test_without_cuda_bindings_the_forward_falls_back_with_one_warning(without_b
 # ------------------------------------------------------------------------------------------------------------- counters
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """An allocation, of which a weak reference tells if it is kept."""
+
+    ptr: int
+    size: int
+
+
 class FakeDevice:
     """A fake of cupy and cupy.cuda.runtime, as far as counters.py uses them."""
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()
         self.memory: list[ctypes.Array] = []
+        self.cleared: set[int] = set()  # addresses of memory that is cleared, but only in the order of stream 0
+        self.alive: weakref.WeakSet = weakref.WeakSet()
         runtime = types.SimpleNamespace(
             streamIsCapturing=self._is_capturing,
-            memset=lambda address, value, nbytes: ctypes.memset(address, value, nbytes),
-            streamSynchronize=lambda stream: None,
+            memset=self._memset,
+            streamSynchronize=lambda stream: self.cleared.clear() if stream == 0 else None,
             getDevice=lambda: 0,
         )
         cuda = types.ModuleType("cupy.cuda")
@@ -190,9 +203,15 @@ class FakeDevice:
         assert stream != 0, "the runtime fails if it is asked about the null stream while another one captures"
         return stream in self.capturing
 
-    def _allocate(self, nbytes: int) -> types.SimpleNamespace:
+    def _memset(self, address: int, value: int, nbytes: int) -> None:
+        ctypes.memset(address, value, nbytes)
+        self.cleared.add(address)
+
+    def _allocate(self, nbytes: int) -> Memory:
         self.memory.append(ctypes.create_string_buffer(b"\xff" * nbytes, nbytes))
-        return types.SimpleNamespace(ptr=ctypes.addressof(self.memory[-1]), size=nbytes)
+        own = Memory(ctypes.addressof(self.memory[-1]), nbytes)
+        self.alive.add(own)
+        return own
 
 
 @pytest.fixture
@@ -230,6 +249,26 @@ def test_every_captured_launch_has_a_counter_of_its_own_and_allocates_nothing(de
     device.capturing.clear()
     assert tiles.address(77) == eager
     assert tiles.address(78) not in {eager, *captured} and len(device.memory) == 2
+
+
+def test_counters_are_cleared_for_all_streams_and_never_freed(device):
+    tiles = counters.Counters(2)
+    tiles.reserve()
+    for stream in range(100, 100 + 2 * len(tiles._free)):
+        tiles.address(stream)
+        assert not device.cleared  # other streams do not wait for stream 0
+    gc.collect()
+    assert len(device.alive) == len(device.memory) > 1
+
+
+def test_counters_for_a_capture_are_reserved_while_half_of_them_are_left(device):
+    tiles = counters.Counters(2)
+    tiles.reserve()
+    slots = len(tiles._free)
+    for stream in range(100, 100 + slots // 2 + 1):
+        tiles.address(stream)
+    tiles.reserve()
+    assert len(tiles._free) >= slots and len(device.memory) == 2
 
 
 def test_counters_do_not_overlap_whatever_their_size(device):

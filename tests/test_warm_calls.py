@@ -19,12 +19,14 @@ from support.launch_record import Launch
 from support.strided_arrays import gapped, shifted
 
 import fa2cupy
-from fa2cupy import TileConfig, api, mods
+from fa2cupy import BlockMask, TileConfig, api, mods
 from fa2cupy.families.sm90_float32 import Sm90Float32
 from fa2cupy.gpu import calls as gpu_calls
 from fa2cupy.gpu import prepare, signatures
 from fa2cupy.problem import function_checks
+from fa2cupy.problem.block_mask import MIXED
 from fa2cupy.problem.features import FeatureKeywords
+from fa2cupy.problem.function_checks import bound_function
 from fa2cupy.system.recent import RecentlyUsed
 
 #: As many heads as rows, so that both layouts are legal.
@@ -130,7 +132,7 @@ CASES = [
 def test_every_keyword_has_its_case():
     own = inspect.signature(fa2cupy.backward).parameters.values()
     keywords = {one.name for one in own if one.kind is one.KEYWORD_ONLY} | FeatureKeywords.__annotations__.keys()
-    keywords -= {"score_args", "mask_args", "return_dscore_args", "block_mask"}
+    keywords -= {"score_args", "mask_args", "return_dscore_args", "block_mask"}  # some have tests of their own
     assert OPTIONS.keys() == keywords - {"out"}  # an array or several
 
 
@@ -379,6 +381,65 @@ def test_what_an_array_is_for_is_part_of_the_call(calls, operation, one, other):
     if "bias" in one:
         other = {"bias": one["bias"], "sink": one["sink"], **other}
     check_each_is_itself(calls, operation, [(arrays_of(), one), (arrays_of(), other)])
+
+
+def map_of(tile: tuple[int, int], shape: tuple[int, ...], function=None) -> BlockMask:
+    """Returns a map of the calls' scores, of a function if there is one."""
+    states = place(np.full(shape, MIXED, "uint8"))
+    program = None if function is None else bound_function("mask_mod", function, ()).program
+    return BlockMask.of_states(states, ROWS, ROWS, tile, program)
+
+
+#: Two maps of each kind, and what calls with them have in common. The states of most have the same shape.
+MAPS = {
+    "queries of a tile": (map_of((8, 8), (1, 1, 2, 2)), map_of((12, 8), (1, 1, 2, 2)), {}),
+    "keys of a tile": (
+        map_of((8, 8), (1, 1, 2, 2), mods.causal()), map_of((8, 12), (1, 1, 2, 2), mods.causal()),
+        {"mask_mod": mods.causal()},
+    ),
+    "one of a function": (
+        map_of((8, 8), (1, 1, 2, 2), mods.causal()), map_of((8, 8), (1, 1, 2, 2)), {"mask_mod": mods.causal()},
+    ),
+    "heads": (map_of((8, 8), (1, 1, 2, 2)), map_of((8, 8), (1, HEADS, 2, 2)), {}),
+    "sequences": (map_of((8, 8), (1, 1, 2, 2)), map_of((8, 8), (BATCH, 1, 2, 2)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+@pytest.mark.parametrize("case", MAPS)
+def test_a_call_with_another_map_does_not_take_the_plan_of_the_other(calls, case, operation):
+    *maps, shared = MAPS[case]
+    arrays = arrays_of("float32")
+    check_each_is_itself(calls, operation, [(arrays, {"block_mask": own, **shared}) for own in maps])
+
+
+#: Arrays of functions: two of each kind. Kernels have the lengths and strides of their axes, and their dtypes.
+ARGUMENTS = {
+    "lengths": (numbers((4, 4), "float32"), numbers((4, 5), "float32")),
+    "strides": (numbers((4, 4), "float32"), numbers((4, 8), "float32")[:, ::2]),
+    "dtype": (numbers((4, 4), "float32"), numbers((4, 4), "float16")),
+}
+
+
+@pytest.mark.parametrize("role", ("score_mod", "mask_mod"))
+@pytest.mark.parametrize("operation", ("forward", "backward"))
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_a_function_with_another_array_does_not_take_the_plan_of_the_other(calls, case, operation, role):
+    def score_mod(score, b, h, q, k, table):
+        return score + table[q % 4, k % 4]
+
+    def mask_mod(b, h, q, k, table):
+        return table[q % 4, k % 4] > 0
+
+    function = {"score_mod": score_mod, "mask_mod": mask_mod}[role]
+    options = [{role: function, role.replace("mod", "args"): (_in_place(x),)} for x in ARGUMENTS[case]]
+    check_each_is_itself(calls, operation, [(arrays_of(), given) for given in options])
+
+
+def _in_place(x: np.ndarray) -> FakeArray:
+    """Returns a copy that keeps gaps between columns."""
+    whole = place(x if x.base is None else x.base)
+    return whole if x.base is None else whole[:, ::2]
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
