@@ -145,9 +145,9 @@ SCORES = (
 )  # fmt: skip
 
 
-def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batch: int = 1) -> dict:
+def options_for(name: str, rows: tuple[str, ...], lengths: tuple[int, int], batch: int = 1, num_heads: int = 2) -> dict:
     """Returns the keywords of several rows, with arrays on the device."""
-    sizes = {"batch": batch, "num_heads": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     given = {key: x for row in rows for key, x in options_of(row, FAMILIES[name][0], sizes).items()}
     return {key: place(x) if isinstance(x, np.ndarray) else x for key, x in given.items()}
 
@@ -228,6 +228,22 @@ class TestScores:
         batch = 1 if family[0].startswith("sm90") else 2  # sm90 is slow
         inputs = draw(family[0], lengths, batch=batch)
         check(family, inputs, **options_for(family[0], rows, lengths, batch=batch))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    (
+        ("window right", "alibi by batch", "bias of heads", "mask of rows"),
+        ("window left", "softcap", "alibi", "bias of queries", "padding"),
+    ),
+    ids="+".join,
+)
+@pytest.mark.parametrize("family", ["simt"], indirect=True)
+def test_arrays_of_all_shapes_and_windows_of_one_side(family, rows):
+    """Checks groups of heads in two sequences: a wrong stride or number would take another element."""
+    inputs = draw("simt", (21, 30), num_heads=4, num_heads_kv=2, batch=2)
+    options = options_for("simt", rows, (21, 30), batch=2, num_heads=4)
+    check(family, inputs, dlse=dlse_like(inputs), **options)
 
 
 ROWS_AND_KEYS = {"sm80": (48, 64), "sm90": (64, 128)}
