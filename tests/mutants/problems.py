@@ -28,6 +28,7 @@ class Problem:
     packed: str = ""  # name of an array that lies between others
     growing: bool = False  # scores that outgrow the softmax's row shift
     hopper_tile: TileConfig | None = None
+    tile: TileConfig | None = None  # of sm80, for the kernels that own keys
     feature: str = ""  # its name in `feature_cases.options_of`
     view: Callable = place  # from the feature's arrays to those in memory
     function: str = ""  # its name in `traced_cases.ready_made`

@@ -17,6 +17,7 @@ HOPPER_SHARES = Problem(lengths=(37, 330), num_splits=3, hopper_tile=ONE_GROUP)
 HOPPER_SHARES_AHEAD = Problem(lengths=(109, 139), rows_ahead=70, num_splits=3, hopper_tile=ONE_GROUP)
 HOPPER_MANY_SHARES = Problem(lengths=(170, 200), num_splits=8, hopper_tile=ONE_GROUP)
 HOPPER_SHARES_OF_GROUPS = Problem(lengths=(300, 330), num_splits=6, hopper_tile=TileConfig(192, 64, 16, 3))
+SPLIT_48 = Problem(lengths=(40, 130), num_splits=2, tile=TileConfig(32, 48, 6, 2))
 SPLIT = Problem(heads=(6, 2), num_splits=2)  # the second share begins in the middle of a head
 HOPPER_SPLIT = Problem(heads=(3, 1), lengths=(390, 260), hopper_tile=TileConfig(128, 128, 12, 2), num_splits=2)
 LARGEST = "shift[i] = maximum(shift[i], share_lse[s * between_shares + 8 * i]);"
@@ -102,6 +103,22 @@ MUTANTS = (
         "",
         "bounds",
         SPLIT,
+    ),
+    Mutant(
+        "rows of the next key tile",
+        "sum_dkdv",
+        "min_of(rows.length, Spec::kBc) - first_row",
+        "rows.length - first_row",
+        "blocks",
+        SPLIT_48,
+    ),
+    Mutant(
+        "key tiles of whole blocks of 32 rows",
+        "sum_dkdv",
+        "kRow32s = ceil_div(Spec::kBc, 32)",
+        "kRow32s = Spec::kBc / 32",
+        "bounds",
+        SPLIT_48,
     ),
     Mutant(
         "dV without the scale of what dropout keeps",
