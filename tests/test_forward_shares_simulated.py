@@ -29,12 +29,13 @@ KERNELS = {
     ("sm80", 64): SMALL,
     ("sm80", 136): SMALL,
     ("sm80", 160): SMALL,
+    ("sm90", 8): TileConfig(192, 32, 16, 2),
     ("sm90", 64): TileConfig(64, 48, 8, 2, 2),
     ("sm90", 72): TileConfig(192, 32, 16, 3),
     ("sm90", 128): TileConfig(128, 64, 12, 2),
     ("sm90", 256): TileConfig(128, 80, 12, 2),
 }
-#: Kernels of the sample.
+#: Kernels of the sample, which has a test of the one for head_dim 8 besides.
 SOME = (("sm80", 64), ("sm80", 160), ("sm90", 64))
 
 
@@ -77,6 +78,12 @@ def test_short_queries_against_long_keys(launched, kernel, causal):
 @pytest.mark.parametrize("kernel", SOME, ids=str)
 def test_each_share_in_turn_has_all_weight(launched, kernel):
     check(launched, kernel, dominant(draw("float16", (5, 288), kernel[1], batch=3)), 3)
+
+
+def test_all_rows_of_a_tile_of_three_warp_groups(launched):
+    """Checks the last rows of the tile, which the last warps of the last group leave in the workspace."""
+    inputs = draw("float16", (191, 90), 8, (1, 1))
+    check(launched, ("sm90", 8), inputs, 2)
 
 
 @pytest.mark.matrix
