@@ -294,6 +294,14 @@ def test_given_maps(launched, family, heads):
     )
 
 
+def test_lists_of_all_tiles(launched):
+    """Checks lists that fill their memory, with the tile after the last."""
+    rows, keys = LENGTHS["simt"]
+    inputs = make_inputs("float32", seqlen_q=rows, seqlen_k=keys, num_heads=2, num_heads_kv=1, head_dim=8)
+    tiles = np.ones((-(-rows // 8), -(-keys // 8)), bool)
+    check(launched, "simt", inputs=inputs, methods=("two_pass",), block_mask=BlockMask(tiles, rows, keys, (8, 8)))
+
+
 def test_lists_of_hopper(launched):
     """Checks full, mixed and empty tiles of small calls, and rows and columns of tiles without any."""
     inputs = make_inputs("bfloat16", seqlen_q=200, seqlen_k=270, num_heads=2, num_heads_kv=1, head_dim=8)

@@ -12,6 +12,7 @@ pytest.importorskip("cupy")
 from support.fake_cupy import FakeArray, current_device, place
 from support.fake_gpu import backward, fake_gpu, forward
 from support.fake_gpu import delta as run_delta
+from support.launch_record import Launch
 from support.strided_arrays import gapped, packed, shifted
 
 from fa2cupy import TileConfig
@@ -476,3 +477,23 @@ def test_each_thread_makes_the_device_known_to_the_driver_once_before_it_launche
         thread.join()
         assert [event for event, _ in events] == ["free", "run", "run", "run"]
         assert {owner for _, owner in events} == {thread.ident}
+
+
+def test_workspaces_begin_on_512_bytes(monkeypatch):
+    """Kernels read vectors and copy tiles: workspaces of any size begin where allocations of CuPy do."""
+    found = set()
+
+    def look(launch: Launch) -> None:
+        own = {name: at for name, at in launch.pointers.items() if launch._workspaces.get(name)}
+        assert not [name for name, address in own.items() if address % 512]
+        found.update(own)
+
+    with fake_gpu(monkeypatch, "sm_90", look):
+        inputs = make_inputs("float16", seqlen_q=37, seqlen_k=37, num_heads=1, head_dim=8)
+        lse = place(np.zeros((1, 1, 37), "float32"))
+        q, k, v, do = map(place, inputs)
+        backward(q, k, v, q, lse, do, method="single_pass", num_splits=2, family="sm80")
+        assert found == {"delta", "dq_accum", "shares"}
+        q, k, v, do = (place(x.astype("float32")) for x in inputs)
+        backward(q, k, v, q, lse, do, precision="split")
+        assert found >= {"q_parts", "q_units", "dout_parts", "exceptions"}
