@@ -234,7 +234,7 @@ class TestScores:
     "rows",
     (
         ("window right", "alibi by batch", "bias of heads", "mask of rows"),
-        ("window left", "softcap", "alibi", "bias of queries", "padding"),
+        ("window left", "softcap", "alibi", "bias of queries", "mask", "padding"),
     ),
     ids="+".join,
 )

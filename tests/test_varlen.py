@@ -117,6 +117,21 @@ def test_a_bias_for_all_sequences_gets_the_sum_of_their_gradients():
     assert results["dbias"].any()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_map_of_one_sequence_or_head_is_that_of_all(method):
+    inputs, offsets = packed()
+    longest = {"max_seqlen_q": 20, "max_seqlen_k": 30}
+    tiles = booleans((1, 1, 3, 4))
+    own = fa2cupy.BlockMask(tiles, 20, 30, (8, 8))
+    of_each = fa2cupy.BlockMask(np.repeat(np.repeat(tiles, len(LENGTHS), axis=0), 4, axis=1), 20, 30, (8, 8))
+    results, wanted = (
+        run(inputs, **offsets, **longest, block_mask=one, config=TILE, method=method) for one in (own, of_each)
+    )
+    assert_bits_equal(results, wanted)
+    mask = np.repeat(np.repeat(tiles, 8, axis=2), 8, axis=3)[:, :, :20, :30]
+    assert_close(results, run(inputs, **offsets, **longest, mask=mask, config=TILE, method=method))
+
+
 def test_rows_of_no_sequence_reach_nothing():
     inputs, offsets = packed(before=2, behind=5)
     clean = run(inputs, **offsets, causal=True, config=TILE)
