@@ -539,6 +539,15 @@ class TestPackedSequences:
         dlse = place(numbers(inputs[0].shape[1::-1], accumulator(inputs[0].dtype.name)))
         check(packed_family, inputs, used="cu_seqlens", dlse=dlse, **offsets, **lengths, **options)
 
+    @pytest.mark.parametrize("family", ["sm90"], indirect=True)
+    def test_short_ones_on_hopper(self, family):
+        """Checks sequences without a query, whose kernels write no gradient, without a key, and of several tiles."""
+        sequences = ((5, 9), (0, 7), (70, 140), (4, 0), (1, 1))
+        offsets = [np.cumsum([2, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
+        inputs = make_inputs("float16", seqlen_q=85, seqlen_k=160, num_heads=2, num_heads_kv=1, head_dim=8)
+        given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+        check(family, tuple(place(x[0]) for x in inputs), used="cu_seqlens", causal=True, **given)
+
     @pytest.mark.matrix
     @pytest.mark.parametrize("packed_family", [name for name in PACKED_FAMILIES if name != "sm90 wide"], indirect=True)
     def test_with_features(self, packed_family):
