@@ -504,7 +504,7 @@ def check_exception(inputs: tuple, kind: str, kernels: Kernels) -> None:
                 assert np.array_equal(np.isnan(last), np.isnan(same)), name
 
 
-@of_both
+@of_mma
 def test_a_delta_far_beyond_all_products_of_tiny_values_and_gradients(launched, kernels):
     """Sums of dP start from delta in units of V and dO, unless float32 does not hold it there."""
     inputs = draw("float32", (70, 66), 40, (1, 1))
