@@ -23,7 +23,7 @@ from fa2cupy.jit import cache
 from fa2cupy.jit.cache import cached_kernel, entry_path
 from fa2cupy.jit.spec import KernelSpec
 from fa2cupy.system import folders
-from fa2cupy.system.folders import UntrustedError, read_file, replace_file, trusted_folder, why_untrusted
+from fa2cupy.system.folders import UNFINISHED, UntrustedError, read_file, replace_file, trusted_folder, why_untrusted
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files belong to nobody here")
 
@@ -387,3 +387,22 @@ def test_a_shared_folder_that_cannot_be_read_is_passed_over(
     assert not warnings_of(lambda: cached_kernel(SPEC))
     assert fake_compiler == [SPEC]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_file_in_a_folders_place_is_no_folder(tmp_path):
+    file = tmp_path / "file"
+    file.touch(mode=0o600)
+    for path in (file, file / "below"):
+        with pytest.raises(NotADirectoryError):
+            trusted_folder(path)
+
+
+def test_what_has_the_temporary_name_already_is_not_overwritten(tmp_path, monkeypatch):
+    """Somebody may have put a link there: the file is created, or not written."""
+    monkeypatch.setattr(os, "urandom", lambda number: bytes(number))
+    kept = tmp_path / f"{UNFINISHED}{bytes(8).hex()}"
+    kept.write_text("another process is writing this")
+    with pytest.raises(FileExistsError):
+        replace_file(tmp_path / "new", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+    assert kept.read_text() == "another process is writing this"
