@@ -406,3 +406,13 @@ def test_what_has_the_temporary_name_already_is_not_overwritten(tmp_path, monkey
         replace_file(tmp_path / "new", b"data")
     assert [path.name for path in tmp_path.iterdir()] == [kept.name]
     assert kept.read_text() == "another process is writing this"
+
+
+def test_what_lies_above_a_shared_folder_may_be_shared_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_is_private", lambda group, users: False)
+    folder = tmp_path / "above" / "shared"
+    folder.mkdir(parents=True)
+    folder.parent.chmod(0o775)
+    assert trusted_folder(folder, shared=True) == Path(os.path.realpath(folder))
+    with pytest.raises(UntrustedError, match="other users of its group can write to .*above$|chmod g-w"):
+        trusted_folder(folder)
