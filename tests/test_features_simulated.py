@@ -246,6 +246,16 @@ def test_arrays_of_all_shapes_and_windows_of_one_side(family, rows):
     check(family, inputs, dlse=dlse_like(inputs), **options)
 
 
+@pytest.mark.parametrize("rows", (("bias", "sink"), ("mask",)), ids="+".join)
+@pytest.mark.parametrize("family", ["sm90"], indirect=True)
+def test_arrays_that_hopper_copies_to_shared_memory(family, rows):
+    """Checks rows aligned to 16 bytes, of several tiles. The matrix has the backward."""
+    lengths = (70, 144)
+    inputs = make_inputs("float16", seqlen_q=70, seqlen_k=144, num_heads=2, num_heads_kv=1, head_dim=8)
+    options = options_for("sm90", rows, lengths)
+    check(family, tuple(map(place, inputs)), methods=(), causal=True, **options)
+
+
 ROWS_AND_KEYS = {"sm80": (48, 64), "sm90": (64, 128)}
 
 

@@ -416,3 +416,13 @@ def test_what_lies_above_a_shared_folder_may_be_shared_too(tmp_path, monkeypatch
     assert trusted_folder(folder, shared=True) == Path(os.path.realpath(folder))
     with pytest.raises(UntrustedError, match="other users of its group can write to .*above$|chmod g-w"):
         trusted_folder(folder)
+
+
+def test_a_file_that_a_group_can_write_to_is_for_shared_folders_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_is_private", lambda group, users: False)
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    path.chmod(0o664)
+    assert read_file(path, shared=True) == b"data"
+    with pytest.raises(UntrustedError, match="other users of its group can write to"):
+        read_file(path)
