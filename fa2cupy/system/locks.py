@@ -52,7 +52,8 @@ class ForkGate:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._inside = max(0, self._inside - 1)  # 0 before in a child that was forked from inside the section
+            if self._inside:  # not in a child that was forked from inside the section
+                self._inside -= 1
             self._changed.notify_all()
 
     def _reset(self) -> None:
