@@ -313,3 +313,16 @@ def test_a_family_that_is_in_the_list_runs(toy, monkeypatch, method):
     assert {s.spec.family for s in launched} == {"common", "toy"}
     assert [s.spec.operation for s in launched][2:] == list(METHODS[method or "single_pass"])
     Expectation(q, k, v, do, causal=True).check(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "wanted"),
+    [
+        (1, (2, 2), "decode"), (32, (2, 2), "decode"), (33, (2, 2), "forward"), (8, (4, 1), "decode"),
+        (9, (4, 1), "forward"), (8, (8, 2), "decode"), (16, (8, 2), "forward"), (1, (33, 1), "forward"),
+        (0, (2, 2), "forward"),
+    ],
+)  # fmt: skip
+def test_a_forward_whose_queries_of_a_group_are_one_tile_reads_keys_once(queries, heads, wanted):
+    call = problem(seqlen_q=queries, num_heads=heads[0], num_heads_kv=heads[1])
+    assert list(choose("forward", call, H100, STRIDES, is_launched=False).tiles) == [wanted]
