@@ -326,3 +326,23 @@ def test_a_family_that_is_in_the_list_runs(toy, monkeypatch, method):
 def test_a_forward_whose_queries_of_a_group_are_one_tile_reads_keys_once(queries, heads, wanted):
     call = problem(seqlen_q=queries, num_heads=heads[0], num_heads_kv=heads[1])
     assert list(choose("forward", call, H100, STRIDES, is_launched=False).tiles) == [wanted]
+
+
+@pytest.mark.parametrize("extra", ("dbias", "dscore_args"))
+@pytest.mark.parametrize(("family", "dtype"), (("sm80", "float16"), ("sm90", "float16"), ("sm90", "float32")))
+def test_gradients_that_only_kernels_with_query_tiles_write_are_given_by_two_passes(family, dtype, extra):
+    for method in (None, *METHODS):
+        options = CallOptions(family=family, method=method)
+        choice = choose("backward", problem(dtype), H100, STRIDES, options, extras=(extra,), is_launched=False)
+        assert (choice.family.name, choice.method) == (family, "two_pass")
+    options = CallOptions(family="simt", method="single_pass")
+    choice = choose("backward", problem("float32"), H100, STRIDES, options, extras=(extra,), is_launched=False)
+    assert choice.method == "single_pass"
+
+
+@pytest.mark.parametrize("call", ("forward", "backward"))
+@pytest.mark.parametrize("empty", ({"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}))
+def test_nothing_is_not_shared(call, empty):
+    for num_splits in (None, 2):
+        options = CallOptions(family="sm80", num_splits=num_splits)
+        assert not choose(call, problem(**empty), H100, STRIDES, options, is_launched=False).num_splits
