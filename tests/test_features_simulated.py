@@ -554,7 +554,7 @@ class TestPackedSequences:
         """Checks sequences without a query, whose kernels write no gradient, without a key, and of several tiles."""
         sequences = ((5, 9), (0, 7), (70, 140), (4, 0), (1, 1))
         offsets = [np.cumsum([2, *lengths]).astype("int32") for lengths in zip(*sequences, strict=True)]
-        inputs = make_inputs("float16", seqlen_q=85, seqlen_k=160, num_heads=2, num_heads_kv=1, head_dim=8)
+        inputs = make_inputs("float16", seqlen_q=85, seqlen_k=160, num_heads=4, num_heads_kv=2, head_dim=8)
         given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
         check(family, tuple(place(x[0]) for x in inputs), used="cu_seqlens", causal=True, **given)
 
