@@ -288,22 +288,36 @@ def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_
     inputs = tuple(place(x[0]) for x in draw("float32", (82, 77), 8, (4, 2)))
     inputs[1][20, 0] *= np.float32(1e-5)  # too small beside its neighbours
     given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
+    left = left_heads(monkeypatch, inputs, kernels, slice(2, 76), **given)
+    of_queries, of_keys = [[True, True, False, False]], [[True, False]]
+    with_dq = [of_queries] if kernels.method == "two_pass" else []  # that of one pass is a sum
+    assert left == [of_queries, *with_dq, of_keys, of_keys]
+
+
+@of_mma
+def test_a_head_of_one_sequence_that_parts_do_not_represent_is_left_to_ieee_arithmetic(monkeypatch, kernels):
+    inputs = draw("float32", (40, 70), 8, (4, 2), batch=2)
+    inputs[1][1, 20, 0] *= np.float32(1e-5)  # too small beside its neighbours
+    left = left_heads(monkeypatch, inputs, kernels, slice(None))
+    of_queries, of_keys = [[False] * 4, [True, True, False, False]], [[False] * 2, [True, False]]
+    assert left == [of_queries, of_queries, of_keys, of_keys]
+
+
+def left_heads(monkeypatch, inputs: tuple, kernels: Kernels, rows: slice, **options) -> list:
+    """Checks a call. Returns, for each kernel that multiplies parts and each of its results, which heads it leaves."""
     left = []
 
     def look(launch: Launch) -> None:
-        """Finds the heads whose results are not there when the kernels that multiply parts have run."""
         own = launch.spec.family == kernels.family and not launch.spec.is_fallback
         if own and launch.spec.operation in TILED:
             results = [launch.array(name) for name in ("o", "dq", "dk", "dv") if name in launch.pointers]
-            left.extend(tuple(np.isnan(x[0, 2:76]).any(axis=(0, 2))) for x in results)
+            left.extend(np.isnan(x[:, rows]).any(axis=(1, 3)).tolist() for x in results)
 
-    expected = Expectation(*inputs, causal=True, **given)
+    expected = Expectation(*inputs, causal=True, **options)
     o, *gradients = (place(np.full_like(x, np.nan)) for x in (inputs[0], *inputs[:3]))
     with simulated_gpu(monkeypatch, kernels.device, after=look):
-        expected.check(**run(inputs, kernels, out=((o, None), tuple(gradients)), causal=True, **given))
-    of_queries, of_keys = (True, True, False, False), (True, False)
-    with_dq = [of_queries] if kernels.method == "two_pass" else []  # that of one pass is a sum
-    assert left == [of_queries, *with_dq, of_keys, of_keys]
+        expected.check(**run(inputs, kernels, out=((o, None), tuple(gradients)), causal=True, **options))
+    return left
 
 
 @pytest.mark.sample(head_dim=(40,))
