@@ -211,8 +211,12 @@ class _Gradient:
         if dlse is not None:
             self.delta = self.delta - rows(head.statistics(dlse))
         lse = rows(head.statistics(lse))
-        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN.
-        self.lse = np.where(lse == -np.inf, np.inf, lse)
+        # In a row without visible keys P = exp(-inf - inf) = 0; exp(-inf - -inf) would be NaN. It contributes nothing,
+        # whatever it has; 0 * NaN would be NaN.
+        hidden = lse == -np.inf
+        self.lse = np.where(hidden, np.inf, lse)
+        if hidden.any():
+            self.q, self.do, self.delta = (np.where(hidden, 0, x) for x in (self.q, self.do, self.delta))
         self.dq, self.dk, self.dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
 
     def by_key_tiles(self, b_r: int, b_c: int, with_dq: bool) -> None:

@@ -112,11 +112,13 @@ class Formulas:
         sums = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
         scale = self.problem.softmax_scale
         for part in self._heads():
-            q_head, k_head, do_head = self._head(q, part.own), self._head(k, part.shared), self._head(do, part.own)
+            row_lse = self._statistics(lse)[part.own]
+            q_head, do_head = (self._visible_rows(self._head(x, part.own), row_lse) for x in (q, do))
+            k_head = self._head(k, part.shared)
             delta_head = (do_head * self._head(o, part.own)).sum(axis=1)
             if dlse is not None:
                 delta_head = delta_head - self._statistics(dlse)[part.own].astype(self.work)
-            row_lse = self._statistics(lse)[part.own]
+            delta_head = self._visible_rows(delta_head, row_lse)
             s, slopes = self._scores(q_head, k_head, part)
             p = self._probabilities(s, row_lse)
             dp = self._dropped(self._product(do_head, self._head(v, part.shared).T), part)
@@ -152,10 +154,10 @@ class Formulas:
         extra = extra or {}
         squares = {name: self.xp.zeros(self._four_axes(name, like.shape), self.work) for name, like in extra.items()}
         for part in self._heads():
-            q_head, k_head = self._head(q, part.own), self._head(k, part.shared)
             row_lse = self._statistics(lse)[part.own]
+            q_head, do_head = (self._visible_rows(self._head(x, part.own), row_lse) for x in (q, do))
+            k_head, do_head = self._head(k, part.shared), abs(do_head)
             s, slopes = self._scores(q_head, k_head, part)
-            do_head = abs(self._head(do, part.own))
             in_dp = self._dropped(matmul(do_head, abs(self._head(v, part.shared)).T), part, at_most=True)
             p = self._probabilities(s, row_lse)
             # dP and delta are sums of the same products. Errors of different elements of dS add in quadrature.
@@ -163,7 +165,8 @@ class Formulas:
             in_delta = (p * in_dp).sum(axis=1, keepdims=True)
             in_o = o_rounding * ((do_head * self._head(o, part.own)) ** 2).sum(axis=1, keepdims=True) ** 0.5
             if dlse is not None:
-                row_dlse = abs(self._statistics(dlse)[part.own].astype(self.work))[:, None]
+                row_dlse = self._visible_rows(self._statistics(dlse)[part.own].astype(self.work), row_lse)
+                row_dlse = abs(row_dlse)[:, None]
                 ds, in_delta = ds + p * row_dlse, in_delta + row_dlse
             if "dbias" in squares:
                 from_delta = p * in_delta
@@ -302,6 +305,11 @@ class Formulas:
 
     def _probabilities(self, s: Array, row_lse: Array) -> Array:
         return self._round(self.xp.exp(self.xp.minimum(s - self._without_empty(row_lse)[:, None], 0)))
+
+    def _visible_rows(self, array: Array, row_lse: Array) -> Array:
+        """Zeros in place of rows that see no key: they contribute nothing, even if they have NaN."""
+        hidden = row_lse == -np.inf
+        return self.xp.where(hidden.reshape(-1, *(1,) * (array.ndim - 1)), 0, array)
 
     def _without_empty(self, row_lse: Array) -> Array:
         # In a row without visible keys P is 0; exp(-inf - -inf) would be NaN.

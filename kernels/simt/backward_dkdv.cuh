@@ -77,6 +77,17 @@ struct BackwardDkdv {
             }
         };
 
+        // Stores zeros to the rows of the tile of Q or dO that see no key.
+        const auto clear_hidden_rows = [&](Real* rows) {
+            if (!common::may_hide_rows<Spec>(params)) return;
+            const auto is_hidden = [&](int32 row) { return lse_tile[row] == common::infinity<Real>(); };
+            bool any = false;
+            for (int32 row = lane; row < kBr; row += 32) any = any || is_hidden(row);
+            if (!__any_sync(common::kFullWarp, any)) return;  // and no other warp goes on, either
+            Rows::template clear<kThreads, kBr>(rows, is_hidden);
+            __syncthreads();
+        };
+
         typename Warp::Sums dk, dv;
         dk.clear();
         dv.clear();
@@ -97,12 +108,14 @@ struct BackwardDkdv {
             wait_for_copies();
             __syncthreads();  // K, V, dO, lse and delta are there, Q is free
             copy_q(step.head, step.tile);
+            clear_hidden_rows(do_tile);
 
             const common::ScoreTile score_tile{where.batch, step.head, step.tile * kBr, first_key, lane};
             Scores p, ds;
             Warp::dot(ds, v_rows + own, do_tile, lane);
             wait_for_copies();
             __syncthreads();  // Q is there
+            clear_hidden_rows(q_tile);
 
             Warp::dot(p, k_rows + own, q_tile, lane);
             const common::OutsideFull outside{tiles.kLeftLimit && tile >= tiles.full_end, tile < tiles.full_begin};

@@ -108,6 +108,10 @@ struct BackwardDq {
             wait_for_copies();
             __syncthreads();  // Q, dO and V are there, K and what was posted is free
             copy_keys(k_tile, k, params.k_strides, tile);
+            if (common::may_hide_rows<Spec>(params) && position == tiles.begin) {
+                clear_hidden_rows(q_rows + own, lse, lane);
+                clear_hidden_rows(do_rows + own, lse, lane);
+            }
 
             const common::ScoreTile score_tile{where.batch, where.head, first_row, tile * kBc, lane};
             Scores p, ds;
@@ -147,6 +151,17 @@ struct BackwardDq {
         }
         Warp::store(dq, params.softmax_scale, head_of(params.dq, params.dq_strides, where.batch, where.head),
                     params.dq_strides.row, first_row, params.seqlen_q, lane);
+    }
+
+    // Stores zeros to this warp's rows of Q or dO whose lse is +inf. Other warps read them behind a later barrier.
+    __device__ __forceinline__ static void clear_hidden_rows(Real* rows, const Real (&lse)[kRows], int32 lane) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+            if (lse[i] == common::infinity<Real>())
+#pragma unroll 1
+                for (int32 column = Warp::lane_column(lane); column < Rows::kColumns; column += Scores::kLanesPerRow)
+                    rows[Scores::row(i, lane) * Rows::kRowLength + column] = 0;
+        __syncwarp();
     }
 
     // True if the GPU adds four neighbouring elements at a time.

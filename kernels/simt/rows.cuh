@@ -57,6 +57,14 @@ struct SharedRows {
             copy_pieces<kThreads, kRows, 1>(rows, gmem, row_stride, num_rows);
     }
 
+    // Stores zeros to the rows for which is_hidden(row), by all threads of the block.
+    template <int kThreads, int kRows, class IsHidden>
+    __device__ __forceinline__ static void clear(Real* rows, const IsHidden& is_hidden) {
+#pragma unroll 1
+        for (int32 index = threadIdx.x; index < kRows * kColumns; index += kThreads)
+            if (is_hidden(index / kColumns)) rows[index / kColumns * kRowLength + index % kColumns] = 0;
+    }
+
     // Copies a piece, or writes zeros if it does not exist.
     template <int kElements>
     __device__ __forceinline__ static void copy_piece(Real* smem, const Real* gmem, bool exists) {

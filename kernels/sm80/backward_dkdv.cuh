@@ -33,9 +33,9 @@
 //
 // At the end dV is staged in the rows of K, and dK in those of V.
 //
-// Barriers: block_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the previous
-// tile is complete, and that the slots read by the previous iteration are free. With one stage, another one before it
-// protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
+// Barriers: query_tile_barrier at the top of an iteration guarantees that the query tile has landed, that dS of the
+// previous tile is complete, and that the slots read by the previous iteration are free. With one stage, another one
+// before it protects the only slot from the next copy. Named barrier 1 + pair: P^T is written.
 #pragma once
 #include "common/mask.cuh"
 #include "common/params.cuh.j2"
@@ -126,29 +126,44 @@ struct BackwardDkdv {
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
+        const int32 begin = common::end_of_hidden_rows<Spec>(params);  // rows before it see no key
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread);
+                                                       step.tile * kBr, params.seqlen_q, thread, begin);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread);
+                                                       step.tile * kBr, params.seqlen_q, thread, begin);
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
-    // mask, in rows past the end and in rows without a visible key.
+    // mask, in rows past the end and in rows without a visible key, whose delta may be NaN.
     __device__ float load_row_stat(Step step) const {
         const int32 thread = computed_anew(this->thread);
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const int32 row = step.tile * kBr + thread % kBr;
         const int64 first = common::first_statistic<Spec>(params, where.batch, step.head);
         const bool valid = row < params.seqlen_q;
-        if (thread < kBr) {
-            const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
-            return lse == -common::infinity<float>() ? -lse : lse * static_cast<float>(common::kLog2e);
-        }
-        if (thread < 2 * kBr) return valid ? -params.delta[first + row] : 0.0f;
-        return 0.0f;
+        if (thread >= 2 * kBr) return 0.0f;
+        const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
+        const bool hidden = lse == -common::infinity<float>();
+        if (thread < kBr) return hidden ? -lse : lse * static_cast<float>(common::kLog2e);
+        return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
+    }
+
+    // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
+    __device__ void query_tile_barrier(int32 slot, int32 parity) const {
+        if constexpr (common::kHidesRowsByValue<Spec>) {
+            const int32 thread = computed_anew(this->thread);
+            const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;  // which this thread has stored
+            const bool hidden = thread < kBr && load_shared<float>(lse) == common::infinity<float>();
+            if (barrier_all(0, kThreads, !hidden)) return;
+            if (hidden) {
+                clear_row<QueryTile>(smem + kQ + slot * kStageBytes, thread);
+                clear_row<QueryTile>(smem + kDo + slot * kStageBytes, thread);
+            }
+        }
+        block_barrier();
     }
 
     __device__ uint32 exchange_address(int m, int s) const {
@@ -324,7 +339,7 @@ struct BackwardDkdv {
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            block_barrier();
+            query_tile_barrier(slot, t % 2);
             if constexpr (kStages > 1) {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();

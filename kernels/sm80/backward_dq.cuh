@@ -77,10 +77,11 @@ struct BackwardDq {
                         tiles.end,
                         thread,
                         tiles};
+        const int32 begin = mask.first_query(0);  // rows before it see no key
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ, q, params.q_strides.row, first_row, params.seqlen_q,
-                                                       thread);
+                                                       thread, begin);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo, dout, params.dout_strides.row, first_row,
-                                                       params.seqlen_q, thread);
+                                                       params.seqlen_q, thread, begin);
         cp_async_commit();
         ring.start();
         common::clear_skipped_dbias<Spec>(params, {where.batch, where.head, first_row + warp_row, 0, lane}, kWarpRows,
@@ -98,7 +99,8 @@ struct BackwardDq {
                 const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
                 lse[m][i] =
                     natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
-                minus_delta[m][i] = valid ? -params.delta[first_stat + row] : 0.0f;
+                const bool hidden = natural == -common::infinity<float>();  // delta may be NaN then
+                minus_delta[m][i] = hidden ? 0.0f : -params.delta[first_stat + row];
             }
 
         const LaneAddress<QueryTile, MatrixOrder::kRowsFirst> q_address(smem + kQ, warp_row, lane);
@@ -111,6 +113,8 @@ struct BackwardDq {
             const uint32 slot = ring.acquire(position);
             int32 tile = position;
             if constexpr (common::kListsTiles<Spec>) tile = tiles.at(position);
+            if (common::kHidesRowsByValue<Spec> && position == tiles.end - 1)
+                clear_hidden_rows(smem, warp_row, lse, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> k_rows(slot, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kChunksFirst> v_rows(slot + KeyTile::kBytes, 0, lane);
             const LaneAddress<KeyTile, MatrixOrder::kRowsFirst> k_columns(slot, 0, lane);
@@ -186,6 +190,22 @@ struct BackwardDq {
         store_rows<QueryTile, kM16, kHeadDim>(smem + kQ, warp_row, 0, dq,
                                               params.dq + params.dq_strides.offset(where.batch, 0, where.head),
                                               params.dq_strides.row, first_row + warp_row, params.seqlen_q, lane);
+    }
+
+  private:
+    // Stores zeros to this warp's rows of Q and dO whose lse is +inf. The lanes of a quad share two rows.
+    __device__ __forceinline__ static void clear_hidden_rows(uint32 smem, int32 warp_row, const float (&lse)[kM16][2],
+                                                             int32 lane) {
+#pragma unroll
+        for (int m = 0; m < kM16; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (lse[m][i] == common::infinity<float>()) {
+                    const int32 row = warp_row + 16 * m + Scores::row(i, lane);
+                    clear_row<QueryTile, 4>(smem + kQ, row, lane % 4);
+                    clear_row<QueryTile, 4>(smem + kDo, row, lane % 4);
+                }
+        __syncwarp();
     }
 };
 

@@ -81,11 +81,11 @@ struct CopyMap {
     static constexpr bool kLastStepPartial = Tile::kRows % kRowsPerStep != 0;
 };
 
-// Starts the copy of rows [first_row, first_row + kRows) of a (row, column) matrix into the tile. Rows past `num_rows`
-// and columns past kHeadDim become zeros, which add nothing to any product.
+// Starts the copy of rows [first_row, first_row + kRows) of a (row, column) matrix into the tile. Rows before `begin` or
+// past `num_rows`, and columns past kHeadDim, become zeros, which add nothing to any product.
 template <class Tile, int kThreads, int kHeadDim, class Element>
 __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem, int64 row_stride, int32 first_row,
-                                                int32 num_rows, int32 thread) {
+                                                int32 num_rows, int32 thread, int32 begin = 0) {
     using Map = CopyMap<Tile, kThreads>;
     const int32 col_chunk = thread % Map::kChunksPerStep;
     const int32 row0 = thread / Map::kChunksPerStep;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
     for (int r = 0; r < Map::kRowSteps; ++r) {
         const int32 row = row0 + r * Map::kRowsPerStep;
         if (Map::kLastStepPartial && r == Map::kRowSteps - 1 && row >= Tile::kRows) break;
-        const bool row_valid = first_row + row < num_rows;
+        const bool row_valid = static_cast<uint32>(first_row + row - begin) < static_cast<uint32>(num_rows - begin);
 #pragma unroll
         for (int c = 0; c < Map::kColSteps; ++c) {
             const int32 chunk = col_chunk + c * Map::kChunksPerStep;
@@ -123,6 +123,14 @@ __device__ __forceinline__ void load_rows_async(uint32 tile, const SourceOf& sou
             cp_async_16(tile + Tile::offset(row, chunk), source + chunk * 8, valid);
         }
     }
+}
+
+// Stores zeros to chunks `first`, `first` + kStep and so on of a row of the tile.
+template <class Tile, int kStep = 1>
+__device__ __forceinline__ void clear_row(uint32 tile, int32 row, int32 first = 0) {
+#pragma unroll 1
+    for (int32 chunk = first; chunk < Tile::kChunks; chunk += kStep)
+        store_shared(tile + Tile::offset(row, chunk), 0, 0, 0, 0);
 }
 
 // Rounds a warp's kRows16 * 16 rows of fp32 accumulators to 16 bits and writes them to global memory, from column
