@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.feature_cases import accumulator, extras, gradient_names
 
 import fa2cupy
-from fa2cupy import TileConfig
+from fa2cupy import TileConfig, reference
 from fa2cupy.testing import make_inputs
 
 
@@ -68,6 +69,8 @@ def backend(request, monkeypatch):
 
 
 def on_device(backend: Backend, array):
+    if isinstance(array, tuple):
+        return tuple(on_device(backend, x) for x in array)
     if backend.family is None or not isinstance(array, np.ndarray):
         return array
     from support.fake_cupy import place
@@ -186,3 +189,45 @@ def test_a_row_without_a_key_contributes_nothing(backend, feature, passes_delta)
         np.testing.assert_allclose(
             np.asarray(gradient, float), np.asarray(wanted[name], float), rtol=0, atol=tolerance, err_msg=name
         )
+
+
+LOWEST = float(np.finfo("float32").min)
+
+
+def lowest_of(name: str, backend: Backend, keys: int) -> dict:
+    """Returns a bias, or a function, that is the lowest number for all keys of row 2, and for some keys of others."""
+    wide = accumulator(backend.dtype)
+    bias = np.zeros((ROWS, keys), wide)
+    bias[2] = bias[5, :40] = bias[6, 40:] = bias[7, ::2] = LOWEST
+    if name == "bfloat16":
+        return {"bias": np.maximum(bias, -3.38e38).astype(ml_dtypes.bfloat16)}
+    if name == "highest":
+        return {"bias": -bias}
+    if name == "softcap":
+        return {"bias": bias, "softcap": 5.0}
+    if name == "function":
+        return {"score_mod": lambda s, b, h, q, k, hidden: np.where(hidden[q, k], LOWEST, s), "score_args": (bias < 0,)}
+    return {"bias": bias}
+
+
+@pytest.mark.parametrize("name", ("float32", "bfloat16", "highest", "softcap", "function"))
+@on(*BACKENDS)
+def test_the_lowest_finite_number_hides_a_key_only_beside_others(backend, name):
+    """Checks o, lse and gradients, over several tiles of keys: if all keys of a row have it, they count alike."""
+    if name == "bfloat16" and backend.dtype != "bfloat16":
+        pytest.skip("a bias has the dtype of q or of lse")
+    keys = 90
+    q, k, v, do = draw(backend, keys=keys)
+    do[:, 2] = 0
+    options = lowest_of(name, backend, keys)
+    results = forward(backend, q, k, v, **options)
+    wanted_o, wanted_lse = reference.forward(q, k, v, **options)
+    small = 2e-2 if backend.dtype == "bfloat16" else 4e-3 if backend.dtype == "float16" else 1e-5
+    np.testing.assert_allclose(np.asarray(results["o"], float), wanted_o, atol=small)
+    np.testing.assert_allclose(np.asarray(results["lse"], float), wanted_lse, rtol=1e-2, atol=small)
+    assert np.isfinite(results["lse"]).all()
+    gradients = backward(backend, q, k, v, *results.values(), do, **options)
+    wanted = reference.backward(q, k, v, wanted_o, wanted_lse, do, **options)
+    for key, expected in zip(("dq", "dk", "dv"), wanted, strict=True):
+        allowed = 4 * small * max(1, abs(expected).max())
+        np.testing.assert_allclose(np.asarray(gradients[key], float), expected, atol=allowed, err_msg=key)

@@ -89,9 +89,11 @@ class Formulas:
             with_sink = self._with_sink(s, part)
             row_max = with_sink.max(axis=1)
             row_max = self.xp.where(row_max == -np.inf, 0, row_max)
-            row_lse = row_max + self.xp.log(self.xp.exp(with_sink - row_max[:, None]).sum(axis=1))
-            self._statistics(lse)[part.own] = row_lse
-            p = self._round(self._dropped(self._probabilities(s, row_lse), part))
+            row_sum = self.xp.exp(with_sink - row_max[:, None]).sum(axis=1)
+            self._statistics(lse)[part.own] = row_max + self.xp.log(row_sum)
+            # lse may have lost the logarithm of the sum.
+            p = self.xp.exp(s - row_max[:, None]) / self.xp.where(row_sum == 0, 1, row_sum)[:, None]
+            p = self._round(self._dropped(self._round(p), part))
             self._heads_first(o)[part.own] = self._product(p, self._head(v, part.shared))
         return o, lse
 

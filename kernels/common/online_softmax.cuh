@@ -15,14 +15,14 @@
 
 namespace fa2::common {
 
-// kExp is the exponential of the base, which is 2 unless kNatural. kLaneStep: see the fragment contract.
-template <class Real, int kRows, int kLanesPerRow, Real (*kExp)(Real), bool kNatural = false, int kLaneStep = 1>
+// kExp is the exponential of the base, which is 2 unless kNatural. kLaneStep: see the fragment contract. kHuge: natural
+// scores may have no number in base 2; `in_base2` then limits row shifts.
+template <class Real, int kRows, int kLanesPerRow, Real (*kExp)(Real), bool kNatural = false, int kLaneStep = 1,
+          bool kHuge = false>
 struct OnlineSoftmax {
     // The largest share of a row sum that is kept. No term is negative, so it bounds each term as well, far below the
     // largest float16 (65504).
     static constexpr float kLargestShare = 4096.0f;
-    static constexpr Real kToNatural = kNatural ? 1.0 : kLn2;  // the factor from the base's logarithms
-
     Real row_shift[kRows];
     Real sum[kRows];  // of this lane's columns only
 
@@ -59,6 +59,8 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             if (kChains == 2) share[i] += second[i];
             fits &= share[i] <= kLargestShare;
+            // Below the limit P would be 0 even of the row's largest scores.
+            if constexpr (kHuge) fits &= row_shift[i] != -kLargestBase2;
         }
         return fits;
     }
@@ -145,19 +147,35 @@ struct OnlineSoftmax {
                 even = maximum(even, scores(i, j));
                 odd = maximum(odd, scores(i, j + 1));
             }
-            const Real highest =
-                maximum(row_shift[i], row_maximum<kLanesPerRow, kLaneStep>(maximum(even, odd)) * scale_log2);
-            const Real shift = highest == -infinity<Real>() ? Real(0) : highest;
+            const Real own = row_maximum<kLanesPerRow, kLaneStep>(maximum(even, odd));
+            Real scale = scale_log2, in_base = own * scale_log2;
+            if constexpr (kHuge) in_base = in_base2(own, scale_log2);
+            const Real highest = maximum(row_shift[i], in_base);
+            Real shift = highest == -infinity<Real>() ? Real(0) : highest;
             rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest;
+            if constexpr (kHuge)
+                if (magnitude(in_base) >= kLargestBase2 && highest == in_base) {
+                    // Such scores are equal or so far apart that P is 0 or 1, also with a scale that brings none beyond.
+                    scale = 0.5f;
+                    shift = 0.5f * own;
+                }
             even = odd = 0;
 #pragma unroll
             for (int j = 0; j < Fragment::kCols; j += 2) {
-                even += scores(i, j) = kExp(fma(scores(i, j), scale_log2, -shift));
-                odd += scores(i, j + 1) = kExp(fma(scores(i, j + 1), scale_log2, -shift));
+                even += scores(i, j) = kExp(fma(scores(i, j), scale, -shift));
+                odd += scores(i, j + 1) = kExp(fma(scores(i, j + 1), scale, -shift));
             }
             sum[i] = sum[i] * rescale[i] + (even + odd);
         }
+    }
+
+    // A row shift as a natural number.
+    __device__ __forceinline__ static Real natural(Real shift) {
+        if constexpr (kHuge)
+            return natural_of(shift);
+        else
+            return kNatural ? shift : shift * Real(kLn2);
     }
 
     // The end of a row, after its last key tile: 1 / total (0 without a visible key) and the natural log-sum-exp.
@@ -167,7 +185,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             const bool empty = total[i] == Real(0);
             inverse[i] = empty ? Real(0) : Real(1) / total[i];
-            lse[i] = empty ? -infinity<Real>() : row_shift[i] * kToNatural + log(total[i]);
+            lse[i] = empty ? -infinity<Real>() : natural(row_shift[i]) + log(total[i]);
         }
     }
     __device__ void finish(Real (&inverse)[kRows], Real (&lse)[kRows]) const {
@@ -187,7 +205,7 @@ struct OnlineSoftmax {
             const Real with_sink = total[i] * rescale + kExp(sink - shift);
             const bool empty = with_sink == Real(0);
             inverse[i] = empty ? Real(0) : rescale / with_sink;
-            lse[i] = empty ? -infinity<Real>() : shift * kToNatural + log(with_sink);
+            lse[i] = empty ? -infinity<Real>() : natural(shift) + log(with_sink);
         }
     }
     __device__ void finish(Real sink, Real (&inverse)[kRows], Real (&lse)[kRows]) const {

@@ -35,23 +35,24 @@ inline constexpr bool kDerivesLater = Spec::kDbias || Spec::kDscoreArgs;
 // True if the backward computes P by `take_weights` (weights.cuh).
 template <class Spec>
 inline constexpr bool kTakesWeights = kModifiesScores<Spec> || Spec::kDropout;
-// True if the scores of a function of the caller's, which are natural, stay so up to the FMA in front of the exponential.
+// True if scores are natural up to the FMA in front of the exponential, which brings them to base 2 and subtracts at
+// once: a bias or a function may have finite numbers, such as the lowest float, that have no float in base 2.
 template <class Spec>
-inline constexpr bool kCalledInExponent =
-    sizeof(typename Spec::Element) == 2 && Spec::kScoreMod && !Spec::kSoftcap && !Spec::kAlibi && !Spec::kBias;
-// True if scores stay unscaled (products, capped products, or what the caller's function returns) up to the FMA in front
-// of the exponential, which scales to base 2 and subtracts at once. Row maxima, and the -inf that `score` writes, are
-// right in unscaled scores only if the scale is positive; that of capped products and of the function always is.
+inline constexpr bool kNaturalInExponent = sizeof(typename Spec::Element) == 2 && (Spec::kBias || Spec::kScoreMod);
+// True if scores stay unscaled (products, or capped products) up to that FMA. Row maxima, and the -inf that `score`
+// writes, are right in unscaled scores only if the scale is positive; that of capped products always is.
 template <class Spec>
-inline constexpr bool kScalesInExponent =
-    kCalledInExponent<Spec> || (sizeof(typename Spec::Element) == 2 && !Spec::kBias && !Spec::kScoreMod &&
-                                (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>));
+inline constexpr bool kUnscaledScores = sizeof(typename Spec::Element) == 2 && !kNaturalInExponent<Spec> &&
+                                        (Spec::kSoftcap || kPositiveScale<Spec> || !kModifiesScores<Spec>);
+template <class Spec>
+inline constexpr bool kScalesInExponent = kNaturalInExponent<Spec> || kUnscaledScores<Spec>;
 
 // True if the backward may start the accumulators of Q K^T from -lse, which saves the subtraction. Scores must then be
 // products plus added terms: a cap is not linear, nor are most functions of the caller's.
 template <class Spec>
-inline constexpr bool kProductsFromLse = !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap &&
-                                                                  (!Spec::kScoreMod || score_args_arrays::kShifts));
+inline constexpr bool kProductsFromLse =
+    !kTakesWeights<Spec> || (kScalesInExponent<Spec> && !Spec::kSoftcap && !Spec::kBias &&
+                             (!Spec::kScoreMod || (score_args_arrays::kShifts && !Spec::kAlibi)));
 
 // True if the accumulators of dO V^T may start from -delta. Dropout rules that out: it multiplies dP before delta is
 // subtracted.
@@ -62,12 +63,15 @@ inline constexpr bool kProductsFromDelta = !Spec::kDropout;
 // If the cap came first, behind its branch between polynomial and tanh, no exponential could start before all elements
 // are capped.
 template <class Spec>
-inline constexpr bool kCapsLate = kScalesInExponent<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
+inline constexpr bool kCapsLate = kUnscaledScores<Spec> && Spec::kSoftcap && !Spec::kAlibi && !Spec::kMask &&
                                   !Spec::kKeyPadding && !kHidesByFunction<Spec>;
 
 // What scores of 1 are in the units of a kernel: scores are in base 2, or else natural.
 template <class Spec>
 inline constexpr double kScoreUnit = kNaturalScores<Spec> ? 1.0 : kLog2e;
+// The same for the terms that `score` adds, unless they are unscaled.
+template <class Spec>
+inline constexpr double kTermUnit = kNaturalInExponent<Spec> ? 1.0 : kScoreUnit<Spec>;
 
 // The factor from products to scores in these units. A function of the caller's returns natural scores.
 template <class Spec, class Record>
@@ -106,8 +110,8 @@ __device__ __forceinline__ auto score_scale(const Record& params) {
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     if constexpr (!kScalesInExponent<Spec>)
         return Real(1);
-    else if constexpr (Spec::kScoreMod)
-        return Real(kScoreUnit<Spec>);
+    else if constexpr (kNaturalInExponent<Spec>)
+        return Real(kLog2e);
     else if constexpr (Spec::kSoftcap)
         return params.capped_log2;
     else
@@ -136,10 +140,10 @@ __device__ __forceinline__ HeadTerms<Spec> head_terms(const Record& params, int3
     HeadTerms<Spec> terms;
     if constexpr (Spec::kAlibi) {
         const auto slope = params.alibi_slopes[params.alibi_slopes_strides.offset(batch, head, 0, 0)];
-        if constexpr (kScalesInExponent<Spec>)
+        if constexpr (kUnscaledScores<Spec>)
             terms.slope = slope * params.alibi_scale;
         else
-            terms.slope = slope * Real(kScoreUnit<Spec>);
+            terms.slope = slope * Real(kTermUnit<Spec>);
     }
     if constexpr (Spec::kScoreMod)
         static_cast<ScoreHeadTerms<Real>&>(terms) = score_head_terms<Real>(score_args_of(params), batch, head);
@@ -151,7 +155,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     using Arrays = ScoreArrays<Spec, Record, kInMemory>;
     using Real = typename ElementTraits<typename Spec::Element>::Accum;
     static constexpr bool kFast = sizeof(typename Spec::Element) == 2;
-    static constexpr Real kUnit = kScoreUnit<Spec>;
+    static constexpr Real kUnit = kTermUnit<Spec>;
 
   public:
     // The position of a lane's first element. The other elements' distances from the diagonal differ from `distance` by
@@ -173,7 +177,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
     __device__ __forceinline__ Position position(int32 query, int32 key) const {
         Real distance = 0;
         if constexpr (Spec::kAlibi) distance = static_cast<Real>(query + params_.seqlen_k - params_.seqlen_q - key);
-        if constexpr (Spec::kAlibi && kScalesInExponent<Spec>) distance *= terms_.slope;
+        if constexpr (Spec::kAlibi && kUnscaledScores<Spec>) distance *= terms_.slope;
         return {query, key, distance, Spec::kScoreMod ? static_cast<Real>(query - key) : Real(0)};
     }
 
@@ -231,14 +235,16 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
         return distance_terms<Real>(score_args_of(params_), batch_, head_, first.query + queries - first.key - keys);
     }
 
-    // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: unscaled if
-    // kScalesInExponent, otherwise in the kernel's units. `term` holds the element's bias and visibility from the
+    // The score of the element `queries` rows and `keys` columns from `first`, given its capped product: natural or
+    // unscaled if kScalesInExponent, otherwise in the kernel's units. `term` holds the element's bias and visibility from the
     // arrays. kRounded: every kernel computes the same bits, wherever the compiler would make an FMA.
     template <bool kRounded = false>
     __device__ __forceinline__ Real score(Real capped, const Position& first, int32 queries, int32 keys,
                                           const typename Arrays::Term& term) const {
         Real x = capped;
-        if constexpr (!kScalesInExponent<Spec>)
+        if constexpr (kNaturalInExponent<Spec>) {
+            if constexpr (!Spec::kScoreMod || Spec::kSoftcap) x *= capped_scale<Spec>(params_) * Real(kLn2);
+        } else if constexpr (!kUnscaledScores<Spec>)
             x = kRounded ? rounded_product(x, capped_scale<Spec>(params_)) : x * capped_scale<Spec>(params_);
         if constexpr (Spec::kAlibi) {
             // In unscaled scores, the FMA is shared by all elements at the same distance from the diagonal, and each
@@ -247,7 +253,7 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
             const Real offset = static_cast<Real>(queries - keys);
             if constexpr (kRounded)
                 x = fma(-terms_.slope, magnitude(first.distance + offset), x);
-            else if constexpr (!kScalesInExponent<Spec>)
+            else if constexpr (!kUnscaledScores<Spec>)
                 x -= terms_.slope * magnitude(first.distance + offset);
             else if constexpr (Spec::kCausal)
                 x -= fma(terms_.slope, offset, first.distance);

@@ -71,6 +71,21 @@ __device__ __forceinline__ void modify_scores(Fragment& scores, const Record& pa
     }
 }
 
+// Brings scores to base 2 that `modify_scores` has left to the exponent. Row maxima can then be taken of them.
+template <class Spec, int kN8, class Record>
+__device__ __forceinline__ void scale_scores(QuadFragment<kN8>& scores, const Record& params) {
+    if constexpr (kScalesInExponent<Spec>) {
+        const float scale = score_scale<Spec>(params);
+#pragma unroll
+        for (int n = 0; n < kN8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& x = scores.value[n][e];
+                x = kNaturalInExponent<Spec> ? in_base2(x) : x * scale;
+            }
+    }
+}
+
 // Turns products into natural scores, for element types whose scores are not scaled in the exponent.
 template <class Spec, class Fragment, class Record>
 __device__ __forceinline__ void natural_scores(Fragment& scores, const Record& params, const ScoreTile& tile) {
@@ -171,7 +186,11 @@ inline constexpr bool kFinishReadsHead = Spec::kSink;
 template <class Real, class Spec, class Record>
 __device__ __forceinline__ Real sink_of(const Record& params, int32 head, int32 share) {
     if (Spec::kSplit && share > 0) return -infinity<Real>();
-    return params.sink[params.sink_strides.offset(0, head, 0, 0)] * Real(kScoreUnit<Spec>);
+    const Real sink = params.sink[params.sink_strides.offset(0, head, 0, 0)];
+    if constexpr (kNaturalScores<Spec>)
+        return sink;
+    else
+        return in_base2(sink);
 }
 
 // Finishes rows after their last key tile: computes the factor of O and lse. `share`: the block's share of the key

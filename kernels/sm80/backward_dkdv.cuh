@@ -144,7 +144,7 @@ struct BackwardDkdv {
         if (thread >= 2 * kBr) return 0.0f;
         const float lse = valid ? params.lse[first + row] : -common::infinity<float>();
         const bool hidden = lse == -common::infinity<float>();
-        if (thread < kBr) return hidden ? -lse : lse * static_cast<float>(common::kLog2e);
+        if (thread < kBr) return hidden ? -lse : common::in_base2(lse);
         return hidden ? 0.0f : -params.delta[first + row];
     }
     __device__ void store_row_stat(float x, int32 parity) const {

@@ -97,9 +97,8 @@ struct BackwardDq {
                 const int32 row = first_row + warp_row + 16 * m + Scores::row(i, lane);
                 const bool valid = row < params.seqlen_q;
                 const float natural = valid ? params.lse[first_stat + row] : -common::infinity<float>();
-                lse[m][i] =
-                    natural == -common::infinity<float>() ? -natural : natural * static_cast<float>(common::kLog2e);
                 const bool hidden = natural == -common::infinity<float>();  // delta may be NaN then
+                lse[m][i] = hidden ? -natural : common::in_base2(natural);
                 minus_delta[m][i] = hidden ? 0.0f : -params.delta[first_stat + row];
             }
 

@@ -51,7 +51,7 @@ struct ForwardRows {
 
     using Scores = QuadFragment<kBc / 8>;
     using Output = QuadFragment<kD / 8>;
-    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
     __device__ static void run(const Params& params, char* dynamic_smem) {
         const uint32 smem = shared_address(dynamic_smem);
@@ -117,11 +117,7 @@ struct ForwardRows {
                 common::modify_scores<Spec>(scores[m], params, score_tile);
                 if (try_row_shift && softmax[m].try_row_shift(scores[m], common::score_scale<Spec>(params), p[m]))
                     continue;
-                if constexpr (common::kScalesInExponent<Spec>)
-#pragma unroll
-                    for (int n = 0; n < kBc / 8; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
+                common::scale_scores<Spec>(scores[m], params);
                 if (masked)
                     common::hide_scores<false, Spec>(scores[m], mask, params, score_tile, -common::infinity<float>());
                 float rescale[2];

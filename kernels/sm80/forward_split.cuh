@@ -62,7 +62,7 @@ struct ForwardSplit {
     using Scores = QuadFragment<kHalfKeys / 8>;
     using Packed = PackedFragment<Element, kHalfKeys / 8>;
     using Output = QuadFragment<kHalfCols / 8>;
-    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
     uint32 smem;
     int32 lane, pair, half;
@@ -189,11 +189,7 @@ struct ForwardSplit {
                 float highest[kM16][2];
 #pragma unroll
                 for (int m = 0; m < kM16; ++m) {
-                    if constexpr (common::kScalesInExponent<Spec>)
-#pragma unroll
-                        for (int n = 0; n < kHalfKeys / 8; ++n)
-#pragma unroll
-                            for (int e = 0; e < 4; ++e) scores[m].value[n][e] *= common::score_scale<Spec>(params);
+                    common::scale_scores<Spec>(scores[m], params);
                     if (masked)
                         common::hide_scores<false, Spec>(scores[m], mask, params, score_tile.shifted(16 * m, 0),
                                                          -common::infinity<float>());

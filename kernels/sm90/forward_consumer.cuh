@@ -52,7 +52,7 @@ class ForwardConsumer : common::HeadTerms<Spec>,
     using Scores = QuadFragment<kBc / 8>;
     using Output = QuadFragment<kD / 8>;
     using Probabilities = PackedFragment<Element, kBc / 8>;
-    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx>;
+    using Softmax = common::OnlineSoftmax<float, 2, 4, common::exp2_approx, false, 1, common::kNaturalInExponent<Spec>>;
 
   public:
     __device__ ForwardConsumer(const Params& params, const Memory& memory, int32 group)
