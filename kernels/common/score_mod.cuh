@@ -95,13 +95,20 @@ __device__ __forceinline__ auto capped_scale(const Record& params) {
         return params.softcap_log2 * decltype(params.softcap_log2)(kLn2);
 }
 
+// softmax_scale, if the record has it: an operand in constant memory needs no register.
+template <class Record>
+__device__ __forceinline__ auto softmax_scale_of(const Record& params, int) -> decltype(params.softmax_scale + 0) {
+    return params.softmax_scale;
+}
+template <class Record>
+__device__ __forceinline__ float softmax_scale_of(const Record& params, long) {
+    return params.scale_log2 * static_cast<float>(kLn2);
+}
+
 // The factor from products to natural scores, which the caller's function gets.
 template <class Spec, class Record>
 __device__ __forceinline__ auto natural_scale(const Record& params) {
-    if constexpr (kNaturalScores<Spec>)
-        return params.softmax_scale;
-    else
-        return params.scale_log2 * static_cast<float>(kLn2);
+    return softmax_scale_of(params, 0);
 }
 
 // The factor that brings the results of `score` to base 2; 1 if they are in base 2 already.
@@ -243,7 +250,10 @@ class ScoreMod : public Softcap<Spec, Record>, public ScoreArrays<Spec, Record, 
                                           const typename Arrays::Term& term) const {
         Real x = capped;
         if constexpr (kNaturalInExponent<Spec>) {
-            if constexpr (!Spec::kScoreMod || Spec::kSoftcap) x *= capped_scale<Spec>(params_) * Real(kLn2);
+            if constexpr (Spec::kSoftcap)
+                x *= capped_scale<Spec>(params_) * Real(kLn2);
+            else if constexpr (!Spec::kScoreMod)
+                x *= natural_scale<Spec>(params_);
         } else if constexpr (!kUnscaledScores<Spec>)
             x = kRounded ? rounded_product(x, capped_scale<Spec>(params_)) : x * capped_scale<Spec>(params_);
         if constexpr (Spec::kAlibi) {

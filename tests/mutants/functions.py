@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "sm90 functions: one that scales is taken for one that adds",
         "backward",
-        "(!Spec::kScoreMod || score_args_arrays::kShifts)",
+        "(!Spec::kScoreMod || (score_args_arrays::kShifts && !Spec::kAlibi))",
         "true",
         "numbers",
         dataclasses.replace(FUNCTIONS["bounded"], hopper_tile=TileConfig(128, 128, 12, 2)),

@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "log-sum-exp of a row without keys",
         "forward",
-        "lse[i] = empty ? -infinity<Real>() : row_shift",
-        "lse[i] = empty ? Real(0) : row_shift",
+        "lse[i] = empty ? -infinity<Real>() : natural(row_shift",
+        "lse[i] = empty ? Real(0) : natural(row_shift",
         "numbers",
         MASKED_ROWS,
     ),
@@ -231,7 +231,7 @@ MUTANTS = (
     Mutant(
         "no barrier at the top of an iteration",
         "backward",
-        "cp_async_wait<0>();\n            block_barrier();\n            if",
+        "cp_async_wait<0>();\n            query_tile_barrier(slot, t % 2);\n            if",
         "cp_async_wait<0>();\n            if",
         "race",
     ),
