@@ -95,7 +95,8 @@ def forward(
         lse. There is no gradient for them.
     bias : ndarray, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
         Added to the scores, in q's dtype or that of lse; a broadcast bias is not expanded in memory. ``-inf`` hides a
-        key. Elements for keys that are hidden by other means are ignored, even if they are NaN.
+        key. The lowest finite number hides it only beside keys with a higher one: if all keys of a row have it, o is
+        the mean of their values. Elements for keys that are hidden by other means are ignored, even if they are NaN.
     mask : ndarray of bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k)
         True where a key is visible.
     key_padding_mask : ndarray of bool, shape (batch, seqlen_k), or (seqlen_k,) where q has no batch axis
@@ -359,6 +360,13 @@ def backward(
     With P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = softmax_scale dS K and
     dK = softmax_scale dS^T Q (FlashAttention-2, Dao 2023, Algorithm 2). dlse is subtracted from delta. The docstring of
     ``fa2cupy/problem/features.py`` has the terms that features add. Errors are those of `forward`.
+
+    A row that sees no key, whose lse is -inf, contributes nothing to any gradient, even if q, do, dlse or delta are NaN
+    there. Hide keys by a mask or a bias of -inf rather than by large numbers: the rounding of lse gives P a relative
+    error of about ``abs(lse) * 2**-24`` (``2**-53`` for float64). Beyond an lse of about ``2**26`` (``2**55``), which
+    -1e9 for all keys of a row makes, it has lost the logarithm of their number: P is at most 1, but the row's
+    contributions may be as many times too large as it has keys. For 16-bit data on the GPU they are 0 where lse is
+    below -2.3e38, such as for the lowest float32.
 
     On the GPU a call allocates, in addition to results: delta, unless it is passed (4 bytes for each row of a head, 8
     for float64); in ``single_pass`` of 16-bit data, and of float32 data on tensor cores, a float32 dq, with

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from support.feature_cases import accumulator, extras, gradient_names
+from support.feature_cases import accumulator, extras, gradient_names, numbers
 
 import fa2cupy
 from fa2cupy import TileConfig, reference
-from fa2cupy.testing import make_inputs
+from fa2cupy.testing import Expectation, make_inputs
 
 
 class Backend(NamedTuple):
@@ -26,6 +26,8 @@ class Backend(NamedTuple):
     family: str | None = None
     config: dict[str, TileConfig] | TileConfig | None = None
     precision: str | None = None
+    arch: str = "sm_80"
+    head_dim: int = 24
 
 
 BY_ROWS, BY_KEYS = TileConfig(32, 32, 2, 2), TileConfig(32, 32, 4, 2)
@@ -41,8 +43,14 @@ BACKENDS = {
     "sm80, two_pass": Backend("bfloat16", "two_pass", "sm80", OF_SM80),
     "sm80 float32": Backend("float32", "two_pass", "sm80", None, "split"),
 }
+OF_SM90 = {"forward": TileConfig(128, 64, 12, 2)}
+#: test_rows_without_keys.py has more of these kernels.
+ON_HOPPER = {
+    "sm90": Backend("float16", "single_pass", "sm90", OF_SM90, None, "sm_90", 64),
+    "sm90, two_pass": Backend("bfloat16", "two_pass", "sm90", OF_SM90, None, "sm_90", 64),
+}
 ON_NUMPY = [name for name in BACKENDS if name.startswith("numpy")]
-ROWS, KEYS, HEAD_DIM = 20, 27, 24
+ROWS, KEYS = 20, 27
 
 
 def on(*names: str):
@@ -53,8 +61,8 @@ def on(*names: str):
 
 @pytest.fixture
 def backend(request, monkeypatch):
-    """Yields one of `BACKENDS`."""
-    chosen = BACKENDS[request.param]
+    """Yields one of the backends."""
+    chosen = (BACKENDS | ON_HOPPER)[request.param]
     with contextlib.ExitStack() as stack:
         if chosen.family is not None:
             pytest.importorskip("cupy")
@@ -63,7 +71,7 @@ def backend(request, monkeypatch):
             from fa2cupy import api
             from fa2cupy.gpu import calls as gpu
 
-            stack.enter_context(simulated_gpu(monkeypatch, "sm_80"))
+            stack.enter_context(simulated_gpu(monkeypatch, chosen.arch))
             monkeypatch.setattr(api, "backend_of", lambda name, array: gpu)
         yield chosen
 
@@ -79,7 +87,7 @@ def on_device(backend: Backend, array):
 
 
 def draw(backend: Backend, rows: int = ROWS, keys: int = KEYS, **sizes) -> list[np.ndarray]:
-    sizes = {"num_heads": 2, "num_heads_kv": 1, "head_dim": HEAD_DIM, **sizes}
+    sizes = {"num_heads": 2, "num_heads_kv": 1, "head_dim": backend.head_dim, **sizes}
     return list(make_inputs(backend.dtype, seqlen_q=rows, seqlen_k=keys, **sizes))
 
 
@@ -210,8 +218,9 @@ def lowest_of(name: str, backend: Backend, keys: int) -> dict:
     return {"bias": bias}
 
 
+@pytest.mark.sample(backend=(*ON_NUMPY, "sm80", "sm80, two_pass"), name=("float32", "bfloat16", "highest", "function"))
 @pytest.mark.parametrize("name", ("float32", "bfloat16", "highest", "softcap", "function"))
-@on(*BACKENDS)
+@on(*BACKENDS, *ON_HOPPER)
 def test_the_lowest_finite_number_hides_a_key_only_beside_others(backend, name):
     """Checks o, lse and gradients, over several tiles of keys: if all keys of a row have it, they count alike."""
     if name == "bfloat16" and backend.dtype != "bfloat16":
@@ -231,3 +240,19 @@ def test_the_lowest_finite_number_hides_a_key_only_beside_others(backend, name):
     for key, expected in zip(("dq", "dk", "dv"), wanted, strict=True):
         allowed = 4 * small * max(1, abs(expected).max())
         np.testing.assert_allclose(np.asarray(gradients[key], float), expected, atol=allowed, err_msg=key)
+
+
+@pytest.mark.sample(backend=(*ON_NUMPY, "simt, two_pass", "sm80, two_pass"))
+@on(*(name for name in BACKENDS if name not in ("simt", "sm80")))
+def test_sums_of_a_warp_do_not_need_its_first_lane(backend):
+    """Checks sums over rows and keys, where no lane that adds them up to memory has a visible key."""
+    wide = accumulator(backend.dtype)
+    options = {
+        "mask": np.broadcast_to(np.arange(ROWS)[:, None] % 4 != 0, (ROWS, KEYS)),
+        "bias": numbers((1, KEYS), wide),
+        "score_mod": lambda s, b, h, q, k, heads, table: s + heads[h] * 0.5 + table[np.clip(q - k + 30, 0, 59)],
+        "score_args": (numbers((2,), wide, 1), numbers((60,), wide, 2)),
+    }
+    q, k, v, do = draw(backend)
+    results = backward(backend, q, k, v, *forward(backend, q, k, v, **options).values(), do, **options)
+    Expectation(q, k, v, do, **options).check(**results)

@@ -155,7 +155,7 @@ struct OnlineSoftmax {
             rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest;
             if constexpr (kHuge)
-                if (magnitude(in_base) >= kLargestBase2 && highest == in_base) {
+                if (magnitude(in_base) == kLargestBase2 && highest == in_base) {
                     // Such scores are equal or so far apart that P is 0 or 1, also with a scale that brings none beyond.
                     scale = 0.5f;
                     shift = 0.5f * own;

@@ -84,6 +84,14 @@ MUTANTS = (
         Problem(lengths=(67, 96), causal=False, scores=functools.partial(jumping, most=17.5)),
     ),
     Mutant(
+        "dsink of a row without a key, and of a sink that is none",
+        "dsink",
+        "if (lse == -infinity<Accum>()) continue;",
+        "",
+        "numbers",
+        Problem("float32", 24, (40, 9), feature="sink of one head"),
+    ),
+    Mutant(
         "dsink of as many rows as a block has threads",
         "dsink",
         "row < params.seqlen_q; row += blockDim.x",

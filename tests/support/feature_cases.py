@@ -51,6 +51,7 @@ def options_of(name: str, dtype: str, sizes: dict) -> dict:
         "mask of rows": lambda: {"mask": booleans((batch, 1, rows, keys))},
         "padding": lambda: {"key_padding_mask": padding},
         "sink": lambda: {"sink": numbers((heads,), wide)},
+        "sink of one head": lambda: {"sink": np.where(np.arange(heads) == 0, -np.inf, 0.5).astype(wide)},
         "dropout": lambda: {"dropout_p": 0.3, "seed": 0x123456789ABCDEF0},
     }[name]()
 
