@@ -8,7 +8,7 @@ from support.simulated_problems import at_level, jumping
 from support.strided_arrays import gapped
 
 from .mutant import Mutant
-from .problems import ONE_GROUP, PAIRS, Problem
+from .problems import ONE_GROUP, PAIRS, Problem, with_nan, without_keys
 
 AHEAD = Problem(lengths=(109, 139), rows_ahead=70)
 #: Expressions that round a number to a bit less than the dtype has.
@@ -82,6 +82,54 @@ MUTANTS = (
         "kLargestShare = 262144.0f;",
         "numbers",
         Problem(lengths=(67, 96), causal=False, scores=functools.partial(jumping, most=17.5)),
+    ),
+    Mutant(
+        "queries before the first key are read",
+        "backward",
+        "const int32 begin = common::end_of_hidden_rows<Spec>(params);",
+        "const int32 begin = 0;",
+        "numbers",
+        Problem(lengths=(94, 37), scores=functools.partial(with_nan, rows=slice(94 - 37))),
+    ),
+    Mutant(
+        "dO of a row without a key is kept",
+        "backward",
+        "clear_row<QueryTile>(smem + kDo + slot * kStageBytes, thread);",
+        "",
+        "numbers",
+        without_keys(),
+    ),
+    Mutant(
+        "a tile is read before rows without a key are cleared",
+        "backward",
+        "kStageBytes, thread);\n            }\n        }\n        block_barrier();",
+        "kStageBytes, thread);\n            }\n        }",
+        "race",
+        without_keys(),
+    ),
+    Mutant(
+        "delta of a row without a key",
+        "backward_dkdv",
+        "return hidden ? 0.0f : -params.delta[first + row];",
+        "return valid ? -params.delta[first + row] : 0.0f;",
+        "numbers",
+        without_keys(),
+    ),
+    Mutant(
+        "simt: dO of a row without a key is kept",
+        "backward_dkdv",
+        "clear_hidden_rows(do_tile);",
+        "",
+        "numbers",
+        without_keys(dtype="float32", head_dim=24, lengths=(21, 27)),
+    ),
+    Mutant(
+        "simt: dO of a row without a key is kept in one pass",
+        "backward",
+        "clear_hidden_rows(do_rows + own, lse, lane);",
+        "",
+        "numbers",
+        without_keys(dtype="float32", head_dim=24, lengths=(21, 27)),
     ),
     Mutant(
         "dsink of a row without a key, and of a sink that is none",

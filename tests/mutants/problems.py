@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,6 +81,17 @@ def with_units(inputs: tuple) -> tuple:
 def with_small_gradients(inputs: tuple) -> tuple:
     inputs[3][...] *= np.float32(1e-7)
     return inputs
+
+
+def with_nan(inputs: tuple, rows: slice) -> tuple:
+    """Makes do NaN in rows that see no key."""
+    inputs[3][:, rows] = np.nan
+    return inputs
+
+
+def without_keys(**problem) -> Problem:
+    """Returns a problem whose mask hides every seventh row, with NaN there."""
+    return Problem(feature="mask of whole rows", scores=functools.partial(with_nan, rows=slice(2, None, 7)), **problem)
 
 
 # float32 in parts

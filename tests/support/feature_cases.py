@@ -49,6 +49,7 @@ def options_of(name: str, dtype: str, sizes: dict) -> dict:
         "bias of queries": lambda: {"bias": numbers((1, heads, rows, 1), dtype)},
         "mask": lambda: {"mask": booleans((batch, heads, rows, keys))},
         "mask of rows": lambda: {"mask": booleans((batch, 1, rows, keys))},
+        "mask of whole rows": lambda: {"mask": np.arange(rows)[:, None] % 7 != np.full(keys, 2)},
         "padding": lambda: {"key_padding_mask": padding},
         "sink": lambda: {"sink": numbers((heads,), wide)},
         "sink of one head": lambda: {"sink": np.where(np.arange(heads) == 0, -np.inf, 0.5).astype(wide)},
