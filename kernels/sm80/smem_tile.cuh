@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_tile_async(uint32 tile, const Element* gmem
     for (int r = 0; r < Map::kRowSteps; ++r) {
         const int32 row = row0 + r * Map::kRowsPerStep;
         if (Map::kLastStepPartial && r == Map::kRowSteps - 1 && row >= Tile::kRows) break;
-        const bool row_valid = static_cast<uint32>(first_row + row - begin) < static_cast<uint32>(num_rows - begin);
+        const bool row_valid = first_row + row >= begin && first_row + row < num_rows;
 #pragma unroll
         for (int c = 0; c < Map::kColSteps; ++c) {
             const int32 chunk = col_chunk + c * Map::kChunksPerStep;

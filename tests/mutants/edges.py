@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "queries before the first key are read",
         "backward",
-        "const int32 begin = common::end_of_hidden_rows<Spec>(params);",
+        "const int32 begin = common::mask_of<Spec>(params).first_query(0);",
         "const int32 begin = 0;",
         "numbers",
         Problem(lengths=(94, 37), scores=functools.partial(with_nan, rows=slice(94 - 37))),

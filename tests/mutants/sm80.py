@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "no row predicate on load",
         "backward",
-        "row_valid = static_cast<uint32>(first_row + row - begin) < static_cast<uint32>(num_rows - begin);",
+        "row_valid = first_row + row >= begin && first_row + row < num_rows;",
         "row_valid = true;",
         "bounds",
         ONE_HEAD,
