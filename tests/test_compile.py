@@ -106,7 +106,7 @@ EXEMPTIONS = (
     Exemption("backward", 128, TileConfig(64, 128, 8, 1), 132, SIBLING),
     Exemption("backward_dq", 64, TileConfig(128, 64, 4, 2, 2), 48, MEASURED),
     Exemption("backward_dq", 128, TileConfig(128, 32, 4, 2, 2), 88, MEASURED),
-    Exemption("backward", 32, TileConfig(64, 128, 8, 2, 2), 60, MEASURED),
+    Exemption("backward", 32, TileConfig(64, 128, 8, 2, 2), 64, MEASURED),
     Exemption("backward", 160, TileConfig(32, 64, 4, 2, 2), 152, MEASURED),
     Exemption("backward_dkdv", 32, TileConfig(64, 64, 4, 2, 4), 76, MEASURED),
     Exemption("backward_dkdv", 160, TileConfig(32, 64, 4, 2, 2), 136, MEASURED),

@@ -126,7 +126,9 @@ struct BackwardDkdv {
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
-        const int32 begin = common::mask_of<Spec>(params).first_query(0);  // rows before it see no key
+        // Rows before `begin` see no key. The two expressions are equal; fewer registers spill with these.
+        const int32 by_mask = common::mask_of<Spec>(params).first_query(0);
+        const int32 begin = kWithDq ? by_mask : common::end_of_hidden_rows<Spec>(params);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
                                                        step.tile * kBr, params.seqlen_q, thread, begin);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,

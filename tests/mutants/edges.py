@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "queries before the first key are read",
         "backward",
-        "const int32 begin = common::mask_of<Spec>(params).first_query(0);",
-        "const int32 begin = 0;",
+        "const int32 by_mask = common::mask_of<Spec>(params).first_query(0);",
+        "const int32 by_mask = 0;",
         "numbers",
         Problem(lengths=(94, 37), scores=functools.partial(with_nan, rows=slice(94 - 37))),
     ),
