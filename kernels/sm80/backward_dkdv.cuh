@@ -126,13 +126,10 @@ struct BackwardDkdv {
         if constexpr (common::kListsTiles<Spec>) step = tiles.at(step);
         const Element* q = params.q + params.q_strides.offset(batch, 0, step.head);
         const Element* dout = params.dout + params.dout_strides.offset(batch, 0, step.head);
-        // Rows before `begin` see no key. The two expressions are equal; fewer registers spill with these.
-        const int32 by_mask = common::mask_of<Spec>(params).first_query(0);
-        const int32 begin = kWithDq ? by_mask : common::end_of_hidden_rows<Spec>(params);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kQ + slot * kStageBytes, q, params.q_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread, begin);
+                                                       step.tile * kBr, params.seqlen_q, thread);
         load_tile_async<QueryTile, kThreads, kHeadDim>(smem + kDo + slot * kStageBytes, dout, params.dout_strides.row,
-                                                       step.tile * kBr, params.seqlen_q, thread, begin);
+                                                       step.tile * kBr, params.seqlen_q, thread);
     }
 
     // The first kBr threads return lse * log2(e), the next kBr return -delta. An lse of +inf makes P zero, without a
@@ -153,17 +150,23 @@ struct BackwardDkdv {
         if (thread < 2 * kBr) store_shared(smem + kRowStats + parity * kRowStatsBytes + thread * 4, x);
     }
 
-    // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key.
-    __device__ void query_tile_barrier(int32 slot, int32 parity) const {
+    // The barrier behind which a query tile is there, with zeros in the rows of Q and dO that see no key. By position
+    // there are such rows only in the first tile of a head.
+    __device__ void query_tile_barrier(int32 slot, int32 parity, bool is_first) const {
+        const auto is_hidden = [&](int32 thread) {  // by the number that this thread has stored
+            const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;
+            return thread < kBr && load_shared<float>(lse) == common::infinity<float>();
+        };
         if constexpr (common::kHidesRowsByValue<Spec>) {
-            const int32 thread = computed_anew(this->thread);
-            const uint32 lse = smem + kRowStats + parity * kRowStatsBytes + thread * 4;  // which this thread has stored
-            const bool hidden = thread < kBr && load_shared<float>(lse) == common::infinity<float>();
-            if (barrier_all(0, kThreads, !hidden)) return;
-            if (hidden) {
-                clear_row<QueryTile>(smem + kQ + slot * kStageBytes, thread);
-                clear_row<QueryTile>(smem + kDo + slot * kStageBytes, thread);
-            }
+            if (barrier_all(0, kThreads, !is_hidden(threadIdx.x))) return;
+        } else {
+            block_barrier();
+            if (!is_first || common::end_of_hidden_rows<Spec>(params) <= 0) return;
+        }
+        const int32 row = threadIdx.x;
+        if (is_hidden(row)) {
+            clear_row<QueryTile>(smem + kQ + slot * kStageBytes, row);
+            clear_row<QueryTile>(smem + kDo + slot * kStageBytes, row);
         }
         block_barrier();
     }
@@ -341,7 +344,7 @@ struct BackwardDkdv {
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            query_tile_barrier(slot, t % 2);
+            query_tile_barrier(slot, t % 2, step.tile == tiles.begin);
             if constexpr (kStages > 1) {
                 if (more) load_query_tile(following, (t + 1) % kStages);
                 cp_async_commit();

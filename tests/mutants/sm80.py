@@ -231,7 +231,7 @@ MUTANTS = (
     Mutant(
         "no barrier at the top of an iteration",
         "backward",
-        "cp_async_wait<0>();\n            query_tile_barrier(slot, t % 2);\n            if",
+        "cp_async_wait<0>();\n            query_tile_barrier(slot, t % 2, step.tile == tiles.begin);\n            if",
         "cp_async_wait<0>();\n            if",
         "race",
     ),
