@@ -113,9 +113,7 @@ EXEMPTIONS = (
     Exemption("backward_dkdv", 32, TileConfig(64, 64, 4, 2, 4), 76, MEASURED),
     Exemption("backward_dkdv", 160, TileConfig(32, 64, 4, 2, 2), 136, MEASURED),
     Exemption("backward_dkdv", 64, TileConfig(64, 64, 4, 2, 3), 184, MEASURED),
-    Exemption("backward_dkdv", 96, TileConfig(64, 64, 4, 2, 2), 8, MEASURED),
     Exemption("backward_dkdv", 128, TileConfig(64, 128, 8, 2), 212, MEASURED),
-    Exemption("backward_dkdv", 256, TileConfig(32, 32, 4, 1), 16, SIBLING),
     Exemption("decode", 64, TileConfig(32, 128, 4, 2, 3), 12, OF_DECODE_ROWS),
     # sm90, float32
     Exemption("backward", 128, TileConfig(64, 128, 12, 1), 68, OF_PARTS),
