@@ -128,24 +128,30 @@ def test_probabilities_are_at_most_one(backend, feature):
         np.testing.assert_array_equal(gradient, wanted[name], err_msg=name)
 
 
-@on("numpy", "numpy half", "simt", "sm80", "sm80, two_pass")
-def test_a_row_with_the_same_large_bias_for_all_keys_leaves_the_others_alone(backend):
+@pytest.mark.sample(backend=(*ON_NUMPY, "simt", "sm80", "sm90"), value=(-1e9,))
+@pytest.mark.parametrize("value", (-1e9, -1e30, 1e30))
+@on("numpy", "numpy half", "simt", "sm80", "sm80, two_pass", *ON_HOPPER)
+def test_a_row_with_the_same_large_bias_for_all_keys_leaves_the_others_alone(backend, value):
     """Checks that nothing of the row is seen where its do is 0. Its lse has lost as much as its scores differ by."""
-    q, k, v, do = draw(backend)
+    keys = 90
+    q, k, v, do = draw(backend, keys=keys)
     q *= 8
-    bias = np.zeros((ROWS, KEYS), accumulator(backend.dtype))
-    bias[5:9] = -1e9
+    bias = np.zeros((ROWS, keys), accumulator(backend.dtype))
+    bias[5:9] = value
     do[:, 5:9] = 0
     o, lse = forward(backend, q, k, v, bias=bias).values()
+    assert np.isfinite(np.asarray(o, float)).all() and np.isfinite(lse).all()
+    assert (abs(np.asarray(o, float)).max(-1) <= abs(np.asarray(v, float)).max() * 1.01).all()
+    assert abs(np.asarray(o, float))[:, 5:9].max(-1).all()
     gradients = backward(backend, q, k, v, o, lse, do, bias=bias)
     assert not gradients["dq"][:, 5:9].any()
     others = np.r_[:5, 9:ROWS]
     wanted = forward(backend, q[:, others], k, v)
     wanted = backward(backend, q[:, others], k, v, *wanted.values(), do[:, others])
-    for name in ("dk", "dv"):
-        np.testing.assert_allclose(
-            np.asarray(gradients[name], float), np.asarray(wanted[name], float), atol=2e-2, err_msg=name
-        )
+    for name in ("dk", "dv"):  # of other tiles: P and dS are rounded elsewhere
+        own, expected = (np.asarray(x[name], float) for x in (gradients, wanted))
+        unit = 2**-8 if backend.dtype == "bfloat16" else 2**-11
+        np.testing.assert_allclose(own, expected, atol=4 * unit * abs(expected).max(), err_msg=name)
 
 
 def hidden_rows(name: str, backend: Backend) -> tuple[dict, np.ndarray]:

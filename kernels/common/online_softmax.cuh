@@ -23,6 +23,8 @@ struct OnlineSoftmax {
     // The largest share of a row sum that is kept. No term is negative, so it bounds each term as well, far below the
     // largest float16 (65504).
     static constexpr float kLargestShare = 4096.0f;
+    // From here on, row shifts in base 2 are rounded to multiples of 32.
+    static constexpr float kHugeShift = 0x1p28f;
     Real row_shift[kRows];
     Real sum[kRows];  // of this lane's columns only
 
@@ -59,8 +61,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < kRows; ++i) {
             if (kChains == 2) share[i] += second[i];
             fits &= share[i] <= kLargestShare;
-            // Below the limit P would be 0 even of the row's largest scores.
-            if constexpr (kHuge) fits &= row_shift[i] != -kLargestBase2;
+            if constexpr (kHuge) fits &= magnitude(row_shift[i]) < kHugeShift;  // as in `update_raw`
         }
         return fits;
     }
@@ -155,10 +156,11 @@ struct OnlineSoftmax {
             rescale[i] = kExp(row_shift[i] - shift);
             row_shift[i] = highest;
             if constexpr (kHuge)
-                if (magnitude(in_base) == kLargestBase2 && highest == in_base) {
-                    // Such scores are equal or so far apart that P is 0 or 1, also with a scale that brings none beyond.
-                    scale = 0.5f;
-                    shift = 0.5f * own;
+                if (highest == in_base && magnitude(highest) >= kHugeShift && magnitude(highest) <= kLargestBase2) {
+                    // Scaling rounds the shift by up to 16 and more, so that P may overflow or vanish. Scores of this size
+                    // are equal or at least 8 apart: P is 1 or close to 0, also in base 2 without a scale.
+                    scale = 1;
+                    shift = own;
                 }
             even = odd = 0;
 #pragma unroll
