@@ -597,7 +597,8 @@ def test_a_dump_does_not_follow_a_link_that_somebody_has_put_there(compilations,
 
 
 COMPILE_ONE = (
-    "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[])"
+    "import fa2cupy; fa2cupy.precompile(['sm_80'], dtypes=['float16'], head_dims=[32], causal=[False], methods=[], "
+    "decode=False)"
 )
 
 

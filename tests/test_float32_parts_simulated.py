@@ -294,6 +294,7 @@ def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_
     assert left == [of_queries, *with_dq, of_keys, of_keys]
 
 
+@pytest.mark.matrix
 @of_mma
 def test_a_head_of_one_sequence_that_parts_do_not_represent_is_left_to_ieee_arithmetic(monkeypatch, kernels):
     inputs = draw("float32", (40, 70), 8, (4, 2), batch=2)

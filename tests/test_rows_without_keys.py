@@ -152,7 +152,7 @@ def test_nothing_of_such_a_row_or_of_another_sequence_is_seen(launched, kernels,
         np.testing.assert_array_equal(gradient[:end], expected[:end])
 
 
-@pytest.mark.sample(kernels=("64",), method=("two_pass",))
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ("single_pass", "two_pass"))
 @pytest.mark.parametrize("kernels", [name for name in KERNELS if not name.startswith("float32")])
 def test_a_row_with_the_lowest_bias_for_all_keys_contributes_nothing_if_do_is_zero(launched, kernels, method):

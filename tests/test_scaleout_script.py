@@ -258,7 +258,7 @@ def ranks(monkeypatch):
 
         def kill(self):
             for world in worlds.values():
-                world.fail(0)
+                world.fail(0, "killed")
 
     class Device(HostDevice):
         gpu = None
