@@ -63,7 +63,7 @@ class BackwardDqConsumer : common::HeadTerms<Spec>,
     // first one, which waits for it, has not released.
     static constexpr bool kStagger = Shape::kGroups == 2 || (Shape::kGroups > 2 && !kRightLimit);
     static constexpr int kStartBarrier = Base::kOwnBarrier;
-    // Bounding P by 1 takes an instruction for each score, up to 5 % of the time. P only needs it where lse is so large
+    // Bounding P by 1 takes an instruction for each score, up to 7 % of the time. P only needs it where lse is so large
     // that it has lost the bits that count: below this bound, in base 2, P exceeds 1 by less than 2^-10. With 64 columns
     // or fewer a branch costs more than it saves.
     static constexpr bool kChoosesBound = kD > 64;
