@@ -152,10 +152,10 @@ class BackwardProducer {
                 if (lane < kBr / 4) store_shared(statistic + lane * 16, x);
             }
             if constexpr (kHides) {
-                mbarrier_wait(landed_of<kLse>(stage), ring.parity());
                 if constexpr (!kLse) mbarrier_wait(memory_.full_query(stage), ring.parity());  // its lse is there
                 __syncwarp();                                                                  // and these statistics
-                clear_hidden<kLse>(stage, lane);
+                if constexpr (!Shape::kLandsApart) mbarrier_wait(landed_of<kLse>(stage), ring.parity());
+                clear_hidden<kLse>(stage, ring.parity(), lane);
             }
             mbarrier_arrive(full_of<kLse>(stage));
             advance(step);
@@ -181,10 +181,11 @@ class BackwardProducer {
     // Stores zeros to the rows of Q (kLse) or dO that see no key, and in the place of their delta: they may hold NaN,
     // which P = 0 would not keep out of sums over queries. Rows beyond the sequence are zero already.
     template <bool kLse>
-    __device__ void clear_hidden(uint32 stage, int32 lane) const {
+    __device__ void clear_hidden(uint32 stage, uint32 parity, int32 lane) const {
 #pragma unroll 1
         for (int32 query = lane; query < kBr; query += 32) {
             if (!has_no_key(memory_.lse(stage), query)) continue;
+            if constexpr (Shape::kLandsApart) mbarrier_wait(landed_of<kLse>(stage), parity);
             if constexpr (!kLse && kAsStep<false>)
                 store_statistic(memory_.delta(stage), query, 0.0f);
             else if constexpr (!kLse)
@@ -194,8 +195,8 @@ class BackwardProducer {
 #pragma unroll 1
             for (uint32 i = 0; i < 8 * Shape::kPanels; ++i)
                 store_shared(row + i / 8 * Shape::kQueryPanelBytes + (i + query) % 8 * 16, 0, 0, 0, 0);
+            async_proxy_fence();
         }
-        async_proxy_fence();
     }
     // True if a query's first statistic is -infinity.
     __device__ static bool has_no_key(uint32 lse, int32 query) {

@@ -19,6 +19,9 @@ struct BackwardShape {
     // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
     static constexpr bool kDivided = kD > 128;
     static constexpr int kGroups = 2;  // consumer warp groups
+    // True if the consumers wait for TMA themselves. Else the warps that clear rows without a key wait and pass the tile
+    // on, which would cost up to 17 % where values hide keys: such tiles always take this way, and few have such rows.
+    static constexpr bool kLandsApart = common::kHidesRowsByValue<Spec>;
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
     // The groups split dQ by columns, or by rows if there is only one panel of columns.
@@ -170,6 +173,14 @@ struct BackwardMemory {
     __device__ uint32 written_ds(uint32 buffer) const { return barrier(10 + 4 * Shape::kStages + buffer); }
     __device__ uint32 landed_query(uint32 stage) const { return barrier(12 + 4 * Shape::kStages + stage); }
     __device__ uint32 landed_dout(uint32 stage) const { return barrier(12 + 5 * Shape::kStages + stage); }
+    __device__ void wait_for_query(uint32 stage, uint32 parity) const {
+        mbarrier_wait(full_query(stage), parity);
+        if constexpr (Shape::kLandsApart) mbarrier_wait(landed_query(stage), parity);
+    }
+    __device__ void wait_for_dout(uint32 stage, uint32 parity) const {
+        mbarrier_wait(full_dout(stage), parity);
+        if constexpr (Shape::kLandsApart) mbarrier_wait(landed_dout(stage), parity);
+    }
 
     __device__ void init_barriers() const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
