@@ -306,7 +306,7 @@ def _backward_bytes(head_dim: int, tile: TileConfig, array: str | None, *, with_
     as_step = head_dim <= (_WIDE if with_dq else 64)  # statistics enter as a k-step, multiplied by a tile of ones
     queries = 2 * tile.num_stages * tile.b_r * (row + (32 if as_step else 4)) + 64 * 32 * as_step
     exchanged = with_dq + (head_dim > _WIDE)
-    needed = 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 6 * tile.num_stages + 10)
+    needed = 1024 + 2 * tile.b_c * row + queries + exchanged * scores + 8 * (2 + 4 * tile.num_stages + 12)
     held = tile.b_c // 16 * _held_bytes(array, tile.b_r, 16)  # a warp's tile has 16 keys
     return needed + held if needed + held <= _SHARED_BYTES else needed
 

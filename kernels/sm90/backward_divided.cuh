@@ -98,10 +98,11 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
     template <bool kMasked>
     __device__ __forceinline__ void step(const QueryStep& step) {
         const uint32 stage = stages_.slot(), parity = stages_.parity(), offset = stage * (Shape::kQueryBytes / 16);
+        const uint32 full_query = memory_.full_query(stage), full_dout = memory_.full_dout(stage);
         const uint32 empty_query = memory_.empty_query(stage), empty_dout = memory_.empty_dout(stage);
         Scores scores;
         const auto terms = Base::head_terms(step);
-        kProbability ? memory_.wait_for_query(stage, parity) : memory_.wait_for_dout(stage, parity);
+        mbarrier_wait(kProbability ? full_query : full_dout, parity);
         constexpr bool kFromStatistic = kProbability ? Base::kFromLse : Base::kFromDelta;
         const uint32 statistic = kProbability ? memory_.lse(stage) : memory_.delta(stage);
         Base::template start_scores<kFromStatistic>(scores, statistic);
@@ -134,7 +135,7 @@ class BackwardDivided : BackwardGroup<Spec, Shape> {
         }
         if constexpr (kWithDq && !kProbability) Base::store_ds(rounded, 0);
 
-        kProbability ? memory_.wait_for_dout(stage, parity) : memory_.wait_for_query(stage, parity);
+        mbarrier_wait(kProbability ? full_dout : full_query, parity);
         if constexpr (kWithDq) {
             if (!is_first_) {
                 Dq dq;

@@ -107,12 +107,12 @@ class BackwardKeys : BackwardGroup<Spec, Shape> {
         Rounded p, ds;
         const auto terms = Base::head_terms(step);
 
-        memory_.wait_for_query(stage, parity);
+        mbarrier_wait(memory_.full_query(stage), parity);
         Base::template start_scores<Base::kFromLse>(scores, memory_.lse(stage));
         if (kWithDq && is_first_ && kGroup == 1) barrier_sync(Base::kStartBarrier, 2 * kGroupThreads);
         Base::template issue_scores<Base::kFromLse>(scores, key_operand_, query_operand_ + offset, memory_.lse(stage));
         if (is_first_) mbarrier_wait(memory_.full_value(), 0);
-        memory_.wait_for_dout(stage, parity);
+        mbarrier_wait(memory_.full_dout(stage), parity);
         Base::template start_scores<Base::kFromDelta>(derivatives, memory_.delta(stage));
         const auto mask = Base::template mask_ahead<kMasked>(step, own_.first_key + kGroup * kGroupRows);
         const auto distances = Base::distances_ahead(step, own_.first_key + kGroup * kGroupRows);

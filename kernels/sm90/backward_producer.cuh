@@ -1,7 +1,8 @@
 // The producer warp group of the backward by key tiles. Jobs of its warps:
 //
-//   0       one thread loads K and V once, and then Q and dO of one query tile after the other, by TMA
-//   1, 2    prepare the statistics from which a query tile's products start: -lse / scale (warp 1), -delta (warp 2)
+//   0       one thread loads K and V, by TMA
+//   1, 2    load Q (warp 1) and dO (warp 2) of one query tile after the other, by TMA, and prepare the statistics from
+//           which the tile's products start: -lse / scale (warp 1), -delta (warp 2)
 //   3       one thread makes dS, which the consumers write, visible to wgmma
 //
 //   P = 2^(scale log2(e) (K Q^T - lse / scale))        dS = P o (dO V^T - delta)
@@ -42,7 +43,7 @@ class BackwardProducer {
     template <bool kHides>
     __device__ void run_with() {
         const int32 warp = threadIdx.x / 32;
-        if (warp == 0 && threadIdx.x == 0) load_tiles<kHides>();
+        if (warp == 0 && threadIdx.x == 0) load_keys();
         if (warp == 1) prepare<true, kHides>();
         if (warp == 2) prepare<false, kHides>();
         if (Shape::kWithDq && warp == 3 && threadIdx.x % 32 == 0) pass_ds_on();
@@ -55,26 +56,10 @@ class BackwardProducer {
         ++step.head;
     }
 
-    template <bool kHides>
-    __device__ void load_tiles() const {
-        QueryStep step = own_.first_step(), own = own_.at(step);
-        RingPosition<Shape::kStages> ring;
+    __device__ void load_keys() const {
         load_keys(maps_.k, memory_.key(), memory_.full_key());
-        load_queries<true, kHides>(0, own);
         load_keys(maps_.v, memory_.value(), memory_.full_value());
-        load_queries<false, kHides>(0, own);
-#pragma unroll 1
-        for (advance(step); is_valid(step); advance(step)) {
-            ring.advance();
-            const uint32 stage = ring.slot();
-            own = own_.at(step);  // reads a list's entry ahead of the wait
-            mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);
-            load_queries<true, kHides>(stage, own);
-            mbarrier_wait(memory_.empty_dout(stage), ring.parity() ^ 1);
-            load_queries<false, kHides>(stage, own);
-        }
     }
-
     __device__ void load_keys(const TensorMap& map, uint32 smem, uint32 full) const {
         mbarrier_arrive_expect(full, Shape::kKeyBytes);
 #pragma unroll
@@ -83,17 +68,17 @@ class BackwardProducer {
                            own_.head, own_.batch);
     }
 
-    // Loads a tile of Q or of dO. If it may have hidden rows, the warps that clear them hand it on.
-    template <bool kQ, bool kHides>
-    __device__ void load_queries(uint32 stage, const QueryStep& own) const {
+    // Starts to load a tile of Q or of dO. If it has rows to clear, `landed` is signalled instead of `full`.
+    template <bool kQ>
+    __device__ void load_queries(uint32 stage, const QueryStep& own, bool clears) const {
         const TensorMap& map = kQ ? maps_.q : maps_.dout;
-        const uint32 full = full_of<kQ>(stage), barrier = kHides ? landed_of<kQ>(stage) : full;
+        const uint32 full = full_of<kQ>(stage), barrier = clears ? landed<kQ>() : full;
         mbarrier_arrive_expect(barrier, Shape::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanels; ++panel)
             own_.queries.load(rows_of<kQ>(stage) + panel * Shape::kQueryPanelBytes, map, barrier, panel * kPanelColumns,
                               own.tile * kBr, own.head, own_.batch);
-        if constexpr (kHides) mbarrier_arrive(full);
+        if (clears) mbarrier_arrive(full);
     }
     template <bool kQ>
     __device__ uint32 rows_of(uint32 stage) const {
@@ -104,8 +89,8 @@ class BackwardProducer {
         return kQ ? memory_.full_query(stage) : memory_.full_dout(stage);
     }
     template <bool kQ>
-    __device__ uint32 landed_of(uint32 stage) const {
-        return kQ ? memory_.landed_query(stage) : memory_.landed_dout(stage);
+    __device__ uint32 landed() const {
+        return kQ ? memory_.landed_query() : memory_.landed_dout();
     }
 
     // A fence waits for all outstanding memory operations of its thread. Consumer threads have atomic additions to dQ
@@ -129,14 +114,16 @@ class BackwardProducer {
         const int32 lane = threadIdx.x % 32;
         constexpr bool kInBase2 = kLse && !common::kProductsFromLse<Spec>;
         const float factor = kLse && !kInBase2 ? -1.0f / params_.softmax_scale : -1.0f;
-        QueryStep step = own_.first_step();
+        QueryStep step = own_.first_step(), own = own_.at(step);
         RingPosition<Shape::kStages> ring;
         float x[4];
-        load_rows<kLse>(step, lane, x);
+        bool clears = load_rows<kLse, kHides>(own, lane, x);
+        uint32 landed_parity = 0;
 #pragma unroll 1
         while (true) {
             const uint32 stage = ring.slot();
             mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);
+            if (lane == 0) load_queries<kLse>(stage, own, clears);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (kInBase2) x[i] = common::in_base2(x[i]);
@@ -151,41 +138,47 @@ class BackwardProducer {
             } else {
                 if (lane < kBr / 4) store_shared(statistic + lane * 16, x);
             }
-            if constexpr (kHides) {
+            if (kHides && clears) {
+                mbarrier_wait(landed<kLse>(), landed_parity);
+                landed_parity ^= 1;
                 if constexpr (!kLse) mbarrier_wait(memory_.full_query(stage), ring.parity());  // its lse is there
                 __syncwarp();                                                                  // and these statistics
-                if constexpr (!Shape::kLandsApart) mbarrier_wait(landed_of<kLse>(stage), ring.parity());
-                clear_hidden<kLse>(stage, ring.parity(), lane);
+                clear_hidden<kLse>(stage, lane);
             }
             mbarrier_arrive(full_of<kLse>(stage));
             advance(step);
             if (!is_valid(step)) break;
-            load_rows<kLse>(step, lane, x);
+            own = own_.at(step);
+            clears = load_rows<kLse, kHides>(own, lane, x);
             ring.advance();
         }
     }
 
-    template <bool kLse>
-    __device__ void load_rows(const QueryStep& step, int32 lane, float (&x)[4]) const {
-        const QueryStep own = own_.at(step);
-        const float* rows =
-            (kLse ? params_.lse : params_.delta) + common::first_statistic<Spec>(params_, own_.batch, own.head);
+    // Loads the statistics of four queries of a tile. With kHides, the result is true if a query of the tile sees no key.
+    template <bool kLse, bool kHides>
+    __device__ bool load_rows(const QueryStep& own, int32 lane, float (&x)[4]) const {
+        const int64 first = common::first_statistic<Spec>(params_, own_.batch, own.head);
+        const float *lse = params_.lse + first, *rows = kLse ? lse : params_.delta + first;
+        bool hides = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int32 query = query_of<kLse>(lane, i), row = own.tile * kBr + query;
             x[i] = kLse ? -common::infinity<float>() : 0.0f;
-            if (query < kBr && row < params_.seqlen_q) x[i] = rows[row];
+            if (query < kBr && row < params_.seqlen_q) {
+                x[i] = rows[row];
+                if constexpr (kHides) hides |= (kLse ? x[i] : lse[row]) == -common::infinity<float>();
+            }
         }
+        return kHides && __any_sync(common::kFullWarp, hides);
     }
 
     // Stores zeros to the rows of Q (kLse) or dO that see no key, and in the place of their delta: they may hold NaN,
     // which P = 0 would not keep out of sums over queries. Rows beyond the sequence are zero already.
     template <bool kLse>
-    __device__ void clear_hidden(uint32 stage, uint32 parity, int32 lane) const {
+    __device__ void clear_hidden(uint32 stage, int32 lane) const {
 #pragma unroll 1
         for (int32 query = lane; query < kBr; query += 32) {
             if (!has_no_key(memory_.lse(stage), query)) continue;
-            if constexpr (Shape::kLandsApart) mbarrier_wait(landed_of<kLse>(stage), parity);
             if constexpr (!kLse && kAsStep<false>)
                 store_statistic(memory_.delta(stage), query, 0.0f);
             else if constexpr (!kLse)
@@ -195,8 +188,8 @@ class BackwardProducer {
 #pragma unroll 1
             for (uint32 i = 0; i < 8 * Shape::kPanels; ++i)
                 store_shared(row + i / 8 * Shape::kQueryPanelBytes + (i + query) % 8 * 16, 0, 0, 0, 0);
-            async_proxy_fence();
         }
+        async_proxy_fence();
     }
     // True if a query's first statistic is -infinity.
     __device__ static bool has_no_key(uint32 lse, int32 query) {

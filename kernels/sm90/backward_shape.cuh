@@ -19,9 +19,6 @@ struct BackwardShape {
     // Beyond head_dim 128 a group's registers hold dK or dV of 64 keys, not both.
     static constexpr bool kDivided = kD > 128;
     static constexpr int kGroups = 2;  // consumer warp groups
-    // True if the consumers wait for TMA themselves. Else the warps that clear rows without a key wait and pass the tile
-    // on, which would cost up to 17 % where values hide keys: such tiles always take this way, and few have such rows.
-    static constexpr bool kLandsApart = common::kHidesRowsByValue<Spec>;
     static_assert(Spec::kWarps == 4 * (kGroups + 1) && Spec::kBlocksPerSm == 1 && kStages >= 2);
     static_assert(kBc == (kDivided ? 1 : kGroups) * kGroupRows && kBr % 16 == 0 && kBr <= 128);
     // The groups split dQ by columns, or by rows if there is only one panel of columns.
@@ -39,7 +36,7 @@ struct BackwardShape {
     // (kDivided), or where wgmma leaves shared-memory bandwidth unused (no dQ, more than 64 columns).
     static constexpr bool kStatisticsAsStep = !kDivided && (kDq || kD <= 64);
     static constexpr int kStatisticBytes = kBr * (kStatisticsAsStep ? kStatisticRowBytes : 4);
-    static constexpr int kBarrierBytes = 8 * (2 + 6 * kStages + 10);
+    static constexpr int kBarrierBytes = 8 * (2 + 4 * kStages + 12);
     static constexpr int kWithoutArray = kAlignment + 2 * kKeyBytes + 2 * kStages * (kQueryBytes + kStatisticBytes) +
                                          2 * (kDsBytes + kPBytes) + (kStatisticsAsStep ? kOnesBytes : 0) +
                                          kBarrierBytes;
@@ -158,8 +155,8 @@ struct BackwardMemory {
     }
     __device__ uint32 held() const { return barrier(0) + Shape::kBarrierBytes; }
     // Full: the data are complete and visible to their readers. Empty: all warps that read them have finished. Landed:
-    // TMA has written Q or dO, whose hidden rows have not been cleared yet. Written: the consumers have written dS, but
-    // it has not been fenced yet.
+    // TMA has written a tile of Q or dO with hidden rows, which have not been cleared yet; others are full then. Written:
+    // the consumers have written dS, but it has not been fenced yet.
     __device__ uint32 full_key() const { return barrier(0); }
     __device__ uint32 full_value() const { return barrier(1); }
     __device__ uint32 full_query(uint32 stage) const { return barrier(2 + stage); }
@@ -171,26 +168,18 @@ struct BackwardMemory {
     __device__ uint32 full_p(uint32 buffer) const { return barrier(6 + 4 * Shape::kStages + buffer); }
     __device__ uint32 empty_p(uint32 buffer) const { return barrier(8 + 4 * Shape::kStages + buffer); }
     __device__ uint32 written_ds(uint32 buffer) const { return barrier(10 + 4 * Shape::kStages + buffer); }
-    __device__ uint32 landed_query(uint32 stage) const { return barrier(12 + 4 * Shape::kStages + stage); }
-    __device__ uint32 landed_dout(uint32 stage) const { return barrier(12 + 5 * Shape::kStages + stage); }
-    __device__ void wait_for_query(uint32 stage, uint32 parity) const {
-        mbarrier_wait(full_query(stage), parity);
-        if constexpr (Shape::kLandsApart) mbarrier_wait(landed_query(stage), parity);
-    }
-    __device__ void wait_for_dout(uint32 stage, uint32 parity) const {
-        mbarrier_wait(full_dout(stage), parity);
-        if constexpr (Shape::kLandsApart) mbarrier_wait(landed_dout(stage), parity);
-    }
+    __device__ uint32 landed_query() const { return barrier(12 + 4 * Shape::kStages); }
+    __device__ uint32 landed_dout() const { return barrier(13 + 4 * Shape::kStages); }
 
     __device__ void init_barriers() const {
         constexpr uint32 kWarpSize = 32, kWarpsOfGroup = 4, kConsumerWarps = Shape::kGroups * kWarpsOfGroup;
         mbarrier_init(full_key(), 1);
         mbarrier_init(full_value(), 1);
+        mbarrier_init(landed_query(), 1);
+        mbarrier_init(landed_dout(), 1);
         for (uint32 i = 0; i < Shape::kStages; ++i) {
             mbarrier_init(full_query(i), 1 + kWarpSize);  // the thread that issues TMA, and the lanes of the statistic
             mbarrier_init(full_dout(i), 1 + kWarpSize);
-            mbarrier_init(landed_query(i), 1);
-            mbarrier_init(landed_dout(i), 1);
             mbarrier_init(empty_query(i), kConsumerWarps);
             mbarrier_init(empty_dout(i), kConsumerWarps);
         }
