@@ -33,8 +33,11 @@ MUTANTS = (
     Mutant(
         "next query tile into the stage in use",
         "backward",
-        "mbarrier_wait(memory_.empty_query(stage), ring.parity() ^ 1);\n            load_queries",
-        "load_queries",
+        "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);\n"
+        "            if (lane == 0) load_queries<kLse>(stage, own, clears);\n",
+        "if (lane == 0) load_queries<kLse>(stage, own, clears);\n"
+        "            "
+        "mbarrier_wait(kLse ? memory_.empty_query(stage) : memory_.empty_dout(stage), ring.parity() ^ 1);\n",
         "race",
         HOPPER_TRANSPOSED,
     ),
@@ -123,7 +126,7 @@ MUTANTS = (
     Mutant(
         "rows without a key cleared before they are there",
         "backward",
-        "mbarrier_wait(landed_of<kLse>(stage), ring.parity());",
+        "mbarrier_wait(landed<kLse>(), landed_parity);",
         "",
         "race",
         HOPPER_COLUMNS,
