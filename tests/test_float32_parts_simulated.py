@@ -280,7 +280,7 @@ def packed_inputs(head_dim: int) -> tuple[tuple, dict]:
     return inputs, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(place, offsets), strict=True))
 
 
-@of_both
+@of_hopper
 def test_a_head_of_packed_sequences_that_parts_do_not_represent_is_left_to_ieee_arithmetic(monkeypatch, kernels):
     """One row of one sequence decides for all. The last sequence has one row, in a block of parts of its own."""
     sequences = ((5, 9), (70, 62), (0, 3), (4, 0), (1, 1))
@@ -460,7 +460,7 @@ def spoil(inputs: tuple, kind: str) -> tuple:
     return inputs
 
 
-@pytest.mark.sample(kind=("tiny",))
+@pytest.mark.matrix
 @in_turn("kind", ("small rows", "small columns", "tiny", "large terms", "large", "infinity", "nan"))
 def test_heads_that_parts_do_not_represent_are_left_to_ieee_arithmetic(launched, kernels, kind):
     """All query heads of a group are left, or none: their results have the bits of IEEE arithmetic."""

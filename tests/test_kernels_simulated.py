@@ -643,7 +643,7 @@ def test_hopper_backward_with_other_scales(on_hopper, head_dim, scale):
     check_backward(inputs, on_hopper, causal=True, scale=scale, config=by_keys(head_dim))
 
 
-@pytest.mark.sample(head_dim=(64,))
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", (64, 128, 192))
 def test_rows_without_a_key_have_no_gradient_whatever_they_hold(on_hopper, head_dim):
     q, k, v, do = draw("float16", (2 * 128 + 30, 41), head_dim)
