@@ -110,7 +110,7 @@ MUTANTS = (
         "backward_dkdv",
         "mbarrier_wait(memory_.empty_p(exchanged_.slot()), exchanged_.parity() ^ 1);",
         "",
-        "deadlock",
+        "race",
         # Caught only with more stages than buffers: a stage is not filled again before its P is read.
         Problem(head_dim=160, lengths=(310, 100), hopper_tile=TileConfig(48, 64, 12, 3)),
     ),
